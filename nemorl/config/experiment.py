@@ -1,0 +1,38 @@
+"""The whole of an experiment file."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from .algorithm import AlgorithmConfig
+from .base import Config
+from .data import DataConfig
+from .env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+from .generation import GenerationConfig
+from .policy import PolicyConfig
+from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
+
+
+class Experiment(Config):
+    run_dir: Path
+    """Folder of the run: resolved config, metrics, samples, checkpoints, report."""
+    seed: int = Field(42, ge=0)
+    """Seed of everything that is drawn: task order and sampling."""
+    policy: PolicyConfig
+    """The model that learns."""
+    generation: GenerationConfig = GenerationConfig()
+    """The engine that samples."""
+    data: DataConfig
+    """Where tasks come from."""
+    env: EnvConfig = SingleTurnEnvConfig()
+    """What the policy acts in."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Reward functions, beside the environment's own reward."""
+    algorithm: AlgorithmConfig
+    """What is optimised."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where processes run."""
+    logger: LoggerConfig = LoggerConfig()
+    """What is shown and recorded."""
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """What is kept."""

@@ -1,0 +1,104 @@
+"""`policy`: the model that learns, how it is laid out over processes and how it is optimised."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .base import Config
+
+
+class TokenizerConfig(Config):
+    path: Path | None = None
+    """Folder of the tokenizer; the model's own folder when not given."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's chat template."""
+
+
+class LayoutConfig(Config):
+    """How the policy is spread over processes; their number is the product of the sizes."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Processes that share every matrix (TP). Divides the attention heads and the key-value heads."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Stages that share the layers (PP). Divides the number of layers."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Copies that share the batch (DP); the optimizer state is spread over them."""
+    sequence_parallel: bool = False
+    """Split the activations between the tensor-parallel regions by tokens (SP). Wants TP of 2 or more."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the policy."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+class AdamConfig(Config):
+    name: Literal["adam"] = "adam"
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay (AdamW); norms and biases are left out."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+
+class SgdConfig(Config):
+    name: Literal["sgd"]
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay of the weights; norms and biases are left out."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum."""
+
+
+OptimizerConfig = Annotated[AdamConfig | SgdConfig, Field(discriminator="name")]
+
+
+class ConstantSchedule(Config):
+    name: Literal["constant"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from zero."""
+
+
+class DecaySchedule(Config):
+    name: Literal["linear", "cosine"]
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from zero."""
+    decay_steps: int = Field(ge=1)
+    """Optimizer steps, warm-up included, after which the rate has come down to `min_lr`."""
+    min_lr: float = Field(0.0, ge=0)
+    """The rate after the decay."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | DecaySchedule, Field(discriminator="name")]
+
+
+class PolicyConfig(Config):
+    model_path: Path
+    """Folder of a Hugging Face model (config.json and safetensors)."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Where the tokenizer and the chat template come from."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights in forward and backward; the optimizer keeps float32 copies."""
+    max_sequence_length: int = Field(2048, ge=2)
+    """Tokens of a whole conversation, prompt included; longer ones are cut off with stop reason `length`."""
+    layout: LayoutConfig = LayoutConfig()
+    """How the policy is spread over processes."""
+    micro_batch_tokens: int = Field(4096, ge=1)
+    """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits exist at one time; bounds the memory of the vocabulary."""
+    optimizer: OptimizerConfig = AdamConfig()
+    """The optimizer."""
+    schedule: ScheduleConfig = ConstantSchedule()
+    """The learning rate over optimizer steps."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Gradients of a larger norm are scaled down to it; null clips nothing."""
+    max_skipped_steps: int = Field(10, ge=0)
+    """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""

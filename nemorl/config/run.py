@@ -1,0 +1,67 @@
+"""`cluster`, `logger`, `checkpointing`: where a run executes, what it shows and what it keeps."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from .base import Config
+
+
+class DeadlineConfig(Config):
+    """Seconds a stage may take before the run stops and names who is waited for."""
+
+    start: float = Field(600.0, gt=0)
+    """Starting worker processes and loading weights."""
+    generation: float = Field(1800.0, gt=0)
+    """Sampling all trajectories of a step, environments included."""
+    environment: float = Field(60.0, gt=0)
+    """One call of an environment or a reward."""
+    logprobs: float = Field(1800.0, gt=0)
+    """Recomputing logprobs of a batch."""
+    training: float = Field(3600.0, gt=0)
+    """Forward, backward and update over a batch."""
+    refit: float = Field(600.0, gt=0)
+    """Handing the weights to generation."""
+    checkpoint: float = Field(1800.0, gt=0)
+    """Writing or reading a checkpoint."""
+
+
+class ClusterConfig(Config):
+    num_nodes: int = Field(1, ge=1)
+    """Machines."""
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs of each machine; 0 runs everything on the CPU."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's strategy for placing the workers over the machines."""
+    rollout_workers: int = Field(1, ge=1)
+    """Processes that run turn loops, environments and rewards."""
+    policy_threads: int | None = Field(None, ge=1)
+    """CPU threads of each policy process; the cores divided by the processes when not given."""
+    object_store_megabytes: int = Field(512, ge=100)
+    """Shared memory that a local Ray sets aside for objects."""
+    deadlines: DeadlineConfig = DeadlineConfig()
+    """Seconds each stage may take."""
+
+
+class LoggerConfig(Config):
+    console: Literal["auto", "rich", "plain"] = "auto"
+    """Bars and tables, or plain lines; `auto` takes bars on a terminal."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run folder (extra `trackers`)."""
+    samples_per_step: int = Field(4, ge=0)
+    """Trajectories of each step written to samples.jsonl with their text."""
+
+
+class CheckpointingConfig(Config):
+    enabled: bool = True
+    """Write checkpoints."""
+    period: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    metric: str | None = None
+    """The checkpoint with the best value of this metric, such as `validation/reward`, is kept beside the newest."""
+    higher_is_better: bool = True
+    """Whether the best value is the highest."""
+    save_hf: bool = False
+    """Write the final weights as a Hugging Face folder `hf/` into the run folder."""

@@ -1,0 +1,63 @@
+"""The one protocol behind which all engines stand."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemorl.rollout.types import Float32Array, Int32Array, StopReason
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution to sample from: logits / temperature, then top-k, then top-p, then min-p."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One turn to sample. `seed` alone, not the batch it shares, decides what is drawn."""
+
+    id: str
+    prompt: Int32Array  # [P]
+    sampling: SamplingParams
+    max_new_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    deadline_seconds: float = 600.0  # from arrival; past it the turn ends with `abort`
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled for one request. `n` tokens, the end token included."""
+
+    id: str
+    tokens: Int32Array  # [n]
+    logprobs: Float32Array  # [n] of the distribution actually sampled
+    versions: Int32Array  # [n] weights that sampled each token
+    stop: StopReason
+    seconds: float = 0.0  # from arrival to the last token
+
+
+class Generator(Protocol):
+    """A handle on one or more engines, as the turn loop sees it."""
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine did since it was last asked."""
+
+    version: int
+    tokens_generated: int
+    prompt_tokens: int
+    seconds_busy: float
+    peak_batch: int
+
+

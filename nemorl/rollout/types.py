@@ -1,0 +1,121 @@
+"""What flows from sampling to training. Environments see only this module; it imports no torch and no Ray."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class StopReason(StrEnum):
+    """Why a turn or a trajectory ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # the token limit of the turn or of the sequence
+    TOOL_CALLS = "tool_calls"  # the turn ended in a call of a tool
+    ABORT = "abort"  # cancelled from outside
+    ERROR = "error"  # the environment or the engine failed
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to do: a prompt, what is expected, and whatever the reward needs to know."""
+
+    index: int  # position in its dataset
+    messages: tuple[Message, ...]  # the opening of the conversation, as the dataset has it
+    answer: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # further columns of the dataset, given to rewards
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy did in one turn."""
+
+    text: str  # decoded, without the end token
+    tokens: Int32Array  # [n] as sampled, end token included
+    stop: StopReason
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment answers to an action."""
+
+    messages: tuple[Message, ...] = ()  # the observation; empty when done
+    rewards: dict[str, float] = field(default_factory=dict)  # by name; summed over turns
+    done: bool = True
+
+
+class Environment(Protocol):
+    """A step-driven environment: one instance serves one trajectory."""
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """The messages that open the conversation."""
+        ...
+
+    async def step(self, action: Action) -> Step:
+        """Act once; called until it answers `done` or the sequence is full."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the environment holds; called once, also after an error."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where one turn of the policy lies in the trajectory's tokens."""
+
+    start: int  # first sampled token
+    end: int  # one past the last sampled token
+    stop: StopReason
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled conversation, token-exact. `T` is the number of its tokens.
+
+    Sampled tokens are never decoded and encoded again; `logprobs` are those of the distribution that was
+    sampled (after temperature, top-k, top-p and min-p) and `versions` the weights that sampled each token.
+    """
+
+    tokens: Int32Array  # [T]
+    loss_mask: BoolArray  # [T] True where the policy sampled the token
+    logprobs: Float32Array  # [T] 0 elsewhere
+    versions: Int32Array  # [T] -1 elsewhere
+    turns: tuple[Turn, ...]
+    rewards: dict[str, float]  # by name, summed over turns, before weights; absent = not applicable
+    reward: float  # the weighted sum
+    stop: StopReason
+    group: int  # trajectories of one task share it; unique in a run
+    task: int  # index of the task in its dataset
+    error: str | None = None
+    seconds_generation: float = 0.0
+    seconds_environment: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths = {len(a) for a in (self.tokens, self.loss_mask, self.logprobs, self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"arrays of one trajectory differ in length: {sorted(lengths)}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T: prompt, observations and sampled tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
