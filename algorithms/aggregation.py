@@ -1,0 +1,41 @@
+"""From losses per token to one number.
+
+Every scheme is a weight for the sampled tokens of each sequence, made from counts of the whole optimizer
+step. The loss is then a plain sum of `weight * token_loss`, which no split into micro-batches or ranks
+changes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemorl.config.algorithm import Aggregation
+
+
+def sequence_weights(sampled: Sequence[int], aggregation: Aggregation, length: int | None = None) -> Tensor:
+    """Weight of each sampled token, one per sequence: [S] float32.
+
+    `sampled` [S] counts the tokens that enter the loss; a sequence without any has weight 0 and does not
+    count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al. 2025,
+    arXiv 2503.20783); the names of the schemes are the field's.
+    """
+    counts = torch.tensor(sampled, dtype=torch.float64)
+    present = counts > 0
+    tokens, sequences = counts.sum().clamp(min=1), present.sum().clamp(min=1)
+    match aggregation:
+        case "token-mean":
+            weights = torch.ones_like(counts) / tokens
+        case "token-sum":
+            weights = torch.ones_like(counts)
+        case "seq-mean-token-mean":
+            weights = 1 / (counts.clamp(min=1) * sequences)
+        case "seq-mean-token-sum":
+            weights = torch.ones_like(counts) / sequences
+        case "seq-mean-token-sum-norm":
+            if length is None:
+                raise ValueError(
+                    "seq-mean-token-sum-norm divides by a fixed length: set loss.aggregation_length"
+                )
+            weights = torch.ones_like(counts) / (sequences * length)
+    return torch.where(present, weights, torch.zeros_like(weights)).float()

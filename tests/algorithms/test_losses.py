@@ -1,0 +1,182 @@
+"""Losses, advantages and aggregation against formulas written out in plain Python floats."""
+
+import math
+
+import pytest
+import torch
+
+from nemorl.algorithms.advantages import group_relative
+from nemorl.algorithms.aggregation import sequence_weights
+from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics, kl_divergence
+from nemorl.config.algorithm import AdvantageConfig, KLConfig, PolicyLossConfig
+from nemorl.data.packed import PackedBatch
+
+LENGTHS = [5, 3, 6]
+PROMPTS = [2, 1, 3]
+
+
+def ragged_batch(seed: int, aggregation: str = "token-mean", *, old: bool = True) -> PackedBatch:
+    """Three sequences whose prompts are not trained on."""
+    g = torch.Generator().manual_seed(seed)
+    n = sum(LENGTHS)
+    mask = torch.cat(
+        [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    )
+    sampled = [length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    weights = sequence_weights(sampled, aggregation, length=7)  # type: ignore[arg-type]
+    return PackedBatch(
+        tokens=torch.randint(0, 9, (n,), generator=g),
+        cu_seqlens=torch.tensor([0, 5, 8, 14], dtype=torch.int32),
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS]),
+        loss_mask=mask,
+        weights=weights.repeat_interleave(torch.tensor(LENGTHS)) * mask,
+        advantages=torch.tensor([1.3, -0.7, 0.4]).repeat_interleave(torch.tensor(LENGTHS)),
+        logprobs=torch.randn(n, generator=g) - 2,
+        old_logprobs=torch.randn(n, generator=g) - 2 if old else None,
+        reference_logprobs=torch.randn(n, generator=g) - 2,
+    )
+
+
+def written_out(
+    batch: PackedBatch, logprobs: list[float], entropy: list[float], c: PolicyLossConfig
+) -> float:
+    """The GRPO objective, one token at a time, then aggregated by its definition."""
+    per_sequence: list[list[float]] = []
+    start = 0
+    for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
+        losses = []
+        for i in range(start + prompt, start + length):
+            old = logprobs[i] if batch.old_logprobs is None else batch.old_logprobs[i].item()
+            advantage, reference = batch.advantages[i].item(), batch.reference_logprobs[i].item()  # type: ignore[index]
+            ratio = math.exp(logprobs[i] - old)
+            clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
+            policy = -min(ratio * advantage, clipped * advantage)
+            kl = math.exp(reference - logprobs[i]) - (reference - logprobs[i]) - 1
+            losses.append(policy + c.kl.coefficient * kl - c.entropy_coefficient * entropy[i])
+        per_sequence.append(losses)
+        start += length
+    match c.aggregation:
+        case "token-mean":
+            return sum(map(sum, per_sequence)) / sum(map(len, per_sequence))
+        case "seq-mean-token-mean":
+            return sum(sum(s) / len(s) for s in per_sequence) / len(per_sequence)
+        case "seq-mean-token-sum":
+            return sum(map(sum, per_sequence)) / len(per_sequence)
+        case "seq-mean-token-sum-norm":
+            return sum(sum(s) / 7 for s in per_sequence) / len(per_sequence)
+        case "token-sum":
+            return float(sum(map(sum, per_sequence)))
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize(
+    "aggregation",
+    ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"],
+)
+def test_grpo_loss_equals_the_formula_and_its_gradient(aggregation: str, old: bool) -> None:
+    config = PolicyLossConfig(
+        clip_low=0.2, clip_high=0.28, aggregation=aggregation, aggregation_length=7,  # type: ignore[arg-type]
+        kl=KLConfig(coefficient=0.05), entropy_coefficient=0.01,
+    )  # fmt: skip
+    batch = ragged_batch(0, aggregation, old=old)
+    logprobs = (torch.randn(14, generator=torch.Generator().manual_seed(5)) - 2).requires_grad_()
+    entropy = torch.rand(14, generator=torch.Generator().manual_seed(6))
+    output = PolicyLoss(config)(batch, logprobs, entropy)
+    values = logprobs.detach().double().tolist()
+    assert output.loss.item() == pytest.approx(written_out(batch, values, entropy.tolist(), config), rel=1e-5)
+
+    if not old:
+        return  # the ratio is 1 by stop-gradient there, which finite differences of the formula cannot see
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    for i in range(14):
+        up, down = list(values), list(values)
+        up[i] += 1e-5
+        down[i] -= 1e-5
+        numeric = (
+            written_out(batch, up, entropy.tolist(), config)
+            - written_out(batch, down, entropy.tolist(), config)
+        ) / 2e-5
+        assert gradient[i].item() == pytest.approx(numeric, rel=1e-3, abs=1e-6)
+
+
+def test_on_policy_gradient_is_minus_advantage_times_weight() -> None:
+    batch = ragged_batch(1, old=False)
+    logprobs = (torch.randn(14) - 2).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        PolicyLoss(PolicyLossConfig())(batch, logprobs, torch.zeros(14)).loss, logprobs
+    )
+    torch.testing.assert_close(gradient, -batch.advantages * batch.weights)  # type: ignore[operator]
+
+
+def test_splitting_the_batch_does_not_change_sums() -> None:
+    config = PolicyLossConfig(kl=KLConfig(coefficient=0.1))
+    batch = ragged_batch(2)
+    logprobs, entropy = torch.randn(14) - 2, torch.rand(14)
+    whole = PolicyLoss(config)(batch, logprobs, entropy)
+    index = {0: slice(0, 5), 1: slice(5, 8), 2: slice(8, 14)}
+    parts = [
+        PolicyLoss(config)(
+            batch.select(list(p)),
+            torch.cat([logprobs[index[s]] for s in p]),
+            torch.cat([entropy[index[s]] for s in p]),
+        )
+        for p in ((2, 0), (1,))
+    ]
+    for key, value in whole.sums.items():
+        assert sum(p.sums[key].item() for p in parts) == pytest.approx(value.item(), rel=1e-5)
+    assert max(p.maxima["logprob_gap/max"] for p in parts) == whole.maxima["logprob_gap/max"]
+
+
+def test_metrics_of_a_step_are_means_over_sampled_tokens() -> None:
+    batch = ragged_batch(3)
+    logprobs = torch.randn(14) - 2
+    entropy = torch.rand(14)
+    output = PolicyLoss(PolicyLossConfig())(batch, logprobs, entropy)
+    metrics = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
+    assert metrics["entropy"] == pytest.approx(entropy[batch.loss_mask].mean().item(), rel=1e-5)
+    gap = (logprobs - batch.logprobs)[batch.loss_mask].abs().mean().item()  # type: ignore[operator]
+    assert metrics["logprob_gap/mean"] == pytest.approx(gap, rel=1e-5)
+    assert metrics["loss/policy"] == pytest.approx(output.loss.item(), rel=1e-5)
+
+
+def test_cross_entropy_is_the_mean_negative_logprob_of_completions() -> None:
+    batch = ragged_batch(4)
+    logprobs = torch.randn(14) - 2
+    expected = -logprobs[batch.loss_mask].mean().item()
+    assert CrossEntropyLoss()(batch, logprobs, None).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "formula"),
+    [("k1", lambda x: x), ("k2", lambda x: x * x / 2), ("k3", lambda x: math.exp(-x) - 1 + x)],
+)
+def test_kl_estimators(estimator: str, formula) -> None:  # type: ignore[no-untyped-def]
+    policy, reference = torch.tensor([-1.0, -0.2, -3.0]), torch.tensor([-1.5, -0.1, -3.0])
+    expected = [formula(x) for x in (0.5, -0.1, 0.0)]
+    assert kl_divergence(policy, reference, estimator).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_group_relative_advantages_equal_the_formula(normalize: bool, leave_one_out: bool) -> None:
+    rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.0, 7.0, 0.25], [4, 4, 4, 9, 9, 3, 4]
+    config = AdvantageConfig(normalize=normalize, leave_one_out=leave_one_out)
+    expected = []
+    for i, group in enumerate(groups):
+        mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(mine) == 1:
+            expected.append(0.0)
+            continue
+        mean = sum(mine) / len(mine)
+        std = math.sqrt(sum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        baseline = sum(others) / len(others) if leave_one_out else mean
+        expected.append((rewards[i] - baseline) / ((std + 1e-6) if normalize else 1.0))
+    assert group_relative(rewards, groups, config).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_sequences_without_sampled_tokens_do_not_count() -> None:
+    assert sequence_weights([2, 0, 3], "seq-mean-token-mean").tolist() == pytest.approx([1 / 4, 0, 1 / 6])
+    assert sequence_weights([2, 0, 3], "token-mean").tolist() == pytest.approx([1 / 5, 0, 1 / 5])
+    with pytest.raises(ValueError, match="aggregation_length"):
+        sequence_weights([2], "seq-mean-token-sum-norm")
