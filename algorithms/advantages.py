@@ -11,9 +11,9 @@ from nemorl.config.algorithm import AdvantageConfig
 def group_relative(rewards: Sequence[float], groups: Sequence[int], config: AdvantageConfig) -> Tensor:
     """Advantage of each trajectory against the others of its task: [S] float32.
 
-    `A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group (Shao et al.
-    2024, arXiv 2402.03300, section 4.1.2). With `leave_one_out` the mean is that of the others (Ahmadian
-    et al. 2024, arXiv 2402.14740). A group of one, or of equal rewards, has advantage 0: it says nothing.
+    `A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group (Shao
+    et al. 2024, arXiv 2402.03300, section 4.1.2). With `leave_one_out` the mean is that of the others
+    (Ahmadian et al. 2024, arXiv 2402.14740). A group of one, or of equal rewards, has advantage 0.
     """
     r = torch.tensor(rewards, dtype=torch.float64)
     members: dict[int, list[int]] = {}

@@ -17,8 +17,8 @@ def sequence_weights(sampled: Sequence[int], aggregation: Aggregation, length: i
     """Weight of each sampled token, one per sequence: [S] float32.
 
     `sampled` [S] counts the tokens that enter the loss; a sequence without any has weight 0 and does not
-    count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al. 2025,
-    arXiv 2503.20783); the names of the schemes are the field's.
+    count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al.
+    2025, arXiv 2503.20783); the names of the schemes are the field's.
     """
     counts = torch.tensor(sampled, dtype=torch.float64)
     present = counts > 0

@@ -17,10 +17,10 @@ MAX_LOG_RATIO = 20.0
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate per token and the ratio, both [N] (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+    """PPO's clipped surrogate per token and the ratio, both [N] (Schulman et al. 2017, arXiv 1707.06347).
 
-    `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old_logprobs)`; different bounds
-    are DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476).
+    `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old_logprobs)`, equation 7;
+    different bounds are DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476).
     """
     ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -45,16 +45,15 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Clipped policy gradient, with divergence from the reference and entropy where the config weighs them."""
+    """Clipped policy gradient, with divergence from the reference and an entropy bonus where weighed."""
 
     config: PolicyLossConfig
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """Needs `advantages`; `old_logprobs` default to the current ones (one update per batch: ratio 1)."""
-        assert batch.advantages is not None and entropy is not None, (
-            "the policy loss wants advantages and entropy"
-        )
+        assert batch.advantages is not None, "the policy loss wants advantages"
+        assert entropy is not None, "the policy loss wants the entropy"
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         surrogate, ratio = clipped_policy_loss(
             logprobs, old, batch.advantages, self.config.clip_low, self.config.clip_high
@@ -97,7 +96,7 @@ class CrossEntropyLoss:
 
 
 def finish_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of one optimizer step from global sums: losses stay sums, everything else is a mean over tokens."""
+    """Metrics of one optimizer step from global sums: losses stay sums, the rest are means over tokens."""
     tokens = max(sums["tokens"], 1.0)
     means = {k: v if k.startswith("loss/") else v / tokens for k, v in sums.items() if k != "tokens"}
     return {**means, **maxima}

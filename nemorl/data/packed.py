@@ -39,7 +39,7 @@ class PackedBatch:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
-        return torch.diff(self.cu_seqlens).tolist()  # type: ignore[no-any-return]
+        return torch.diff(self.cu_seqlens).tolist()
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same batch on a device."""

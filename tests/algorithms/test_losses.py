@@ -23,7 +23,7 @@ def ragged_batch(seed: int, aggregation: str = "token-mean", *, old: bool = True
         [torch.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
     )
     sampled = [length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
-    weights = sequence_weights(sampled, aggregation, length=7)  # type: ignore[arg-type]
+    weights = sequence_weights(sampled, aggregation, length=7)
     return PackedBatch(
         tokens=torch.randint(0, 9, (n,), generator=g),
         cu_seqlens=torch.tensor([0, 5, 8, 14], dtype=torch.int32),
