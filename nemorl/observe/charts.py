@@ -1,0 +1,184 @@
+"""The plots of a report. Colours that depend on light or dark are set by the page."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from .metrics import StepMetrics
+
+PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a514", "#9d7660", "#8c8c94")
+REST_COLOR = "#8c8c94"
+MOST_BARS = 200  # more steps than this are averaged in groups
+DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
+
+# Title and what the keys begin with; keys that none of these match get a plot of their own at the end.
+GROUPS = (
+    ("Validation", "validation/"),
+    ("Loss", "loss/"),
+    ("Divergence from the reference", "kl/"),
+    ("Entropy of the policy", "entropy"),
+    ("Gradient norm", "grad_norm"),
+    ("Logprob gap, engine and trainer", "logprob_gap/"),
+    ("Throughput, tokens per second", "throughput/"),
+    ("Learning rate", "lr"),
+    ("Rewards by name", "reward/"),
+    ("Tokens of a step", "tokens/"),
+)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot with the heading that stands over it."""
+
+    title: str
+    figure: go.Figure
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class StageTotal:
+    """Seconds of one stage over the run, and their part of all."""
+
+    name: str
+    seconds: float
+    fraction: float
+    color: str
+
+
+def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
+    """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
+    figure = _figure(height=360)
+    rewarded = [step for step in steps if "reward/mean" in step.values]
+    if rewarded:
+        _add_band(figure, [step for step in rewarded if "reward/std" in step.values])
+        _add_line(figure, rewarded, "reward/mean", "training", PALETTE[0])
+    validated = [step for step in steps if "validation/reward" in step.values]
+    if validated:
+        _add_line(figure, validated, "validation/reward", "validation", PALETTE[1], "lines+markers")
+    if not figure.data:
+        return None
+    figure.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
+    return Chart("Reward", figure, wide=True)
+
+
+def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
+    """Lines of all other figures: those everybody looks at, and the rest."""
+    keys = sorted({key for step in steps for key in step.values if not key.startswith(DRAWN_ELSEWHERE)})
+    main = []
+    for title, beginning in GROUPS:
+        if chosen := [key for key in keys if key.startswith(beginning)]:
+            main.append(_line_chart(title, steps, chosen))
+            keys = [key for key in keys if key not in chosen]
+    return main, [_line_chart(key, steps, [key]) for key in keys]
+
+
+def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> Chart | None:
+    """Seconds of each stage, stacked, for every step; long runs show means over groups of steps."""
+    timed = [step for step in steps if step.values.get("time/step", 0) > 0]
+    if not timed:
+        return None
+    size = -(-len(timed) // MOST_BARS)
+    groups = [timed[start : start + size] for start in range(0, len(timed), size)]
+    figure = _figure(height=320)
+    for total in totals:
+        seconds = [
+            sum(stage_seconds(step).get(total.name, 0) for step in group) / len(group) for group in groups
+        ]
+        figure.add_bar(
+            x=[group[0].step for group in groups], y=seconds, name=total.name, marker_color=total.color
+        )
+    axis = "step" if size == 1 else f"step (means over {size})"
+    figure.update_layout(
+        barmode="stack", bargap=0.1, showlegend=True, xaxis_title=axis, yaxis_title="seconds"
+    )
+    return Chart("Seconds of each stage", figure, wide=True)
+
+
+def stage_totals(steps: Sequence[StepMetrics]) -> list[StageTotal]:
+    """Seconds of each stage over all steps, the longest first, what no stage accounts for at the end."""
+    sums: dict[str, float] = {}
+    for step in steps:
+        for name, seconds in stage_seconds(step).items():
+            sums[name] = sums.get(name, 0.0) + seconds
+    whole = sum(sums.values()) or 1.0
+    ordered = sorted(sums.items(), key=lambda item: (item[0] == "other", -item[1]))
+    return [
+        StageTotal(
+            name, seconds, seconds / whole, REST_COLOR if name == "other" else PALETTE[i % (len(PALETTE) - 1)]
+        )
+        for i, (name, seconds) in enumerate(ordered)
+    ]
+
+
+def stage_seconds(step: StepMetrics) -> dict[str, float]:
+    """Seconds by stage of one step; `other` is what lies between the stages."""
+    stages = {
+        key.removeprefix("time/"): value for key, value in step.values.items() if key.startswith("time/")
+    }
+    whole = stages.pop("step", None)
+    if whole is not None and (rest := whole - sum(stages.values())) > 0:
+        stages["other"] = rest
+    return stages
+
+
+def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -> Chart:
+    figure = _figure(height=260)
+    for number, key in enumerate(keys):
+        drawn = [step for step in steps if key in step.values]
+        mode = "lines+markers" if len(drawn) < 2 or key.startswith("validation/") else "lines"
+        _add_line(figure, drawn, key, key.partition("/")[2] or key, PALETTE[number % len(PALETTE)], mode)
+    figure.update_layout(showlegend=len(keys) > 1)
+    if title.startswith("Logprob gap") and _always(steps, keys, lambda value: value > 0):
+        figure.update_yaxes(type="log")  # mean and largest lie orders of magnitude apart
+    return Chart(title, figure)
+
+
+def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[float], bool]) -> bool:
+    return all(holds(step.values[key]) for step in steps for key in keys if key in step.values)
+
+
+def _add_line(
+    figure: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
+) -> None:
+    figure.add_scatter(
+        x=[step.step for step in steps],
+        y=[step.values[key] for step in steps],
+        name=name,
+        mode=mode if len(steps) > 1 else "markers",
+        line={"color": color, "width": 2},
+        marker={"color": color, "size": 7},
+    )
+
+
+def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
+    """The mean with one standard deviation above and below."""
+    if len(steps) < 2:
+        return
+    low = [step.values["reward/mean"] - step.values["reward/std"] for step in steps]
+    high = [step.values["reward/mean"] + step.values["reward/std"] for step in steps]
+    numbers = [step.step for step in steps]
+    figure.add_scatter(
+        x=numbers + numbers[::-1],
+        y=high + low[::-1],
+        fill="toself",
+        fillcolor="rgba(76, 120, 168, 0.18)",
+        line={"width": 0},
+        hoverinfo="skip",
+        name="± standard deviation",
+        mode="lines",
+    )
+
+
+def _figure(height: int) -> go.Figure:
+    return go.Figure(
+        layout={
+            "template": None,
+            "height": height,
+            "margin": {"l": 60, "r": 16, "t": 12, "b": 44},
+            "hovermode": "x unified",
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "xaxis": {"automargin": True},
+            "yaxis": {"automargin": True},
+        }
+    )

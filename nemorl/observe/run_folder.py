@@ -1,0 +1,171 @@
+"""The folder of a run, which explains itself: what is where, who may write, and what a resume keeps."""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .errors import RunFolderError
+from .facts import collect_facts
+from .files import JsonObject, keep_json_lines, write_failed, write_whole
+
+ABOUT = """# A run of nemorl
+
+| file | what it holds |
+|---|---|
+| `config.yaml` | the whole configuration, defaults included; `nemorl train config.yaml` repeats the run |
+| `header.json` | one entry for each start: command, versions, machine, commit, kernels in use |
+| `metrics.jsonl` | the figures of every step, a line each; NaN and infinity are null, named in `nonfinite` |
+| `samples.jsonl` | some conversations of every step, a JSON object a line |
+| `timeline.json` | when each stage ran; open it in Perfetto or in chrome://tracing |
+| `report.html` | all of this as one page that needs no network; `nemorl report` writes it anew |
+| `tensorboard/` | the figures for TensorBoard, if asked for |
+| `checkpoints/` | what `--resume` goes on from |
+| `logs/` | what the driver and the workers said |
+"""
+
+LINE_FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where things are in a run folder. Reading needs no more than this."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def header(self) -> Path:
+        """A JSON array with the facts of each start."""
+        return self.root / "header.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Figures of the steps."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Conversations."""
+        return self.root / "samples.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """When each stage ran."""
+        return self.root / "timeline.json"
+
+    @property
+    def report(self) -> Path:
+        """The page."""
+        return self.root / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's files."""
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the driver and the workers."""
+        return self.root / "logs"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has been started here."""
+        return self.config.exists() or self.metrics.exists()
+
+
+class RunFolder:
+    """The run folder of the process that writes it. One process at a time holds a folder."""
+
+    def __init__(self, root: Path, config_yaml: str, *, resumed_step: int | None, lock: IO[str]) -> None:
+        """Use `create` or `resume`."""
+        self.paths = RunPaths(root)
+        self.resumed_step = resumed_step
+        self._lock = lock
+        for folder in (self.paths.checkpoints, self.paths.logs):
+            folder.mkdir(exist_ok=True)
+        write_whole(root / "ABOUT.md", ABOUT)
+        write_whole(self.paths.config, config_yaml)
+        self._starts = [*read_header(self.paths.header), collect_facts(resumed_step)]
+        self._write_header()
+
+    @classmethod
+    def create(cls, root: Path, config_yaml: str) -> "RunFolder":
+        """Begin a run. Raises `RunFolderError` when the folder holds one or is in use, and `WriteError`."""
+        lock = _lock(root)
+        if RunPaths(root).holds_run:
+            lock.close()
+            raise RunFolderError(
+                f"{root} already holds a run. Continue it with --resume, take another run_dir, or remove it."
+            )
+        return cls(root, config_yaml, resumed_step=None, lock=lock)
+
+    @classmethod
+    def resume(cls, root: Path, config_yaml: str, step: int | None) -> "RunFolder":
+        """Go on from the checkpoint of `step`: later figures and samples are cut off, since they come again.
+
+        Without a checkpoint (`None`) the run starts anew and no line is kept. The timeline keeps what was.
+        """
+        lock = _lock(root)
+        last = -1 if step is None else step
+        for name in LINE_FILES:
+            keep_json_lines(root / name, lambda line: int(line["step"]) <= last)
+        return cls(root, config_yaml, resumed_step=step, lock=lock)
+
+    def add_facts(self, facts: Mapping[str, object]) -> None:
+        """Add what is known only after the start, such as the kernels in use, to this start's entry."""
+        self._starts[-1]["run"] = {**self._starts[-1].get("run", {}), **facts}
+        self._write_header()
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+    def _write_header(self) -> None:
+        write_whole(self.paths.header, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_header(path: Path) -> list[JsonObject]:
+    """The facts of each start of the run, the newest last; none without a file."""
+    if not path.exists():
+        return []
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunFolderError(f"{path} is not JSON ({error}). Remove it to go on; it only informs.") from error
+    return list(starts)
+
+
+def _lock(root: Path) -> IO[str]:
+    """Hold the folder until the process ends, however it ends."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise write_failed(root, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise RunFolderError(
+            f"{root} is being written by process {holder}. End that process first, or choose another run_dir."
+        ) from error
+    lock.truncate(0)
+    lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
+    lock.flush()
+    return lock
