@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from .metrics import StepMetrics
 
-PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a514", "#9d7660", "#8c8c94")
+PALETTE = ("#4a8bd0", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a514", "#9d7660", "#8c8c94")
 REST_COLOR = "#8c8c94"
 MOST_BARS = 200  # more steps than this are averaged in groups
 DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
@@ -48,7 +48,7 @@ class StageTotal:
 
 def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
     """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
-    figure = _figure(height=360)
+    figure = _figure(steps, height=360)
     rewarded = [step for step in steps if "reward/mean" in step.values]
     if rewarded:
         _add_band(figure, [step for step in rewarded if "reward/std" in step.values])
@@ -68,6 +68,7 @@ def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart
     main = []
     for title, beginning in GROUPS:
         if chosen := [key for key in keys if key.startswith(beginning)]:
+            chosen.sort(key=lambda key: key != "validation/reward")
             main.append(_line_chart(title, steps, chosen))
             keys = [key for key in keys if key not in chosen]
     return main, [_line_chart(key, steps, [key]) for key in keys]
@@ -80,7 +81,7 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         return None
     size = -(-len(timed) // MOST_BARS)
     groups = [timed[start : start + size] for start in range(0, len(timed), size)]
-    figure = _figure(height=320)
+    figure = _figure(steps, height=320)
     for total in totals:
         seconds = [
             sum(stage_seconds(step).get(total.name, 0) for step in group) / len(group) for group in groups
@@ -90,7 +91,12 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         )
     axis = "step" if size == 1 else f"step (means over {size})"
     figure.update_layout(
-        barmode="stack", bargap=0.1, showlegend=True, xaxis_title=axis, yaxis_title="seconds"
+        barmode="stack",
+        bargap=0.1,
+        showlegend=True,
+        legend_traceorder="normal",
+        xaxis_title=axis,
+        yaxis_title="seconds",
     )
     return Chart("Seconds of each stage", figure, wide=True)
 
@@ -123,12 +129,15 @@ def stage_seconds(step: StepMetrics) -> dict[str, float]:
 
 
 def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -> Chart:
-    figure = _figure(height=260)
+    figure = _figure(steps, height=260)
     for number, key in enumerate(keys):
         drawn = [step for step in steps if key in step.values]
         mode = "lines+markers" if len(drawn) < 2 or key.startswith("validation/") else "lines"
-        _add_line(figure, drawn, key, key.partition("/")[2] or key, PALETTE[number % len(PALETTE)], mode)
+        name = (key.partition("/")[2] or key).replace("_", " ")
+        _add_line(figure, drawn, key, name, PALETTE[number % len(PALETTE)], mode)
     figure.update_layout(showlegend=len(keys) > 1)
+    if _always(steps, keys, lambda value: value >= 0):
+        figure.update_yaxes(rangemode="tozero")
     if title.startswith("Logprob gap") and _always(steps, keys, lambda value: value > 0):
         figure.update_yaxes(type="log")  # mean and largest lie orders of magnitude apart
     return Chart(title, figure)
@@ -162,7 +171,7 @@ def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
         x=numbers + numbers[::-1],
         y=high + low[::-1],
         fill="toself",
-        fillcolor="rgba(76, 120, 168, 0.18)",
+        fillcolor="rgba(74, 139, 208, 0.18)",
         line={"width": 0},
         hoverinfo="skip",
         name="± standard deviation",
@@ -170,15 +179,17 @@ def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
     )
 
 
-def _figure(height: int) -> go.Figure:
+def _figure(steps: Sequence[StepMetrics], height: int) -> go.Figure:
+    first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
+    margin = max(0.02 * (last - first), 0.5)
     return go.Figure(
         layout={
             "template": None,
             "height": height,
-            "margin": {"l": 60, "r": 16, "t": 12, "b": 44},
+            "margin": {"l": 60, "r": 16, "t": 12, "b": 32},
             "hovermode": "x unified",
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "xaxis": {"automargin": True},
-            "yaxis": {"automargin": True},
+            "xaxis": {"automargin": True, "range": [first - margin, last + margin]},
+            "yaxis": {"automargin": True, "exponentformat": "e"},
         }
     )

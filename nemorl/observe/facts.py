@@ -43,7 +43,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(file: Path) -> str | None:
-    """The commit that `file` is from, with `+changes` if its work tree differs; None when git does not track it."""
+    """The commit that `file` is from, `+changes` if the work tree differs; None if git does not track it."""
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     commit = _git(file.parent, "rev-parse", "HEAD")

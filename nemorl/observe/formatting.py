@@ -27,7 +27,7 @@ COLUMNS = (
     Column("entropy", "entropy", 9),
     Column("grad_norm", "grad norm", 10),
     Column("lr", "lr", 10),
-    Column("logprob_gap/max", "gap", 9),
+    Column("logprob_gap/max", "gap", 10),
     Column("throughput/tokens_per_second", "tokens/s", 10),
     Column("time/step", "seconds", 9),
 )
@@ -38,15 +38,15 @@ BY_IMPORTANCE = (
 VALIDATION = "validation/"
 
 
-def format_number(value: float) -> str:
-    """Four significant digits; whole numbers with thousands separated."""
+def format_number(value: float, digits: int = 4) -> str:
+    """So many significant digits; whole numbers with thousands separated."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -88,14 +88,16 @@ def table_header(columns: Sequence[Column]) -> str:
 
 def table_row(columns: Sequence[Column], values: Mapping[str, float]) -> str:
     """The figures of one step under `table_header`; `-` for one that this step does not have."""
-    cells = (format_number(values[c.key]) if c.key in values else "-" for c in columns)
+    cells = (format_number(values[c.key], digits=3) if c.key in values else "-" for c in columns)
     return "".join(f"{cell:>{column.width}}" for column, cell in zip(columns, cells, strict=True))
 
 
 def describe_step(metrics: StepMetrics) -> str:
     """The figures of one step as words: `reward 0.5, loss 0.01, seconds 3.2`."""
     present = (column for column in COLUMNS if column.key in metrics.values)
-    return ", ".join(f"{column.header} {format_number(metrics.values[column.key])}" for column in present)
+    return ", ".join(
+        f"{column.header} {format_number(metrics.values[column.key], digits=3)}" for column in present
+    )
 
 
 def describe_validation(metrics: StepMetrics) -> str | None:

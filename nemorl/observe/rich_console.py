@@ -25,6 +25,7 @@ from .formatting import (
 from .metrics import Change, StepMetrics
 from .stages import Stage
 
+STAGE_WIDTH = 12  # characters, so that the bars stay in place when stages come and go
 RECENT_STEPS = 10  # from which the remaining time is guessed
 
 
@@ -39,7 +40,7 @@ class BarConsole:
         self._stages: dict[int, TaskID] = {}  # by id of the running stage
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"),
             BarColumn(bar_width=30),
             TextColumn("{task.fields[detail]}"),
             TimeElapsedColumn(),
@@ -91,7 +92,8 @@ class BarConsole:
             self._print(f"{place:>{width}}  validation: {validation}", "cyan")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
-        """A table of what changed, then the report's path."""
+        """A table of what changed, then the report's path; the bars are gone by then."""
+        self._progress.stop()
         table = Table("figure")
         for name in ("before", "after", "change"):
             table.add_column(name, justify="right")
