@@ -13,7 +13,9 @@ class LossOutput:
     """The loss of one micro-batch as a plain sum; summed over micro-batches and data-parallel ranks."""
 
     loss: Tensor  # scalar, float32, differentiable
-    sums: dict[str, Tensor]  # metrics that add up over micro-batches and ranks (already weighted); detached scalars
+    sums: dict[
+        str, Tensor
+    ]  # metrics that add up over micro-batches and ranks (already weighted); detached scalars
     maxima: dict[str, Tensor]  # metrics of which the largest counts; detached scalars
 
 
@@ -23,5 +25,5 @@ class Loss(Protocol):
     needs_entropy: bool
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`logprobs` [N] float32, 0 at first tokens; `entropy` [N] float32 of the distribution before each token."""
+        """`logprobs` [N] float32, 0 at first tokens; `entropy` [N] float32 before each token."""
         ...

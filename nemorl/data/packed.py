@@ -43,7 +43,11 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same batch on a device."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if getattr(self, f.name) is not None}
+        moved = {
+            f.name: getattr(self, f.name).to(device)
+            for f in fields(self)
+            if getattr(self, f.name) is not None
+        }
         return replace(self, **moved)
 
     def select(self, sequences: list[int]) -> "PackedBatch":

@@ -28,6 +28,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     deadline_seconds: float = 600.0  # from arrival; past it the turn ends with `abort`
+    conversation: str = ""  # turns of one conversation share it, so that a router keeps them on one replica
 
 
 @dataclass(frozen=True)

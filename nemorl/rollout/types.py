@@ -74,6 +74,20 @@ class Environment(Protocol):
         ...
 
 
+class EnvironmentFactory(Protocol):
+    """Makes environments of one kind; holds what they share, such as a scoring process."""
+
+    reward_weights: dict[str, float]  # of the rewards that its environments give, by name
+
+    def create(self) -> Environment:
+        """An environment for one trajectory."""
+        ...
+
+    async def close(self) -> None:
+        """Release what is shared; called once."""
+        ...
+
+
 @dataclass(frozen=True)
 class Turn:
     """Where one turn of the policy lies in the trajectory's tokens."""

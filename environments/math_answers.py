@@ -1,0 +1,62 @@
+"""Mathematical answers, compared by meaning with the math-verify library: 1/2 is 0.5 is \\frac{1}{2}."""
+
+from nemorl.config.env import MathEnvConfig
+from nemorl.rollout.types import Action, Message, Step, Task
+
+from .scoring_process import ScoringProcess
+
+# math-verify's own limit for each of its steps, in whole seconds, and ours for the whole.
+LIBRARY_SECONDS = 3
+SECONDS = 10.0
+
+
+class MathEnvironment:
+    """One answer; the reward `math` is 1 when it equals the task's, else 0."""
+
+    def __init__(self, scoring: ScoringProcess) -> None:
+        self._scoring = scoring
+        self._answer = ""
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """The task's own opening. Raises ValueError for a task without an answer."""
+        if task.answer is None:
+            raise ValueError(f"task {task.index} has no answer to compare with")
+        self._answer = task.answer
+        return task.messages
+
+    async def step(self, action: Action) -> Step:
+        """Compare and end."""
+        return Step(rewards={"math": await self._scoring.score(verify_answer, self._answer, action.text)})
+
+    async def close(self) -> None:
+        """The scoring process is shared and stays."""
+
+
+class MathFactory:
+    """Makes `MathEnvironment`s that share one scoring process."""
+
+    def __init__(self, config: MathEnvConfig) -> None:
+        self.reward_weights = {"math": config.weight}
+        self._scoring = ScoringProcess("math_verify", SECONDS)
+
+    def create(self) -> MathEnvironment:
+        """An environment for one trajectory."""
+        return MathEnvironment(self._scoring)
+
+    async def close(self) -> None:
+        """End the scoring process."""
+        await self._scoring.close()
+
+
+def verify_answer(expected: str, text: str) -> float:
+    """1 when the answer found in `text` equals `expected`, else 0. Needs the main thread (signals).
+
+    `expected` may be bare (`1/2`, `\\sqrt{2}`) or marked up as in a solution (`$\\frac{1}{2}$`).
+    """
+    from math_verify import parse, verify
+
+    # A bare LaTeX answer is found only inside dollars; a number or a formula in plain text, without them.
+    gold = parse(expected, parsing_timeout=LIBRARY_SECONDS) or parse(
+        f"${expected}$", parsing_timeout=LIBRARY_SECONDS
+    )
+    return float(verify(gold, parse(text, parsing_timeout=LIBRARY_SECONDS), timeout_seconds=LIBRARY_SECONDS))

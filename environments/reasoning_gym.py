@@ -1,0 +1,77 @@
+"""Any reasoning-gym task, scored by the dataset that made it."""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from nemorl.config.env import ReasoningGymEnvConfig
+from nemorl.rollout.types import Action, Message, Step, Task
+
+from .scoring_process import ScoringProcess
+from .tags import last_tagged
+
+SECONDS = 10.0
+
+
+class ReasoningGymEnvironment:
+    """One answer; the reward `reasoning_gym` is the dataset's own score, 0 to 1."""
+
+    def __init__(self, scoring: ScoringProcess, answer_tag: str | None) -> None:
+        self._scoring = scoring
+        self._answer_tag = answer_tag
+        self._task: Task | None = None
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """The task's own opening. Raises ValueError for a task of another dataset."""
+        if "reasoning_gym_task" not in task.columns:
+            raise ValueError(
+                f"task {task.index} was not made by reasoning-gym: set `data` to a reasoning_gym dataset"
+            )
+        self._task = task
+        return task.messages
+
+    async def step(self, action: Action) -> Step:
+        """Score what was answered and end."""
+        assert self._task is not None, "step before reset"
+        columns = self._task.columns
+        entry = {
+            "question": columns["question"],
+            "answer": self._task.answer,
+            "metadata": columns["metadata"],
+        }
+        answer = action.text if self._answer_tag is None else last_tagged(action.text, self._answer_tag) or ""
+        options = json.dumps(columns["reasoning_gym_options"], sort_keys=True)
+        score = await self._scoring.score(score_entry, columns["reasoning_gym_task"], options, answer, entry)
+        return Step(rewards={"reasoning_gym": score})
+
+    async def close(self) -> None:
+        """The scoring process is shared and stays."""
+
+
+class ReasoningGymFactory:
+    """Makes `ReasoningGymEnvironment`s that share one scoring process."""
+
+    def __init__(self, config: ReasoningGymEnvConfig) -> None:
+        self.reward_weights = {"reasoning_gym": config.weight}
+        self._answer_tag = config.answer_tag
+        self._scoring = ScoringProcess("reasoning_gym", SECONDS)
+
+    def create(self) -> ReasoningGymEnvironment:
+        """An environment for one trajectory."""
+        return ReasoningGymEnvironment(self._scoring, self._answer_tag)
+
+    async def close(self) -> None:
+        """End the scoring process."""
+        await self._scoring.close()
+
+
+def score_entry(task: str, options: str, answer: str, entry: dict[str, Any]) -> float:
+    """The score that dataset `task`, made with the JSON `options`, gives to `answer`."""
+    return float(_dataset(task, options).score_answer(answer, entry))
+
+
+@lru_cache
+def _dataset(task: str, options: str) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(task, **json.loads(options))

@@ -1,0 +1,59 @@
+"""From trajectories or SFT examples to the packed batch a policy rank trains on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemorl.rollout.types import BoolArray, Int32Array, Trajectory
+
+from .packed import PackedBatch
+from .sft import SftExample
+
+
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[float]
+) -> PackedBatch:
+    """Trajectories end to end; `advantages` and `weights` [S] hold for every sampled token of a sequence."""
+    batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
+    per_sequence = torch.tensor(advantages, dtype=torch.float32)
+    spread = per_sequence.repeat_interleave(torch.tensor(batch.lengths)) * batch.loss_mask
+    logprobs = torch.from_numpy(np.concatenate([t.logprobs for t in trajectories]).astype(np.float32))
+    return PackedBatch(
+        batch.tokens,
+        batch.cu_seqlens,
+        batch.position_ids,
+        batch.loss_mask,
+        batch.weights,
+        advantages=spread,
+        logprobs=logprobs,
+    )
+
+
+def pack_examples(examples: Sequence[SftExample], weights: Sequence[float]) -> PackedBatch:
+    """Examples end to end; `weights` [S] are those of every learnt token of a sequence."""
+    return _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
+
+
+def _pack(tokens: Sequence[Int32Array], masks: Sequence[BoolArray], weights: Sequence[float]) -> PackedBatch:
+    if not len(tokens) == len(masks) == len(weights):
+        raise ValueError(f"{len(tokens)} sequences with {len(weights)} weights")
+    for number, mask in enumerate(masks):
+        if not len(mask) or mask[0]:
+            raise ValueError(f"sequence {number} starts with a trained token, which has no logprob")
+    lengths = [len(sequence) for sequence in tokens]
+    loss_mask = _flat(masks, np.bool_)  # [N]
+    per_sequence = torch.tensor(weights, dtype=torch.float32)
+    return PackedBatch(
+        tokens=_flat(tokens, np.int64),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        loss_mask=loss_mask,
+        weights=per_sequence.repeat_interleave(torch.tensor(lengths)) * loss_mask,
+    )
+
+
+def _flat(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))

@@ -1,0 +1,122 @@
+"""The model's tokenizer and chat template, loaded without torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.rollout.types import Message
+
+# Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
+PLACEHOLDER = "nemorl-turn-placeholder"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer or chat template that cannot be used; the message names the file or the template."""
+
+
+class Tokenizer:
+    """Text to token ids and back, and the chat template that goes with them.
+
+    `end_token_ids` are the tokens with which the model ends a turn: the tokenizer's and the model's own end
+    tokens and the one that the chat template puts after an assistant's message.
+    """
+
+    def __init__(self, backend: Any, name: str, end_token_ids: frozenset[int]) -> None:
+        """`backend` is a transformers `PreTrainedTokenizerFast`; `name` says in errors where it came from."""
+        self._backend = backend
+        self.name = name
+        self.template_end_token_id = self._template_end() if self.has_chat_template else None
+        self.end_token_ids = end_token_ids
+        if self.template_end_token_id is not None:
+            self.end_token_ids |= {self.template_end_token_id}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(self._backend.chat_template)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a plain text. Raises TokenizerError when there is none."""
+        if self._backend.eos_token_id is None:
+            raise TokenizerError(f"the tokenizer {self.name} names no end token (`eos_token`)")
+        return int(self._backend.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text; special tokens only where the text spells them."""
+        return list(self._backend.encode(text, add_special_tokens=False))
+
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text that opens a sequence, with the start token if the model has one."""
+        tokens = list(self._backend.encode(text, add_special_tokens=True))
+        return tokens[:-1] if tokens and tokens[-1] in self.end_token_ids else tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The exact text of the tokens, special ones included."""
+        return str(
+            self._backend.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The conversation as the chat template writes it. Raises TokenizerError with its complaint."""
+        import jinja2
+
+        if not self.has_chat_template:
+            raise TokenizerError(
+                f"the tokenizer {self.name} has no chat template: name one in "
+                "`policy.tokenizer.chat_template`, or set `data.chat: false` for plain text"
+            )
+        try:
+            return str(
+                self._backend.apply_chat_template(
+                    [{"role": m.role, "content": m.content} for m in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(m.role for m in messages)
+            raise TokenizerError(
+                f"the chat template of {self.name} refuses a conversation of {roles}: {error}"
+            ) from error
+
+    def _template_end(self) -> int | None:
+        """The special token that the template puts right after an assistant's message, if it does."""
+        turn = (Message("user", "x"), Message("assistant", PLACEHOLDER))
+        rest = self.encode(self.render(turn, add_generation_prompt=False).rpartition(PLACEHOLDER)[2])
+        return rest[0] if rest and rest[0] in self._backend.added_tokens_decoder else None
+
+
+def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
+    """The tokenizer of `policy`, with the chat template that replaces its own if one is named.
+
+    Raises TokenizerError naming the file that is missing or unreadable.
+    """
+    # Not AutoTokenizer: its import takes two seconds more, and it may rebuild what tokenizer.json says.
+    from transformers import PreTrainedTokenizerFast
+
+    folder = policy.tokenizer.path or policy.model_path
+    if not (folder / "tokenizer.json").is_file():
+        raise TokenizerError(f"{folder} holds no tokenizer.json")
+    backend = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if policy.tokenizer.chat_template is not None:
+        try:
+            backend.chat_template = policy.tokenizer.chat_template.read_text(encoding="utf-8")
+        except OSError as error:
+            raise TokenizerError(f"cannot read the chat template: {error}") from error
+    ends = _end_tokens(policy.model_path)
+    if backend.eos_token_id is not None:
+        ends |= {backend.eos_token_id}
+    return Tokenizer(backend, str(folder), ends)
+
+
+def _end_tokens(model: Path) -> frozenset[int]:
+    """`eos_token_id` of the model's config.json and generation_config.json; either may be one or several."""
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            value = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ends.update([value] if isinstance(value, int) else value or [])
+    return frozenset(ends)

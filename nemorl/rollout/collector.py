@@ -1,0 +1,108 @@
+"""The driver's side of sampling: which groups may start, and the batch that trains next.
+
+Synchronous, one-step-off and fully asynchronous training differ in one number. The batch of step `s` is
+trained by weights of version `s`; a group may start as soon as it will not be older than `max_staleness`
+versions when its batch's turn comes:
+
+    groups that may have started  =  (version + max_staleness + 1) * groups_per_step
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemorl.data.order import TaskOrder
+
+from .dispatch import Dispatcher, RunGroups
+from .groups import GroupAssignment, GroupSummary
+
+
+@dataclass(frozen=True)
+class CollectorPlan:
+    """The sizes of sampling, from the `algorithm` and `logger` sections."""
+
+    groups_per_step: int
+    samples_per_group: int
+    max_staleness: int
+    texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
+
+
+class Collector:
+    """Keeps as many groups under way as staleness allows. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        workers: Sequence[RunGroups],
+        order: TaskOrder,
+        plan: CollectorPlan,
+        seconds: float,
+        position: int = 0,
+    ) -> None:
+        """`seconds` bounds `next_batch`; `position` is where a checkpoint left the data."""
+        self._dispatcher = Dispatcher(workers, seconds)
+        self._order = order
+        self._plan = plan
+        self._started = position  # groups started since the run began; the id of the next one
+        self._position = position
+        self._handed_out: set[int] = set()  # ids above the position
+
+    @property
+    def position(self) -> int:
+        """The place in the data, for a checkpoint: every group before it has been handed out.
+
+        With staleness, groups beyond it may have been handed out too; a resumed run samples those again.
+        """
+        return self._position
+
+    def advance(self, version: int) -> None:
+        """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
+        plan = self._plan
+        allowed = (version + plan.max_staleness + 1) * plan.groups_per_step
+        groups = range(self._started, max(allowed, self._started))
+        self._dispatcher.start([self._assignment(group) for group in groups])
+        self._started = groups.stop
+
+    async def next_batch(self) -> list[GroupSummary]:
+        """The groups of the next step, ordered by id: without staleness exactly those started for it, else
+        the first that finished. Raises RolloutFailed.
+        """
+        batch = await self._dispatcher.take(self._plan.groups_per_step)
+        self._handed_out.update(summary.group for summary in batch)
+        while self._position in self._handed_out:
+            self._handed_out.remove(self._position)
+            self._position += 1
+        return batch
+
+    async def close(self) -> None:
+        """Give up what is still under way."""
+        await self._dispatcher.close()
+
+    def _assignment(self, group: int) -> GroupAssignment:
+        plan = self._plan
+        each, rest = divmod(plan.texts_per_step, plan.groups_per_step)
+        texts = each + (group % plan.groups_per_step < rest)
+        return GroupAssignment(
+            group,
+            self._order.task_index(group),
+            plan.samples_per_group,
+            num_texts=min(texts, plan.samples_per_group),
+        )
+
+
+async def sample_validation(
+    workers: Sequence[RunGroups], num_tasks: int, samples_per_task: int, seconds: float, num_texts: int = 0
+) -> list[GroupSummary]:
+    """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
+
+    Seeds depend on the task alone, so two validations differ only by the weights. Raises RolloutFailed.
+    """
+    dispatcher = Dispatcher(workers, seconds)
+    dispatcher.start(
+        [
+            GroupAssignment(task, task, samples_per_task, validation=True, num_texts=int(task < num_texts))
+            for task in range(num_tasks)
+        ]
+    )
+    try:
+        return await dispatcher.take(num_tasks)
+    finally:
+        await dispatcher.close()

@@ -1,0 +1,74 @@
+"""What the driver asks of rollout workers and what it hears back: metadata, never token arrays."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .types import StopReason, Trajectory
+
+
+@dataclass(frozen=True)
+class GroupAssignment:
+    """Sample one task several times."""
+
+    group: int  # unique among training groups of a run, and among validation groups of one validation
+    task_index: int  # in the training or the validation dataset
+    num_samples: int
+    validation: bool = False
+    num_texts: int = 0  # samples of which the summary carries the text
+
+
+@dataclass(frozen=True)
+class TrajectorySummary:
+    """All that the driver knows of one trajectory."""
+
+    row: int  # place in the list behind the group's reference
+    reward: float  # the weighted sum
+    rewards: dict[str, float]  # by name, before weights; absent = not applicable
+    num_tokens: int
+    num_sampled: int  # tokens that train; 0 after an error
+    num_turns: int
+    stop: StopReason
+    min_version: int  # oldest weights that sampled a token; -1 when none was sampled
+    max_version: int
+    error: str | None
+    seconds_generation: float
+    seconds_environment: float
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One trajectory as text, special tokens included."""
+
+    row: int
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One sampled group. `reference` is what `store` gave for its list of trajectories."""
+
+    group: int
+    task_index: int
+    reference: Any
+    trajectories: tuple[TrajectorySummary, ...]
+    texts: tuple[SampleText, ...] = ()
+
+
+def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
+    """The summary of a trajectory that stands at `row` of its group's list."""
+    sampled = trajectory.versions[trajectory.versions >= 0]
+    return TrajectorySummary(
+        row=row,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards,
+        num_tokens=trajectory.num_tokens,
+        num_sampled=trajectory.num_sampled,
+        num_turns=len(trajectory.turns),
+        stop=trajectory.stop,
+        min_version=int(sampled.min()) if len(sampled) else -1,
+        max_version=int(sampled.max()) if len(sampled) else -1,
+        error=trajectory.error,
+        seconds_generation=trajectory.seconds_generation,
+        seconds_environment=trajectory.seconds_environment,
+    )

@@ -1,0 +1,93 @@
+"""A conversation while it grows; it becomes a trajectory when it ends."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemorl.generation.types import Completion
+
+from .types import Message, Step, StopReason, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A trajectory with its messages. Rewards of functions are not in it yet."""
+
+    trajectory: Trajectory
+    opening: tuple[Message, ...]
+    exchange: tuple[Message, ...]  # the policy's turns and what was answered to them
+    num_prompt_tokens: int
+
+
+@dataclass
+class Record:
+    """Tokens, their origin and the messages so far. Tokens are only ever appended."""
+
+    opening: tuple[Message, ...] = ()
+    exchange: list[Message] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)  # [T]
+    sampled: list[bool] = field(default_factory=list)  # [T]
+    logprobs: list[float] = field(default_factory=list)  # [T]
+    versions: list[int] = field(default_factory=list)  # [T]
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    stop: StopReason = StopReason.ERROR  # until a turn ends in another way
+    seconds_generation: float = 0.0
+    seconds_environment: float = 0.0
+
+    def open(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
+        """The messages before the first turn."""
+        self.opening = messages
+        self.num_prompt_tokens = len(tokens)
+        self._append_given(tokens)
+
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """A turn as it was sampled; `text` is what it reads like without its end token."""
+        start = len(self.tokens)
+        self.tokens += completion.tokens.tolist()
+        self.sampled += [True] * len(completion.tokens)
+        self.logprobs += completion.logprobs.tolist()
+        self.versions += completion.versions.tolist()
+        self.turns.append(Turn(start, len(self.tokens), completion.stop))
+        self.exchange.append(Message("assistant", text))
+        self.stop = completion.stop
+
+    def add_observation(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
+        """What the environment answered, and the tokens up to the next turn."""
+        self.exchange += messages
+        self._append_given(tokens)
+
+    def add_rewards(self, step: Step) -> None:
+        """Rewards of one step; those of one name add up over turns."""
+        for name, value in step.rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + value
+
+    def finish(self, group: int, task: int, error: str | None) -> Conversation:
+        """The conversation as it stands. After an error nothing in it trains or pays."""
+        tokens = np.array(self.tokens, dtype=np.int32)
+        failed = error is not None
+        trajectory = Trajectory(
+            tokens=tokens,
+            loss_mask=np.zeros(len(tokens), dtype=np.bool_)
+            if failed
+            else np.array(self.sampled, dtype=np.bool_),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            turns=tuple(self.turns),
+            rewards={} if failed else dict(self.rewards),
+            reward=0.0,
+            stop=StopReason.ERROR if failed and self.stop is not StopReason.ABORT else self.stop,
+            group=group,
+            task=task,
+            error=error,
+            seconds_generation=self.seconds_generation,
+            seconds_environment=self.seconds_environment,
+        )
+        return Conversation(trajectory, self.opening, tuple(self.exchange), self.num_prompt_tokens)
+
+    def _append_given(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)

@@ -1,0 +1,171 @@
+"""One conversation between the policy and an environment, token-exact.
+
+task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
+"""
+
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nemorl.data.prompts import Prompts
+from nemorl.data.tokenizer import Tokenizer, TokenizerError
+from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
+
+from .deadline import attempt
+from .record import Conversation, Record
+from .types import Action, Environment, Step, StopReason, Task
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """What bounds a conversation."""
+
+    max_sequence_length: int  # tokens, prompt included
+    max_new_tokens: int  # of one turn
+    stop_token_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    generation_seconds: float  # of one turn
+    environment_seconds: float  # of one call
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Which sample of a run this is; it alone decides the seeds of the sample's turns."""
+
+    run_seed: int
+    group: int
+    sample: int
+    validation: bool = False
+
+    def seed(self, turn: int) -> int:
+        """A seed of 63 bits, unlike that of any other turn of the run."""
+        entropy = (self.run_seed, int(self.validation), self.group, self.sample, turn)
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
+
+    def __str__(self) -> str:
+        return f"{'validation-' if self.validation else ''}{self.group}/{self.sample}"
+
+
+class ConversationFailed(RuntimeError):
+    """One conversation cannot go on; the message names the stage."""
+
+
+class TurnLoop:
+    """Runs conversations; holds what they share."""
+
+    def __init__(
+        self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits
+    ) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._limits = limits
+
+    async def run(
+        self, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
+    ) -> Conversation:
+        """Converse until the environment is done, the sequence is full or something fails.
+
+        A failing or hanging environment, a template that refuses the conversation and an aborted turn end
+        this trajectory alone: its `error` names the stage and none of its tokens trains. The environment is
+        closed in every case. An exception of the generator is raised: without an engine none can go on.
+        """
+        record = Record()
+        error = None
+        try:
+            await self._converse(record, task, environment, key, sampling)
+        except (ConversationFailed, TokenizerError) as failure:
+            error = str(failure)
+            log.warning("sample %s of task %d: %s", key, task.index, error)
+        finally:
+            closed = await attempt(environment.close(), "environment close", self._limits.environment_seconds)
+        if closed.failure is not None:
+            log.warning("sample %s of task %d: %s", key, task.index, closed.failure)
+        return record.finish(key.group, task.index, error)
+
+    async def _converse(
+        self, record: Record, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
+    ) -> None:
+        opening = await self._ask(record, environment.reset(task), "environment reset")
+        record.open(opening, self._prompts.open(opening))
+        self._check_prompt(record)
+        while True:
+            action = await self._sample_turn(record, key, sampling)
+            turn = len(record.turns)
+            step = await self._ask(record, environment.step(action), f"environment step {turn}")
+            record.add_rewards(step)
+            if step.done or action.stop is StopReason.LENGTH:
+                return
+            if not self._observe(record, action, step):
+                record.stop = StopReason.LENGTH
+                return
+
+    async def _sample_turn(self, record: Record, key: SampleKey, sampling: SamplingParams) -> Action:
+        """One turn. Its tokens are kept as sampled; its text is only for the environment."""
+        start = time.monotonic()
+        completion = await self._generator.generate(self._request(record, key, sampling))
+        record.seconds_generation += time.monotonic() - start
+        tokens = completion.tokens.tolist()
+        ended = tokens and tokens[-1] in self._limits.stop_token_ids
+        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        record.add_turn(completion, text)
+        if completion.stop in (StopReason.ABORT, StopReason.ERROR):
+            raise ConversationFailed(_describe(completion, len(record.turns)))
+        return Action(text, completion.tokens, completion.stop)
+
+    def _request(self, record: Record, key: SampleKey, sampling: SamplingParams) -> GenerationRequest:
+        turn = len(record.turns)
+        room = self._limits.max_sequence_length - len(record.tokens)
+        return GenerationRequest(
+            id=f"{key}/{turn}",
+            prompt=np.array(record.tokens, dtype=np.int32),
+            sampling=sampling,
+            max_new_tokens=min(self._limits.max_new_tokens, room),
+            seed=key.seed(turn),
+            stop_token_ids=self._limits.stop_token_ids,
+            stop_strings=self._limits.stop_strings,
+            deadline_seconds=self._limits.generation_seconds,
+            conversation=str(key),
+        )
+
+    def _observe(self, record: Record, action: Action, step: Step) -> bool:
+        """Append the observation; False when no room is left for a turn after it."""
+        history = (*record.opening, *record.exchange[:-1])
+        last_token = int(action.tokens[-1]) if len(action.tokens) else None
+        tokens = self._prompts.after_turn(history, record.exchange[-1], step.messages, last_token)
+        if len(record.tokens) + len(tokens) >= self._limits.max_sequence_length:
+            return False
+        record.add_observation(step.messages, tokens)
+        return True
+
+    async def _ask(self, record: Record, call: Coroutine[Any, Any, T], stage: str) -> T:
+        """What the environment answers. Raises ConversationFailed when it fails or hangs."""
+        start = time.monotonic()
+        outcome = await attempt(call, stage, self._limits.environment_seconds)
+        record.seconds_environment += time.monotonic() - start
+        if outcome.value is None:
+            raise ConversationFailed(outcome.failure or f"{stage}: answered None")
+        return outcome.value
+
+    def _check_prompt(self, record: Record) -> None:
+        if not record.tokens:
+            raise ConversationFailed("prompt: no tokens, so there is nothing to condition the first one on")
+        if len(record.tokens) >= self._limits.max_sequence_length:
+            raise ConversationFailed(
+                f"prompt: {len(record.tokens)} tokens leave no room in `policy.max_sequence_length` of "
+                f"{self._limits.max_sequence_length}"
+            )
+
+
+def _describe(completion: Completion, turn: int) -> str:
+    return (
+        f"generation of turn {turn}: ended with `{completion.stop}` after {completion.seconds:.1f} s and "
+        f"{len(completion.tokens)} tokens"
+    )

@@ -1,0 +1,104 @@
+"""A rollout worker: samples groups, lets them be paid, keeps the trajectories, answers with summaries."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.generation import SamplingConfig
+from nemorl.data.datasets import load_tasks
+from nemorl.data.prompts import prompts_of
+from nemorl.data.tokenizer import load_tokenizer
+from nemorl.generation.types import Generator, SamplingParams
+from nemorl.rewards.compose import Rewards
+
+from .environments import environment_factory
+from .groups import GroupAssignment, GroupSummary, SampleText, summarize
+from .record import Conversation
+from .turn_loop import SampleKey, TurnLimits, TurnLoop
+from .types import Task, Trajectory
+
+Store = Callable[[list[Trajectory]], Any]
+
+
+class RolloutWorker:
+    """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
+
+    def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
+        """`store` keeps a group's trajectories and gives what finds them again, such as an object reference.
+
+        Raises DatasetError, TokenizerError or RewardError when the experiment cannot be carried out.
+        """
+        self._seed = experiment.seed
+        self._store = store
+        data = experiment.data
+        self._tasks = {False: load_tasks(data.train, data)}
+        if data.validation is not None:
+            self._tasks[True] = load_tasks(data.validation, data)
+        self._sampling = {False: _params(experiment.generation.sampling), True: _validation(experiment)}
+        self._tokenizer = load_tokenizer(experiment.policy)
+        self._environments = environment_factory(experiment.env)
+        deadlines = experiment.cluster.deadlines
+        self._rewards = Rewards(
+            experiment.rewards, self._environments.reward_weights, data.chat, deadlines.environment
+        )
+        limits = TurnLimits(
+            max_sequence_length=experiment.policy.max_sequence_length,
+            max_new_tokens=experiment.generation.max_new_tokens,
+            stop_token_ids=self._tokenizer.end_token_ids | set(experiment.generation.stop_token_ids),
+            stop_strings=experiment.generation.stop_strings,
+            generation_seconds=deadlines.generation,
+            environment_seconds=deadlines.environment,
+        )
+        self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
+
+    async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
+        """Sample all assignments at once; yield each group's summary when its last trajectory has ended.
+
+        Raises what ends a run: GenerationFailed, RewardError.
+        """
+        groups = [asyncio.ensure_future(self._run_group(a)) for a in assignments]
+        try:
+            for finished in asyncio.as_completed(groups):
+                yield await finished
+        finally:
+            for group in groups:
+                group.cancel()
+
+    async def close(self) -> None:
+        """Release what the environments share."""
+        await self._environments.close()
+
+    async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
+        task = self._tasks[assignment.validation][assignment.task_index]
+        conversations = await asyncio.gather(
+            *(self._run_sample(task, assignment, sample) for sample in range(assignment.num_samples))
+        )
+        trajectories = await self._rewards.apply(task, conversations)
+        return GroupSummary(
+            group=assignment.group,
+            task_index=assignment.task_index,
+            reference=self._store(trajectories),
+            trajectories=tuple(summarize(t, row) for row, t in enumerate(trajectories)),
+            texts=tuple(self._text(c, row) for row, c in enumerate(conversations[: assignment.num_texts])),
+        )
+
+    async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
+        key = SampleKey(self._seed, assignment.group, sample, assignment.validation)
+        sampling = self._sampling[assignment.validation]
+        return await self._turns.run(task, self._environments.create(), key, sampling)
+
+    def _text(self, conversation: Conversation, row: int) -> SampleText:
+        tokens = conversation.trajectory.tokens.tolist()
+        split = conversation.num_prompt_tokens
+        decode = self._tokenizer.decode
+        return SampleText(row, prompt=decode(tokens[:split]), completion=decode(tokens[split:]))
+
+
+def _params(config: SamplingConfig) -> SamplingParams:
+    return SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
+
+
+def _validation(experiment: Experiment) -> SamplingParams:
+    """The sampling of validation: its own where the algorithm names one, else the training's."""
+    return _params(experiment.algorithm.validation.sampling or experiment.generation.sampling)
