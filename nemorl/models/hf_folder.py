@@ -1,0 +1,114 @@
+"""Reading the weights of a Hugging Face folder, box by box: a rank reads no more than it holds."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import BrokenModelFolder
+from .json_object import read_json_object
+from .local_view import local_view
+from .slices import TensorSlice
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+
+
+class HfFolder:
+    """The safetensors of a folder: one file, or several with an index.
+
+    Raises `BrokenModelFolder` naming the file, and the tensor where there is one.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._files = self._tensor_files()  # file of each tensor
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._files)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        if name not in self._files:
+            raise BrokenModelFolder(
+                f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
+            )
+        return self._files[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor."""
+        with _open(self.file(name)) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor: float32, bfloat16 or float16."""
+        path = self.file(name)
+        with _open(path) as file:
+            return _floating_dtype(file, path, name)
+
+    def read(self, part: TensorSlice) -> Tensor:
+        """The elements of one box, of shape `part.size`, in the type of the file."""
+        path = self.file(part.name)
+        with _open(path) as file:
+            return _read_box(file, path, part)
+
+    def load_into(self, parameters: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
+        """Copy boxes into the parameters that hold them, converted to each parameter's type."""
+        by_file: dict[Path, list[TensorSlice]] = defaultdict(list)
+        for part in slices:
+            by_file[self.file(part.name)].append(part)
+        for path, parts in by_file.items():
+            with _open(path) as file:
+                for part in parts:
+                    local_view(parameters, part).copy_(_read_box(file, path, part))
+
+    def _tensor_files(self) -> dict[str, Path]:
+        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        if index.exists():
+            weight_map = read_json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise BrokenModelFolder(f"{index} has no object weight_map, which says where each tensor is")
+            return {name: self.path / file for name, file in weight_map.items()}
+        if single.exists():
+            with _open(single) as file:
+                return dict.fromkeys(file.keys(), single)
+        raise BrokenModelFolder(
+            f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "weights are read from safetensors only"
+        )
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise BrokenModelFolder(f"{path} is missing, though {INDEX_FILE} names it") from None
+    except SafetensorError as error:
+        raise BrokenModelFolder(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
+    _floating_dtype(file, path, part.name)
+    whole = file.get_slice(part.name)
+    if tuple(whole.get_shape()) != part.shape:
+        raise BrokenModelFolder(
+            f"{path}: {part.name} has shape {tuple(whole.get_shape())}, "
+            f"the model's config.json says {part.shape}"
+        )
+    box: Tensor = whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))]
+    return box
+
+
+def _floating_dtype(file: safe_open, path: Path, name: str) -> torch.dtype:
+    try:
+        stored = file.get_slice(name).get_dtype()
+    except SafetensorError as error:
+        raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
+    if stored not in DTYPES:
+        raise BrokenModelFolder(f"{path}: {name} is of type {stored}; weights may be {', '.join(DTYPES)}")
+    return DTYPES[stored]

@@ -1,0 +1,148 @@
+"""Writing a Hugging Face folder, complete or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .errors import BrokenModelFolder
+from .hf_folder import INDEX_FILE, SINGLE_FILE
+from .json_object import read_json_object
+from .layout import hf_tensors
+from .shape import ModelShape
+
+# What makes a folder of weights a model that people can talk to.
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_SHARD_BYTES = 5_000_000_000
+
+
+class HfFolderWriter:
+    """Writes whole HF tensors, and config.json and tokenizer files copied from the folder `source`.
+
+    A context manager: the folder `out` appears when the block ends without an exception and every tensor of
+    the model was added. Keeps at most one file (5 GB) of tensors in memory. Raises FileExistsError where
+    `out` exists, and `BrokenModelFolder` naming tensors that are missing, unknown or of the wrong shape.
+    """
+
+    def __init__(self, out: str | Path, source: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
+        self.out = Path(out)
+        self.source = Path(source)
+        self._shard_bytes = shard_bytes
+        self._missing = hf_tensors(ModelShape.load(self.source))
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []  # names of the tensors in each file
+        self._bytes = 0
+        self._dtype: torch.dtype | None = None
+        if self.out.exists():
+            raise FileExistsError(f"{self.out} exists already; choose another folder, or remove it first")
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        # beside the target, so that the last rename stays on one file system
+        self._folder = Path(tempfile.mkdtemp(prefix=f".{self.out.name}.", dir=self.out.parent))
+
+    def __enter__(self) -> "HfFolderWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one whole tensor, in the type it is to be written in."""
+        expected = self._missing.pop(name, None)
+        if expected is None:
+            raise BrokenModelFolder(f"{name} is no tensor of the model in {self.source}, or was added twice")
+        if tuple(tensor.shape) != expected:
+            raise BrokenModelFolder(
+                f"{name} has shape {tuple(tensor.shape)}, the model in {self.source} {expected}"
+            )
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes() + size > self._shard_bytes:
+            self._write_shard()
+        # a copy, because safetensors refuses tensors that share their storage, as views of a buffer do
+        self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._bytes += size
+        self._dtype = self._dtype or tensor.dtype
+
+    def _pending_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._pending.values())
+
+    def _write_shard(self) -> None:
+        save_file(self._pending, self._folder / f"{len(self._shards)}.shard", metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._pending = {}
+
+    def _finish(self) -> None:
+        if self._missing:
+            raise BrokenModelFolder(
+                f"{self.out} would lack {len(self._missing)} tensors, among them {next(iter(self._missing))}"
+            )
+        self._write_shard()
+        self._name_shards()
+        self._write_companions()
+        for file in self._folder.iterdir():
+            _fsync(file)
+        _fsync(self._folder)
+        self._folder.chmod(0o755)
+        self._folder.rename(self.out)
+        _fsync(self.out.parent)
+
+    def _name_shards(self) -> None:
+        """Give the files the names that transformers looks for; these hold the number of files."""
+        count = len(self._shards)
+        if count == 1:
+            (self._folder / "0.shard").rename(self._folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"{number}.shard").rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+        _write_json(self._folder / INDEX_FILE, index)
+
+    def _write_companions(self) -> None:
+        config = read_json_object(self.source / "config.json")
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        _write_json(self._folder / "config.json", config)
+        for name in COMPANION_FILES:
+            if (self.source / name).exists():
+                shutil.copyfile(self.source / name, self._folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

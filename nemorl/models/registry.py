@@ -1,0 +1,30 @@
+"""The families that are supported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .errors import UnsupportedModel
+from .family import ModelFamily
+from .llama import LLAMA
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+if TYPE_CHECKING:
+    from .shape import ModelShape
+
+FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3)
+
+
+def family_of(shape: ModelShape) -> ModelFamily:
+    """The family of a model."""
+    return next(family for family in FAMILIES if family.name == shape.family)
+
+
+def family_of_architecture(architecture: str, source: str) -> ModelFamily:
+    """The family of an architecture named in config.json; `source` is the file, for the message."""
+    for family in FAMILIES:
+        if architecture in family.architectures:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModel(f"{source}: architectures names {architecture!r}; supported are {known}")
