@@ -1,0 +1,183 @@
+"""Checkpoints on disk: complete or absent, checked before they are used, kept as long as asked.
+
+    <folder>/step_00000040/            a checkpoint; whatever the writers put there, and
+    <folder>/step_00000040/manifest.json   size and SHA-256 of every file, the step and its metrics
+    <folder>/.step_00000040.tmp/       one that is being written, or was when the run died
+
+Driver side; imports no torch.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is not what its manifest says; the message names the file."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    path: str  # relative to the checkpoint
+    size: int  # bytes
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of."""
+
+    step: int
+    metrics: dict[str, float]
+    files: tuple[FileRecord, ...]
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Manifest":
+        """Raises `DamagedCheckpoint` when there is none or it cannot be read."""
+        path = checkpoint / MANIFEST
+        try:
+            raw = json.loads(path.read_text())
+            files = tuple(FileRecord(**f) for f in raw["files"])
+            return cls(int(raw["step"]), dict(raw["metrics"]), files)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not completed") from None
+        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is whole, and why newer ones were passed over."""
+
+    step: int
+    path: Path
+    metrics: dict[str, float]
+    skipped: tuple[str, ...]
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, step: int) -> Path:
+        """A new empty folder to write the checkpoint of a step into; it counts only after `commit`."""
+        temporary = self._temporary(step)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def commit(self, step: int, metrics: Mapping[str, float]) -> Path:
+        """Make what was written the checkpoint of the step: checksums, flush to disk, rename."""
+        temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
+        files = tuple(_record(path, temporary) for path in _files(temporary))
+        if not files:
+            raise ValueError(f"nothing was written into {temporary}, so there is no checkpoint to commit")
+        manifest = Manifest(step, dict(metrics), files)
+        (temporary / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+        for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+            _flush(path)
+        replaced = self.folder / f".step_{step:08d}.old.tmp"
+        if final.exists():
+            # A run that was resumed from an older step writes this one again.
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        _flush(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def latest_valid(self) -> Found | None:
+        """The newest checkpoint whose files are all as written, or None; damaged ones are warned about."""
+        skipped: list[str] = []
+        for step in sorted(self.steps(), reverse=True):
+            path = self.folder / f"step_{step:08d}"
+            try:
+                manifest = verify(path)
+            except DamagedCheckpoint as damage:
+                logger.warning("checkpoint of step %d is not used: %s", step, damage)
+                skipped.append(str(damage))
+            else:
+                return Found(step, path, manifest.metrics, tuple(skipped))
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, whole or not, ascending."""
+        if not self.folder.is_dir():
+            return []
+        names = (_NAME.fullmatch(p.name) for p in self.folder.iterdir() if p.is_dir())
+        return sorted(int(name.group(1)) for name in names if name)
+
+    def prune(self, keep: int, metric: str | None = None, higher_is_better: bool = True) -> None:
+        """Remove all but the newest `keep` checkpoints and the one with the best value of `metric`."""
+        steps = self.steps()
+        kept = set(steps[-keep:])
+        best = self.best(metric, higher_is_better) if metric else None
+        for step in steps:
+            if step not in kept and step != best:
+                shutil.rmtree(self.folder / f"step_{step:08d}")
+        for leftover in self.folder.glob(".step_*.tmp"):
+            shutil.rmtree(leftover)
+
+    def best(self, metric: str, higher_is_better: bool) -> int | None:
+        """Step with the best recorded value of a metric; the newest of equals."""
+        values: list[tuple[float, int]] = []
+        for step in self.steps():
+            try:
+                metrics = Manifest.read(self.folder / f"step_{step:08d}").metrics
+            except DamagedCheckpoint:
+                continue
+            if metric in metrics:
+                values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
+        return max(values)[1] if values else None
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f".step_{step:08d}.tmp"
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """The manifest, after every file was found as written; raises `DamagedCheckpoint` naming the first that is not."""
+    manifest = Manifest.read(checkpoint)
+    for expected in manifest.files:
+        path = checkpoint / expected.path
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path} is missing")
+        size = path.stat().st_size
+        if size != expected.size:
+            raise DamagedCheckpoint(f"{path} has {size} bytes where {expected.size} were written")
+        if _record(path, checkpoint) != expected:
+            raise DamagedCheckpoint(f"{path} has other contents than were written (SHA-256 differs)")
+    return manifest
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def _record(path: Path, base: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(str(path.relative_to(base)), path.stat().st_size, digest)
+
+
+def _flush(path: Path) -> None:
+    """Have the file, or the entries of the folder, on disk before the rename says that they are."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,162 @@
+"""The device: the only module that asks about CUDA.
+
+Megatron 0.16 names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU these
+places are answered here, each as narrowly as it allows: functions of `torch.cuda` that would raise without a GPU
+are replaced for the process, three modules that create tensors with `device="cuda"` get a view of `torch` that
+creates them on the CPU, and the two methods of `Tensor` that matter only while a model is built are replaced for
+that time (`building`). A global `TorchFunctionMode` would need none of this knowledge but slows every operation.
+"""
+
+import importlib
+import importlib.util
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+
+DeviceKind = Literal["cpu", "cuda"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Modules that pass device="cuda" to a tensor factory on the paths that we use.
+_MODULES_THAT_NAME_CUDA = (
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.utils",
+)
+_FACTORIES = ("zeros", "ones", "empty", "tensor")
+
+
+def select_device(kind: DeviceKind, rank: int) -> torch.device:
+    """The device of a process, made current; on a CPU Megatron is taught to use it.
+
+    A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs takes
+    the one of its rank. Raises `RuntimeError` when CUDA is asked for and there is none.
+    """
+    if kind == "cpu":
+        _teach_megatron_the_cpu()
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"policy rank {rank} was placed on a GPU but this process sees none: set cluster.gpus_per_node to 0 "
+            "to run on the CPU, or check CUDA_VISIBLE_DEVICES and the driver"
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def communication_backend(kind: DeviceKind) -> str:
+    """The torch.distributed backend of a device."""
+    return "gloo" if kind == "cpu" else "nccl"
+
+
+def use_loopback(kind: DeviceKind) -> None:
+    """Keep gloo's listeners off the network; for process groups that live on one machine."""
+    if kind == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def installed_kernels() -> dict[str, str]:
+    """Version of each optional kernel library, or `not found`."""
+    return {name: _version(name) for name in ("transformer_engine", "apex", "flash_attn")}
+
+
+# (query, key, value, cu_seqlens, max_seqlen) -> causal attention within each packed sequence
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, AttentionKernel | None]:
+    """Name and function of the variable-length attention of this device and type; none where there is none."""
+    if kind == "cpu" or dtype == torch.float32:
+        return "torch scaled_dot_product_attention in buckets", None
+    if importlib.util.find_spec("flash_attn") is not None:
+        flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
+        return "flash_attn_varlen_func", lambda q, k, v, cu, n: flash_attn(q, k, v, cu, cu, n, n, causal=True)
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    return "torch varlen_attn", lambda q, k, v, cu, n: varlen_attn(
+        q, k, v, cu, cu, n, n, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@contextmanager
+def building(kind: DeviceKind) -> Iterator[None]:
+    """While Megatron builds a model or an optimizer: on a CPU, `Tensor.cuda` and `Tensor.type` answer as on a GPU."""
+    if kind == "cuda":
+        yield
+        return
+    cuda, type_ = torch.Tensor.cuda, torch.Tensor.type
+
+    def type_as_on_a_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+    torch.Tensor.type = type_as_on_a_gpu  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign]
+
+
+def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
+    """States of the random generators of this process, as byte tensors."""
+    states = {"cpu": torch.get_rng_state()}
+    if kind == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(kind: DeviceKind, states: dict[str, torch.Tensor]) -> None:
+    """Put back what `random_states` gave."""
+    torch.set_rng_state(states["cpu"])
+    if kind == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+class _TorchOnCpu(types.ModuleType):
+    """`torch`, except that factories put on the CPU what asks for CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+@lru_cache(maxsize=1)
+def _teach_megatron_the_cpu() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    cuda.synchronize = lambda *_, **__: None
+    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    view = _TorchOnCpu()
+    for name in _MODULES_THAT_NAME_CUDA:
+        importlib.import_module(name).torch = view  # type: ignore[attr-defined]
+
+
+def _version(package: str) -> str:
+    if importlib.util.find_spec(package) is None:
+        return "not found"
+    return str(getattr(importlib.import_module(package), "__version__", "found"))

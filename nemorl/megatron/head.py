@@ -1,0 +1,176 @@
+"""From hidden states to logprobs and entropies, vocab-parallel and in chunks: the logits of a batch never exist.
+
+With logits `z` (already divided by the temperature) over the whole vocabulary, spread over the TP ranks by columns:
+
+    logprob of y:  z_y - lse(z)                      d/dz_j = 1[j = y] - p_j
+    entropy:       lse(z) - sum_j p_j z_j            d/dz_j = -p_j (z_j - lse(z) + entropy)
+
+One chunk keeps its logits for backward; of several, each is computed again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Logit of a column that pads the vocabulary: exp gives 0, and 0 times it is 0 (infinity would give NaN).
+PADDING_LOGIT = -1e30
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The columns of the vocabulary that this rank's output weight holds, and who holds the others."""
+
+    start: int  # first column of this rank
+    num_real: int  # columns of this rank that are tokens; the rest pad the vocabulary
+    group: dist.ProcessGroup | None  # tensor-parallel ranks; None when this rank holds all columns
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabularyShard,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprobs of `labels` [M] and, if asked for, entropies [M]; float32, equal on all tensor-parallel ranks.
+
+    `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its own
+    columns only: the caller sums it over the tensor-parallel ranks.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(
+        hidden, weight, labels, shard, temperature, chunk_tokens, entropy
+    )
+    return logprobs, entropies if entropy else None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What backward wants of one chunk."""
+
+    shifted: Tensor  # [m, V / TP] logits less the largest of each row
+    log_sum: Tensor  # [m] log of the sum of their exponentials
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        shard: VocabularyShard,
+        temperature: float,
+        chunk_tokens: int,
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_zeros(labels.shape, dtype=torch.float32)
+        entropies = torch.zeros_like(logprobs)
+        kept: list[_Chunk] = []
+        one_chunk = labels.shape[0] <= chunk_tokens
+        for rows in _rows(labels.shape[0], chunk_tokens):
+            shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+            chunk, logprobs[rows], entropies[rows] = _reduce(shifted, labels[rows], shard, wants_entropy)
+            if one_chunk and (hidden.requires_grad or weight.requires_grad):
+                kept.append(chunk)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, labels, entropies)
+        ctx.options = (shard, temperature, chunk_tokens, kept)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, entropies = ctx.saved_tensors
+        shard, temperature, chunk_tokens, kept = ctx.options
+        grad_logprobs, grad_entropies = grads
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight)
+        for rows in _rows(labels.shape[0], chunk_tokens):
+            if kept:
+                chunk = kept.pop()
+            else:
+                shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+                chunk = _Chunk(shifted, _sum_over_ranks(shifted.exp().sum(-1), shard).log())
+            grad = _grad_logits(
+                chunk,
+                labels[rows],
+                entropies[rows],
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+                shard,
+            )
+            grad = grad.div_(temperature).to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            grad_weight.addmm_(grad.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _rows(count: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
+
+
+def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
+    """Logits [m, V / TP] of this rank's columns in float32, less the largest of the row over all ranks."""
+    logits = torch.mm(hidden, weight.t()).float()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    logits[:, shard.num_real :] = PADDING_LOGIT
+    largest = logits.amax(-1)
+    if shard.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    return logits.sub_(largest.unsqueeze(1))
+
+
+def _reduce(
+    shifted: Tensor, labels: Tensor, shard: VocabularyShard, wants_entropy: bool
+) -> tuple[_Chunk, Tensor, Tensor]:
+    """Chunk for backward, logprobs [m] and entropies [m] (0 when not wanted)."""
+    exponentials = shifted.exp()
+    column, is_mine = _local_column(labels, shard)
+    label_logit = shifted.gather(1, column).squeeze(1) * is_mine
+    weighted = (exponentials * shifted).sum(-1) if wants_entropy else torch.zeros_like(label_logit)
+    sums = torch.stack((exponentials.sum(-1), label_logit, weighted))
+    total, label_logit, weighted = _sum_over_ranks(sums, shard)
+    log_sum = total.log()
+    entropies = log_sum - weighted / total if wants_entropy else weighted
+    return _Chunk(shifted, log_sum), label_logit - log_sum, entropies
+
+
+def _grad_logits(
+    chunk: _Chunk,
+    labels: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropies: Tensor | None,
+    shard: VocabularyShard,
+) -> Tensor:
+    """Gradient [m, V / TP] of the (temperature-divided) logits."""
+    log_p = chunk.shifted - chunk.log_sum.unsqueeze(1)
+    p = log_p.exp()
+    grad = torch.zeros_like(p)
+    if grad_entropies is not None:
+        grad -= (log_p + entropies.unsqueeze(1)).mul_(p).mul_(grad_entropies.unsqueeze(1))
+    if grad_logprobs is not None:
+        grad -= p.mul_(grad_logprobs.unsqueeze(1))
+        column, is_mine = _local_column(labels, shard)
+        grad.scatter_add_(1, column, (grad_logprobs * is_mine).unsqueeze(1))
+    return grad
+
+
+def _local_column(labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Column [m, 1] of each label in this rank's shard, and whether it is there at all [m]."""
+    local = labels - shard.start
+    is_mine = (local >= 0) & (local < shard.num_real)
+    return torch.where(is_mine, local, 0).unsqueeze(1), is_mine
+
+
+def _sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
+    if shard.group is not None:
+        dist.all_reduce(values, group=shard.group)
+    return values

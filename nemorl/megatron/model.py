@@ -1,0 +1,191 @@
+"""The policy's model: Megatron's GPTModel with our norm, our attention and an output layer that defers its logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.models.family import MegatronArguments
+from nemorl.models.layout import padded_vocab_size
+from nemorl.models.registry import family_of
+from nemorl.models.shape import ModelShape
+
+from .attention import PackedAttention
+from .device import DTYPES, DeviceKind, building
+from .head import VocabularyShard, token_logprobs
+from .micro_batch import MicroBatch
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm that works under sequence parallelism, which Megatron's wrapper of torch's refuses."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each rank sees its part of the tokens only; Megatron sums the gradients of weights that say so.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as `x` [..., hidden_size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """One pipeline stage of a policy.
+
+    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs without ever holding
+    the logits of a batch. Position embeddings are rotary and live in the attention, hence `none` here.
+    """
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig) -> None:
+        tp_size = policy.layout.tensor_parallel_size
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config),
+            vocab_size=padded_vocab_size(shape, tp_size),
+            max_sequence_length=policy.max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",
+        )
+        self.chunk_tokens = policy.logprob_chunk_tokens
+        self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
+        self._clear_padding_rows()
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Hidden states [N + padding, 1, H] after this stage; split over TP by tokens under sequence parallelism."""
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=micro.tokens, position_ids=micro.position_ids)
+        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
+
+    def score(
+        self, hidden: Tensor, micro: MicroBatch, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
+
+        The position before a token predicts it, and only positions that predict a masked-in token are computed.
+        """
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        hidden = hidden.squeeze(1).index_select(0, micro.scored - 1)
+        if not self.config.sequence_parallel:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        logprobs, entropies = token_logprobs(
+            hidden,
+            self._output_weight(),
+            micro.batch.tokens.index_select(0, micro.scored),
+            self.vocabulary,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy,
+        )
+        empty = logprobs.new_zeros(micro.batch.num_tokens)
+        spread = empty.index_copy(0, micro.scored, logprobs)
+        return spread, None if entropies is None else empty.index_copy(0, micro.scored, entropies)
+
+    def _output_weight(self) -> Tensor:
+        """[V / TP, H]: the output layer's own weight or the embedding's."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return self.output_layer.weight  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _clear_padding_rows(self) -> None:
+        """Rows that pad the vocabulary are never loaded; uninitialised memory there may be NaN."""
+        for name, parameter in self.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parameter[self.vocabulary.num_real :] = 0
+
+
+def build_model(
+    shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device
+) -> DistributedDataParallel:
+    """This rank's part of the model, with room for gradients; its weights are not loaded yet."""
+    config = transformer_config(family_of(shape).megatron_arguments(shape), policy, kind)
+    with building(kind):
+        model = PolicyModel(config, shape, policy).to(device)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        )
+        return DistributedDataParallel(config, ddp_config, model)
+
+
+def transformer_config(
+    arguments: MegatronArguments, policy: PolicyConfig, kind: DeviceKind
+) -> TransformerConfig:
+    """Megatron's configuration of the family's architecture, laid out and run as `policy` says."""
+    layout, dtype = policy.layout, DTYPES[policy.precision]
+    return TransformerConfig(
+        num_layers=arguments.num_layers,
+        hidden_size=arguments.hidden_size,
+        ffn_hidden_size=arguments.ffn_hidden_size,
+        num_attention_heads=arguments.num_attention_heads,
+        num_query_groups=arguments.num_query_groups,
+        kv_channels=arguments.kv_channels,
+        layernorm_epsilon=arguments.layernorm_epsilon,
+        add_qkv_bias=arguments.add_qkv_bias,
+        qk_layernorm=arguments.qk_layernorm,
+        normalization=arguments.normalization,
+        gated_linear_unit=arguments.gated_linear_unit,
+        activation_func=getattr(F, arguments.activation),
+        add_bias_linear=arguments.add_bias_linear,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Micro-batches differ in length, and losses are sums: see schedule.py.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # wanted by variable_seq_lengths, dense models included
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=layout.pipeline_parallel_size > 1,
+        use_cpu_initialization=kind == "cpu",
+        cuda_graph_scope=[],
+        # Weights are always loaded.
+        perform_initialization=False,
+        # These want apex, Transformer Engine or a compiler at run time.
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layers of this stage with our norm and our core attention."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    columns = padded_size // tp_size
+    start = parallel_state.get_tensor_model_parallel_rank() * columns
+    return VocabularyShard(
+        start=start,
+        num_real=min(max(vocab_size - start, 0), columns),
+        group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
+    )

@@ -1,0 +1,69 @@
+"""Process groups: joining the policy's processes and laying Megatron's axes over them."""
+
+import logging
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from nemorl.config.policy import LayoutConfig
+
+from .device import DeviceKind, communication_backend, use_loopback
+
+logger = logging.getLogger(__name__)
+
+# The model has no dropout and its weights are read, not drawn: the seed only makes the generators defined.
+SEED = 1234
+
+
+def join(
+    layout: LayoutConfig,
+    *,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    device: DeviceKind,
+    deadline_seconds: float,
+) -> None:
+    """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
+
+    `rendezvous` is a torch.distributed init method such as `file:///dev/shm/run/policy` or
+    `tcp://127.0.0.1:29500`. A collective that takes longer than `deadline_seconds` fails on every rank.
+    """
+    if world_size != layout.world_size:
+        raise ValueError(
+            f"policy.layout wants {layout.world_size} processes "
+            f"({layout.tensor_parallel_size} TP x {layout.pipeline_parallel_size} PP x "
+            f"{layout.data_parallel_size} DP) but {world_size} were started"
+        )
+    if rendezvous.startswith(("file:", "tcp://127.", "tcp://localhost")):
+        use_loopback(device)
+    timeout = timedelta(seconds=deadline_seconds)
+    dist.init_process_group(
+        communication_backend(device),
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        distributed_timeout_minutes=deadline_seconds / 60,
+        create_gloo_process_groups=False,
+    )
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def leave() -> None:
+    """Undo `join`; another layout can be joined afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Running micro-batches through the pipeline with Megatron's schedules.
+
+Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums over
+micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
+`finalize_sums` keeps it from dividing by a token count at the end.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from nemorl.data.losses import Loss, LossOutput
+
+from .micro_batch import MicroBatch
+from .model import PolicyModel
+
+
+def run_training(
+    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
+) -> list[LossOutput]:
+    """Forward and backward of all micro-batches; gradients are complete afterwards.
+
+    Returns the outputs of the loss on ranks of the last pipeline stage, nothing elsewhere.
+    """
+    policy: PolicyModel = model.module
+
+    def forward_step(batches: Iterator[MicroBatch], _: Any) -> Any:
+        micro = next(batches)
+
+        def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+            logprobs, entropy = policy.score(hidden, micro, temperature=temperature, entropy=loss.needs_entropy)
+            output = loss(micro.batch, logprobs, entropy)
+            # The count would divide the loss; see the module's docstring.
+            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
+
+        return model(micro), loss_of
+
+    return _run(model, forward_step, micro_batches, forward_only=False)
+
+
+@torch.no_grad()
+def run_logprobs(
+    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], temperature: float
+) -> list[Tensor]:
+    """Logprobs [N] of each micro-batch on ranks of the last pipeline stage, nothing elsewhere."""
+    policy: PolicyModel = model.module
+
+    def forward_step(batches: Iterator[MicroBatch], _: Any) -> Any:
+        micro = next(batches)
+
+        def logprobs_of(hidden: Tensor, non_loss_data: bool) -> Tensor:
+            return policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
+
+        return model(micro), logprobs_of
+
+    return _run(model, forward_step, micro_batches, forward_only=True)
+
+
+def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Megatron's reduction of gradients over DP, SP and tied embeddings, without its division by a token count."""
+    finalize_model_grads(models, None, **groups)
+
+
+def _run(
+    model: DistributedDataParallel, forward_step: Any, micro_batches: Sequence[MicroBatch], *, forward_only: bool
+) -> list[Any]:
+    run = get_forward_backward_func()
+    outputs = run(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=[model],
+        num_microbatches=len(micro_batches),
+        # Stages tell each other the real number of tokens (variable_seq_lengths).
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return list(outputs)

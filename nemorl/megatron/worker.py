@@ -1,0 +1,234 @@
+"""The policy worker: one process of the policy, driven by method calls that all its processes get alike.
+
+    load_hf ─▶ [ load_batch ─▶ compute_logprobs ─▶ train ... ─▶ slices/parameters to the weight exchange ] ─▶ checkpoint
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.losses import Loss
+from nemorl.data.packed import PackedBatch
+from nemorl.models.hf_folder import HfFolder
+from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+
+from . import checkpoint, parallel
+from .collect import from_last_stage, global_figures
+from .device import DTYPES, DeviceKind, installed_kernels, packed_attention_kernel, select_device
+from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
+from .model import PolicyModel, build_model
+from .optimizer import PolicyOptimizer
+from .reference import ReferenceWeights
+from .rotary import RotaryTable
+from .schedule import run_logprobs, run_training
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LogprobStats:
+    """The engine's logprobs beside the trainer's, over all sampled tokens of the policy's batch."""
+
+    gap_mean: float  # mean of |trainer - engine|; 0 when the batch carries no engine's logprobs
+    gap_max: float
+    num_tokens: int  # sampled tokens (of the loss mask)
+
+
+@dataclass(frozen=True)
+class TrainStats:
+    """One optimizer step; equal on all ranks."""
+
+    sums: dict[str, float]  # the loss's metrics, summed over the global batch
+    maxima: dict[str, float]
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool  # the gradients were not finite: nothing was changed
+    num_tokens: int  # tokens of the global batch, prompts included
+
+
+class PolicyWorker:
+    """One rank of the policy. Every method is collective: all ranks call it, in the same order."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        device: DeviceKind,
+        threads: int | None,
+        temperature: float,
+        keep_reference: bool,
+        deadline_seconds: float,
+    ) -> None:
+        """Joins the other ranks at `rendezvous` (see `parallel.join`) and builds the model without its weights."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._config = config
+        self._kind: DeviceKind = device
+        self._device = select_device(device, rank)
+        self._temperature = temperature
+        self._keep_reference = keep_reference
+        parallel.join(
+            config.layout,
+            rank=rank,
+            world_size=world_size,
+            rendezvous=rendezvous,
+            device=device,
+            deadline_seconds=deadline_seconds,
+        )
+        self._shape = ModelShape.load(config.model_path)
+        self._model = build_model(self._shape, config, device, self._device)
+        self._optimizer = PolicyOptimizer(config, self._model, device)
+        self._maker = self._micro_batch_maker()
+        self._reference: ReferenceWeights | None = None
+        self._batch: PackedBatch | None = None
+
+    def header(self) -> dict[str, str]:
+        """Which device, layout, kernels and versions are in use; for the head of a run's log."""
+        layout = self._config.layout
+        name, _ = packed_attention_kernel(self._kind, DTYPES[self._config.precision])
+        return {
+            "device": str(self._device),
+            "backend": dist.get_backend(),
+            "precision": self._config.precision,
+            "layout": f"TP{layout.tensor_parallel_size} PP{layout.pipeline_parallel_size} "
+            f"DP{layout.data_parallel_size}" + (" SP" if layout.sequence_parallel else ""),
+            "attention": name,
+            "threads": str(torch.get_num_threads()),
+            "torch": torch.__version__,
+            **installed_kernels(),
+        }
+
+    def load_hf(self, folder: Path) -> None:
+        """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
+
+        A resumed run calls this first, for the reference, and then `load_checkpoint`.
+        """
+        HfFolder(folder).load_into(self.parameters(), self.slices())
+        self._optimizer.weights_changed()
+        if self._keep_reference:
+            self._reference = ReferenceWeights(self._policy)
+
+    def slices(self) -> list[TensorSlice]:
+        """What of the HF checkpoint lies in which of `parameters`."""
+        layout = self._config.layout
+        rank = PolicyRank(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=layout.tensor_parallel_size,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=layout.pipeline_parallel_size,
+        )
+        return policy_slices(self._shape, rank)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's weights by Megatron's names; the tensors themselves, not copies."""
+        return {name: parameter.data for name, parameter in self._policy.named_parameters()}
+
+    def load_batch(self, batch: PackedBatch) -> None:
+        """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
+        check_batch(batch, self._config.max_sequence_length)
+        self._batch = batch.to(torch.device("cpu"))
+
+    def compute_logprobs(
+        self, micro_batches: list[list[int]], *, old: bool, reference: bool
+    ) -> LogprobStats:
+        """Fill `old_logprobs` (of the current weights) and `reference_logprobs` of the batch, where the mask is set.
+
+        The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
+        """
+        batch = self._loaded_batch()
+        made = [self._maker.make(batch, sequences) for sequences in micro_batches]
+        if reference:
+            if self._reference is None:
+                raise RuntimeError("no reference weights are kept: start the worker with keep_reference and load_hf")
+            with self._reference.in_place():
+                batch = replace(batch, reference_logprobs=self._logprobs(batch, made))
+        if old:
+            batch = replace(batch, old_logprobs=self._logprobs(batch, made))
+        self._batch = batch
+        return self._gap(batch, batch.old_logprobs if old else None)
+
+    def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
+        """One optimizer step over these sequences of the batch (lists of indices, one list a forward pass)."""
+        batch = self._loaded_batch()
+        made = [self._maker.make(batch, sequences) for sequences in micro_batches]
+        self._optimizer.zero_grad()
+        outputs = run_training(self._model, made, loss, self._temperature)
+        step = self._optimizer.step()
+        sums, maxima = global_figures(outputs, self._device)
+        tokens = torch.tensor([sum(micro.batch.num_tokens for micro in made)], device=self._device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, int(tokens))
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write model, optimizer, schedule and random states into a folder that all ranks share."""
+        checkpoint.save(folder, self._model, self._optimizer, self._kind)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take everything from a folder that `save_checkpoint` wrote; the reference stays as it is."""
+        checkpoint.load(folder, self._model, self._optimizer, self._kind)
+
+    def close(self) -> None:
+        """Leave the process group; the process may join another afterwards."""
+        parallel.leave()
+
+    @property
+    def _policy(self) -> PolicyModel:
+        return self._model.module  # type: ignore[no-any-return]
+
+    def _loaded_batch(self) -> PackedBatch:
+        if self._batch is None:
+            raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
+        return self._batch
+
+    def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
+        """Logprobs [N] of the whole batch under the weights in place, on the CPU; 0 in sequences not named."""
+        values = torch.zeros(batch.num_tokens)
+        outputs = run_logprobs(self._model, made, self._temperature)
+        scored = [micro.places[micro.scored.cpu()] for micro in made]
+        count = sum(len(places) for places in scored)
+        flat = torch.zeros(count, device=self._device)
+        if outputs:
+            flat = torch.cat([out[micro.scored] for out, micro in zip(outputs, made, strict=True)])
+        values[torch.cat(scored)] = from_last_stage(flat).cpu()
+        return values
+
+    def _gap(self, batch: PackedBatch, trainer: Tensor | None) -> LogprobStats:
+        gaps = torch.zeros(0)
+        if trainer is not None and batch.logprobs is not None:
+            gaps = (trainer - batch.logprobs)[batch.loss_mask].abs()
+        sums = torch.tensor(
+            [gaps.double().sum(), batch.loss_mask.sum()], dtype=torch.float64, device=self._device
+        )
+        largest = torch.tensor([gaps.max() if len(gaps) else 0.0], device=self._device)
+        group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        total, count = sums.tolist()
+        return LogprobStats(total / max(count, 1.0), float(largest), int(count))
+
+    def _micro_batch_maker(self) -> MicroBatchMaker:
+        dtype, layout = DTYPES[self._config.precision], self._config.layout
+        return MicroBatchMaker(
+            rotary=RotaryTable(
+                dim=self._shape.head_dim,
+                theta=self._shape.rope_theta,
+                scaling=self._shape.rope_scaling,
+                max_positions=max(self._config.max_sequence_length, layout.tensor_parallel_size),
+                dtype=dtype,
+                device=self._device,
+            ),
+            kernel=packed_attention_kernel(self._kind, dtype)[1],
+            multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
+            device=self._device,
+        )
