@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from nemorl.data.batches import pack_examples, pack_trajectories
+from nemorl.data.sft import SftExample
+from nemorl.rollout.types import StopReason, Trajectory, Turn
+
+
+def trajectory(tokens, mask) -> Trajectory:
+    mask = np.array(mask, dtype=bool)
+    return Trajectory(
+        tokens=np.array(tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5 * np.arange(len(mask)), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        turns=(Turn(1, len(tokens), StopReason.STOP),),
+        rewards={},
+        reward=0.0,
+        stop=StopReason.STOP,
+        group=0,
+        task=0,
+    )
+
+
+def test_trajectories_lie_end_to_end():
+    batch = pack_trajectories(
+        [trajectory([5, 6, 7], [0, 1, 1]), trajectory([8, 9], [0, 1])], [2.0, -1.0], weights=[0.25, 0.5]
+    )
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.lengths == [3, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.loss_mask.tolist() == [False, True, True, False, True]
+    assert batch.weights.tolist() == [0, 0.25, 0.25, 0, 0.5]
+    assert batch.advantages.tolist() == [0, 2, 2, 0, -1]
+    assert batch.logprobs.tolist() == [0, -0.5, -1, 0, -0.5]
+    assert batch.old_logprobs is None
+    assert batch.reference_logprobs is None
+
+
+def test_a_failed_trajectory_weighs_nothing():
+    batch = pack_trajectories([trajectory([5, 6], [0, 0])], [3.0], weights=[1.0])
+    assert batch.weights.tolist() == [0, 0]
+    assert batch.advantages.tolist() == [0, 0]
+
+
+def test_examples_carry_no_advantages():
+    example = SftExample(np.array([1, 2, 3], dtype=np.int32), np.array([False, True, True]))
+    batch = pack_examples([example, example], weights=[0.5, 0.125])
+    assert batch.weights.tolist() == [0, 0.5, 0.5, 0, 0.125, 0.125]
+    assert batch.advantages is None
+    assert batch.logprobs is None
+
+
+def test_a_first_token_cannot_train():
+    with pytest.raises(ValueError, match="sequence 0 starts with a trained token"):
+        pack_trajectories([trajectory([5], [1])], [1.0], [1.0])
+    with pytest.raises(ValueError, match="1 sequences with 2 weights"):
+        pack_trajectories([trajectory([5, 6], [0, 1])], [1.0], [1.0, 1.0])

@@ -1,0 +1,105 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.data.micro_batches import balance, micro_batches, plan_batch, plan_micro_batches, sequence_cost
+
+MAX_TOKENS = 100
+lengths = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=40)
+
+
+@given(lengths)
+def test_micro_batches_hold_every_sequence_once_within_the_budget(tokens):
+    groups = micro_batches(tokens, MAX_TOKENS)
+    assert sorted(i for group in groups for i in group) == list(range(len(tokens)))
+    assert all(0 < sum(tokens[i] for i in group) <= MAX_TOKENS for group in groups)
+    # Two groups that fit together would have been one.
+    assert all(sum(tokens[i] for i in a + b) > MAX_TOKENS for a, b in combinations(groups, 2))
+
+
+def test_first_fit_decreasing_packs_tightly():
+    assert micro_batches([30, 70, 50, 50], 100) == [[1, 0], [2, 3]]
+
+
+def test_a_sequence_longer_than_the_budget_is_named():
+    with pytest.raises(ValueError, match="sequence 1 has 101 tokens, a micro-batch takes 100"):
+        micro_batches([3, 101], 100)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=8, max_size=60), st.integers(1, 8))
+def test_balance_gives_equal_counts_and_sums_within_the_largest_cost(costs, num_ranks):
+    ranks = balance(costs, num_ranks)
+    assert sorted(i for rank in ranks for i in rank) == list(range(len(costs)))
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+    sums = [sum(costs[i] for i in rank) for rank in ranks]
+    assert max(sums) - min(sums) <= max(costs)
+
+
+def test_balance_finds_the_even_split_that_dealing_in_turn_misses():
+    ranks = balance([8, 7, 6, 5, 4, 2], 2)
+    assert sorted(sum([8, 7, 6, 5, 4, 2][i] for i in rank) for rank in ranks) == [16, 16]
+
+
+def test_fewer_sequences_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="2 sequences cannot occupy 3 data-parallel ranks"):
+        balance([1, 1], 3)
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda ranks: st.integers(1, 8).flatmap(
+            lambda count: st.lists(
+                st.lists(st.integers(1, MAX_TOKENS), min_size=count, max_size=count),
+                min_size=ranks,
+                max_size=ranks,
+            )
+        )
+    )
+)
+def test_ranks_get_equally_many_micro_batches_and_none_is_empty(per_rank):
+    plans = plan_micro_batches(per_rank, MAX_TOKENS)
+    assert len({len(plan) for plan in plans}) == 1
+    # No more than the rank in greatest need asks for.
+    assert len(plans[0]) == max(len(micro_batches(tokens, MAX_TOKENS)) for tokens in per_rank)
+    for tokens, plan in zip(per_rank, plans, strict=True):
+        assert sorted(i for batch in plan for i in batch) == list(range(len(tokens)))
+        assert all(0 < sum(tokens[i] for i in batch) <= MAX_TOKENS for batch in plan)
+
+
+def test_a_rank_with_too_few_sequences_is_named():
+    with pytest.raises(ValueError, match="rank 1 holds 1 sequences, but another rank needs 2 micro-batches"):
+        plan_micro_batches([[80, 80], [10]], 100)
+
+
+@given(
+    st.lists(st.integers(1, MAX_TOKENS), min_size=24, max_size=24),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_a_plan_lays_each_sequence_on_one_rank_and_one_micro_batch(tokens, num_minibatches, num_ranks):
+    plan = plan_batch(tokens, num_ranks, num_minibatches, MAX_TOKENS, hidden_size=64)
+    assert sorted(i for rank in plan.ranks for i in rank) == list(range(24))
+    assert len(plan.minibatches) == num_minibatches
+    size = 24 // num_minibatches
+    for number, minibatch in enumerate(plan.minibatches):
+        seen = [
+            plan.ranks[rank][place] for rank, batches in enumerate(minibatch) for b in batches for place in b
+        ]
+        assert sorted(seen) == list(range(number * size, (number + 1) * size))
+        assert len({len(batches) for batches in minibatch}) == 1
+    # The rank holds its sequences minibatch by minibatch, so places run through without a gap.
+    for rank, held in enumerate(plan.ranks):
+        places = [p for minibatch in plan.minibatches for batch in minibatch[rank] for p in batch]
+        assert sorted(places) == list(range(len(held)))
+
+
+def test_minibatches_must_divide_the_batch():
+    with pytest.raises(ValueError, match="10 sequences do not divide into 3 minibatches"):
+        plan_batch([1] * 10, 1, 3, 100, 64)
+
+
+def test_cost_counts_attention_beside_the_matrices():
+    # 12*h*n + n*n: at n = 12*h the attention costs as much as the matrices.
+    assert sequence_cost(768, 64) == 2 * 12 * 64 * 768
