@@ -60,5 +60,3 @@ class EngineStats:
     prompt_tokens: int
     seconds_busy: float
     peak_batch: int
-
-

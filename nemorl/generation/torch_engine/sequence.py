@@ -1,0 +1,60 @@
+"""One request on its way through the engine."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from nemorl.generation.types import Completion, GenerationRequest
+from nemorl.rollout.types import StopReason
+
+from .stop_strings import StopStringFinder
+
+
+@dataclass(eq=False)
+class ActiveSequence:
+    """A request and what was sampled for it so far; times are those of the engine's clock."""
+
+    request: GenerationRequest
+    arrival: float
+    max_tokens: int  # prompt included; reached, the sequence ends with `length`
+    end_token_ids: Collection[int]
+    stop_strings: StopStringFinder | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    last_sampled: float | None = None
+    prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
+    prompt_version: int | None = None  # weights that computed the prompt's keys and values
+
+    def __post_init__(self) -> None:
+        self.prompt_key = self.request.prompt.tobytes()
+        self.expires = self.arrival + self.request.deadline_seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those sampled."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
+        """Take a sampled token; the reason, if the sequence ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.last_sampled = now
+        found = self.stop_strings is not None and self.stop_strings.push(token)
+        if found or token in self.end_token_ids:
+            return StopReason.STOP
+        return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
+
+    def complete(self, stop: StopReason, now: float) -> Completion:
+        """The completion with what was sampled so far; `now` counts where nothing was."""
+        return Completion(
+            id=self.request.id,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            stop=stop,
+            seconds=(now if self.last_sampled is None else self.last_sampled) - self.arrival,
+        )
