@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Makes .venv, or brings it up to date: tools/environment.sh EXTRA
+#
+# Installs nemorl in place with the given extra of pyproject.toml and leaves the stamp .venv/ready-EXTRA.
+#   PYTHON=/path/to/python   the interpreter to use (3.11 or 3.12)
+#   TORCH='torch==2.14.0'    the torch to install where there is none yet
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly EXTRA=${1:?give the extra to install, such as dev}
+readonly VENV=.venv
+readonly LOG=$VENV/install.log
+readonly NEEDED_GB=6
+
+die() {
+  printf '\n%s\n' "$1" >&2
+  exit 1
+}
+
+# Whether this interpreter runs, is one of our versions and can make environments. A pyenv shim may exist
+# for a version that is not there, so only running it tells.
+is_suitable() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+
+find_python() {
+  local name candidate
+  for name in python3.11 python3.12 python3; do
+    while read -r candidate; do
+      if is_suitable "$candidate"; then
+        echo "$candidate"
+        return
+      fi
+    done < <(type -aP "$name")
+  done
+  die "No Python 3.11 or 3.12 that can make virtual environments was found on the PATH.
+Install one (on Debian or Ubuntu: python3.11 and python3.11-venv), or name it: make PYTHON=/path/to/python ..."
+}
+
+check_disk() {
+  local free_gb
+  free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
+  if ((free_gb < NEEDED_GB)); then
+    die "The environment needs $NEEDED_GB GB, but only $free_gb GB are free on the disk of $PWD. Make room and try again."
+  fi
+}
+
+make_venv() {
+  local python=${PYTHON:-}
+  if [[ -z $python ]]; then
+    python=$(find_python)
+  elif ! is_suitable "$python"; then
+    die "PYTHON=$python does not run, is not Python 3.11 or 3.12, or lacks the modules venv and ensurepip."
+  fi
+  echo "Making $VENV with $("$python" --version) ($python)"
+  rm -rf "$VENV"
+  "$python" -m venv "$VENV"
+}
+
+venv_works() {
+  is_suitable "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1
+}
+
+has_torch() {
+  "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
+}
+
+# install WHAT ARGUMENTS...: one line for the person, everything else into the log.
+install() {
+  local what=$1 began=$SECONDS
+  shift
+  printf 'Installing %s ... ' "$what"
+  if ! "$VENV/bin/python" -m pip install --no-input --progress-bar off "$@" >>"$LOG" 2>&1; then
+    echo "failed"
+    tail -n 15 "$LOG" >&2
+    die "pip could not install $what. Its whole output is in $LOG; after mending the cause, run the same command again."
+  fi
+  echo "done in $((SECONDS - began)) s"
+}
+
+# torch comes first and alone: an unpinned one would bring the newest CUDA build, several GB, to every machine.
+install_torch() {
+  if nvidia-smi >/dev/null 2>&1; then
+    install "torch for the GPU (several GB)" "${TORCH:-torch>=2.13}"
+  else
+    install "torch (about 200 MB; several GB if pip finds only builds with CUDA)" "${TORCH:-torch==2.13.0}"
+  fi
+}
+
+has_torch || check_disk
+venv_works || make_venv
+has_torch || install_torch
+install "nemorl with its $EXTRA dependencies (about 1 GB)" --editable ".[$EXTRA]"
+touch "$VENV/ready-$EXTRA"
