@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,6 +58,13 @@ class HfFolder:
         with _open(path) as file:
             return _read_box(file, path, part)
 
+    def tensor(self, name: str, extents: tuple[int, ...]) -> Tensor:
+        """A whole tensor, which must have the given shape, in the type of the file."""
+        path = self.file(name)
+        with _open(path) as file:
+            whole: Tensor = _checked_slice(file, path, name, extents)[:]
+            return whole
+
     def load_into(self, parameters: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
         """Copy boxes into the parameters that hold them, converted to each parameter's type."""
         by_file: dict[Path, list[TensorSlice]] = defaultdict(list)
@@ -66,6 +74,13 @@ class HfFolder:
             with _open(path) as file:
                 for part in parts:
                     local_view(parameters, part).copy_(_read_box(file, path, part))
+
+    def check(self, tensors: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless every named tensor is there, of the given shape and a supported type."""
+        for name, extents in tensors.items():
+            path = self.file(name)
+            with _open(path) as file:
+                _checked_slice(file, path, name, extents)
 
     def _tensor_files(self) -> dict[str, Path]:
         single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
@@ -93,15 +108,20 @@ def _open(path: Path) -> safe_open:
 
 
 def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
-    _floating_dtype(file, path, part.name)
-    whole = file.get_slice(part.name)
-    if tuple(whole.get_shape()) != part.shape:
-        raise BrokenModelFolder(
-            f"{path}: {part.name} has shape {tuple(whole.get_shape())}, "
-            f"the model's config.json says {part.shape}"
-        )
+    whole = _checked_slice(file, path, part.name, part.shape)
     box: Tensor = whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))]
     return box
+
+
+def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, ...]) -> Any:
+    """The tensor of a file as safetensors' lazy slice, once its type and shape are right."""
+    _floating_dtype(file, path, name)
+    whole = file.get_slice(name)
+    if tuple(whole.get_shape()) != extents:
+        raise BrokenModelFolder(
+            f"{path}: {name} has shape {tuple(whole.get_shape())}, the model's config.json says {extents}"
+        )
+    return whole
 
 
 def _floating_dtype(file: safe_open, path: Path, name: str) -> torch.dtype:

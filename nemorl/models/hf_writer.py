@@ -1,5 +1,6 @@
 """Writing a Hugging Face folder, complete or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ COMPANION_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+CHECKSUM_FILE = "SHA256SUMS"  # verified by `sha256sum --check`
 _SHARD_BYTES = 5_000_000_000
 
 
@@ -105,7 +107,9 @@ class HfFolderWriter:
         self._write_shard()
         self._name_shards()
         self._write_companions()
+        self._write_checksums()
         for file in self._folder.iterdir():
+            file.chmod(0o644)
             _fsync(file)
         _fsync(self._folder)
         self._folder.chmod(0o755)
@@ -134,6 +138,16 @@ class HfFolderWriter:
         for name in COMPANION_FILES:
             if (self.source / name).exists():
                 shutil.copyfile(self.source / name, self._folder / name)
+
+    def _write_checksums(self) -> None:
+        files = sorted(self._folder.iterdir())
+        lines = [f"{_sha256(file)}  {file.name}\n" for file in files]
+        (self._folder / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

