@@ -1,0 +1,166 @@
+import asyncio
+
+import pytest
+
+from nemorl.data.order import TaskOrder
+from nemorl.rollout.collector import Collector, CollectorPlan, sample_validation
+from nemorl.rollout.dispatch import RolloutFailed
+from nemorl.rollout.groups import GroupSummary
+
+
+class StandInWorker:
+    """Finishes a group when the test says so, or at once and newest first."""
+
+    def __init__(self, manual: bool = False):
+        self.assignments = []
+        self.calls = 0
+        self._manual = manual
+        self._done: asyncio.Queue[int] = asyncio.Queue()
+
+    def finish(self, *groups):
+        for group in groups:
+            self._done.put_nowait(group)
+
+    async def run_groups(self, assignments):
+        self.calls += 1
+        self.assignments += assignments
+        mine = {a.group: a for a in assignments}
+        while mine:
+            group = await self._done.get() if self._manual else max(mine)
+            if group not in mine:  # of another call
+                self._done.put_nowait(group)
+                await asyncio.sleep(0)
+                continue
+            await asyncio.sleep(0)
+            yield GroupSummary(group, mine.pop(group).task_index, f"reference {group}", ())
+
+
+def collector(workers, *, staleness=0, position=0, seconds=5.0, texts=0):
+    plan = CollectorPlan(
+        groups_per_step=4, samples_per_group=2, max_staleness=staleness, texts_per_step=texts
+    )
+    order = TaskOrder(10, seed=0, shuffle=False)
+    return Collector([w.run_groups for w in workers], order, plan, seconds, position)
+
+
+def groups(batch):
+    return [summary.group for summary in batch]
+
+
+def test_synchronous_steps_start_their_groups_and_get_them_in_order():
+    async def main():
+        workers = [StandInWorker(), StandInWorker()]
+        sampling = collector(workers, texts=5)
+        batches = []
+        for version in range(3):
+            sampling.advance(version)
+            batches.append(await sampling.next_batch())
+            assert sampling.position == 4 * (version + 1)
+        await sampling.close()
+        return workers, batches
+
+    workers, batches = asyncio.run(main())
+    assert [groups(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [s.task_index for s in batches[2]] == [8, 9, 0, 1]
+    assert [s.reference for s in batches[0]] == [f"reference {g}" for g in range(4)]
+    # Spread evenly, one call for each worker and step.
+    assert [a.group for a in workers[0].assignments] == [0, 2, 4, 6, 8, 10]
+    assert [w.calls for w in workers] == [3, 3]
+    assert {a.num_samples for a in workers[0].assignments} == {2}
+    # Five texts of a step over four groups: two from the first, one from each of the others.
+    assert [a.num_texts for a in workers[0].assignments[:2] + workers[1].assignments[:2]] == [2, 1, 1, 1]
+
+
+def test_a_resumed_run_goes_on_at_its_position():
+    async def main():
+        sampling = collector([StandInWorker()], position=8)
+        sampling.advance(2)
+        return await sampling.next_batch()
+
+    assert groups(asyncio.run(main())) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("staleness", "started"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])
+def test_no_group_starts_that_would_be_too_old(staleness, started):
+    async def main():
+        worker = StandInWorker(manual=True)
+        sampling = collector([worker], staleness=staleness)
+        counts = []
+        for version in range(3):
+            sampling.advance(version)
+            sampling.advance(version)  # the same weights allow nothing more
+            await asyncio.sleep(0.01)
+            counts.append(len(worker.assignments))
+        await sampling.close()
+        return counts
+
+    assert asyncio.run(main()) == started
+
+
+def test_with_staleness_a_batch_is_what_finished_first():
+    async def main():
+        worker = StandInWorker(manual=True)
+        sampling = collector([worker], staleness=1)
+        sampling.advance(0)
+        worker.finish(5, 0, 7, 2, 1)
+        first = await sampling.next_batch()
+        positions = [sampling.position]
+        sampling.advance(1)
+        worker.finish(3, 4, 6)
+        second = await sampling.next_batch()
+        positions.append(sampling.position)
+        await sampling.close()
+        return groups(first), groups(second), positions
+
+    first, second, positions = asyncio.run(main())
+    assert first == [0, 2, 5, 7]
+    assert second == [1, 3, 4, 6]
+    # Group 1 was still out after the first batch; after the second nothing is.
+    assert positions == [1, 8]
+
+
+def test_a_stall_names_who_is_waited_for():
+    async def main():
+        workers = [StandInWorker(manual=True), StandInWorker(manual=True)]
+        sampling = collector(workers, seconds=0.05)
+        sampling.advance(0)
+        workers[0].finish(0, 2)
+        workers[1].finish(3)
+        try:
+            await sampling.next_batch()
+        finally:
+            await sampling.close()
+
+    with pytest.raises(
+        RolloutFailed, match=r"3 of 4 groups finished within 0\.05 s.*waiting for worker 1: groups 1$"
+    ):
+        asyncio.run(main())
+
+
+def test_a_failing_worker_is_named_with_its_reason():
+    async def dies(assignments):
+        yield GroupSummary(0, 0, None, ())
+        raise ConnectionError("node lost")
+
+    async def leaves(assignments):
+        yield GroupSummary(0, 0, None, ())
+
+    async def main(worker):
+        plan = CollectorPlan(4, 1, 0)
+        sampling = Collector([worker], TaskOrder(4, 0, False), plan, 5.0)
+        sampling.advance(0)
+        await sampling.next_batch()
+
+    with pytest.raises(RolloutFailed, match="rollout worker 0, groups 1, 2, 3: ConnectionError: node lost"):
+        asyncio.run(main(dies))
+    with pytest.raises(RolloutFailed, match="rollout worker 0, groups 1, 2, 3: it ended without them"):
+        asyncio.run(main(leaves))
+
+
+def test_validation_samples_the_first_tasks_in_order():
+    workers = [StandInWorker(), StandInWorker()]
+    batch = asyncio.run(sample_validation([w.run_groups for w in workers], 5, 3, 5.0, num_texts=1))
+    assert groups(batch) == [0, 1, 2, 3, 4]
+    asked = workers[0].assignments + workers[1].assignments
+    assert all(a.validation and a.num_samples == 3 and a.task_index == a.group for a in asked)
+    assert sum(a.num_texts for a in asked) == 1

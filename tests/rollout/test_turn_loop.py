@@ -1,0 +1,230 @@
+import asyncio
+
+import pytest
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.prompts import ChatPrompts, PlainPrompts
+from nemorl.data.tokenizer import load_tokenizer
+from nemorl.generation.types import SamplingParams
+from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
+from nemorl.rollout.types import Message, Step, StopReason, Task, Turn
+from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
+from tests.rollout.stand_ins import ScriptedEnvironment, ScriptedGenerator
+
+TASK = Task(7, (Message("user", "add"),), answer="3")
+KEY = SampleKey(run_seed=1, group=5, sample=2)
+OBSERVE = Step((Message("tool", "12"),), {"step": 0.25}, done=False)
+DONE = Step(rewards={"step": 0.5, "end": 1.0})
+
+
+def run(tokenizer, generator, environment, prompts=None, **limits):
+    """One conversation."""
+    defaults = {
+        "max_sequence_length": 1000,
+        "max_new_tokens": 100,
+        "stop_token_ids": tokenizer.end_token_ids,
+        "stop_strings": (),
+        "generation_seconds": 10.0,
+        "environment_seconds": 5.0,
+    }
+    loop = TurnLoop(
+        generator, tokenizer, prompts or ChatPrompts(tokenizer), TurnLimits(**(defaults | limits))
+    )
+    return asyncio.run(loop.run(TASK, environment, KEY, SamplingParams()))
+
+
+class TestTokens:
+    def test_sampled_tokens_are_kept_though_encoding_their_text_gives_others(self, tokenizer):
+        one, two = tokenizer.encode("1")[0], tokenizer.encode("2")[0]
+        trap = [one, two, IM_END]  # reads "12", which encodes to a single token
+        assert tokenizer.encode("12") != [one, two]
+        final = [*tokenizer.encode("3"), IM_END]
+        generator = ScriptedGenerator([trap, final])
+        environment = ScriptedEnvironment([OBSERVE, DONE])
+        conversation = run(tokenizer, generator, environment)
+
+        opening = tokenizer.encode("<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n")
+        between = tokenizer.encode("\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n")
+        trajectory = conversation.trajectory
+        assert trajectory.tokens.tolist() == opening + trap + between + final
+        assert environment.actions[0].text == "12"
+        # Every request continues the very tokens before it.
+        assert generator.requests[0].prompt.tolist() == opening
+        assert generator.requests[1].prompt.tolist() == opening + trap + between
+
+    def test_mask_logprobs_and_versions_stand_at_their_tokens(self, tokenizer):
+        generator = ScriptedGenerator([[50, IM_END], [60, 61, IM_END]])
+        trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE])).trajectory
+        first, second = trajectory.turns
+        assert (first.end - first.start, second.end - second.start) == (2, 3)
+        sampled = [*range(first.start, first.end), *range(second.start, second.end)]
+        assert trajectory.loss_mask.nonzero()[0].tolist() == sampled
+        for position, token in enumerate(trajectory.tokens.tolist()):
+            inside = position in sampled
+            assert trajectory.logprobs[position] == pytest.approx(-token / 1000 if inside else 0)
+            turn = 0 if position < first.end else 1
+            assert trajectory.versions[position] == (turn if inside else -1)
+        assert trajectory.num_sampled == 5
+
+    def test_the_whole_is_what_the_template_makes_of_the_messages(self, tokenizer):
+        # Where the sampled tokens are those that encoding gives, both ways must agree.
+        first, second = "it is 12", "3"
+        generator = ScriptedGenerator([[*tokenizer.encode(text), IM_END] for text in (first, second)])
+        conversation = run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]))
+        messages = (*conversation.opening, *conversation.exchange)
+        assert [m.content for m in messages] == ["add", first, "12", second]
+        whole = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=False))
+        newline = tokenizer.encode("\n")
+        assert [*conversation.trajectory.tokens.tolist(), *newline] == whole
+
+    def test_plain_conversations_are_texts_end_to_end(self, tokenizer):
+        generator = ScriptedGenerator([[50, ENDOFTEXT], [60, ENDOFTEXT]])
+        trajectory = run(
+            tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]), PlainPrompts(tokenizer)
+        ).trajectory
+        encode = tokenizer.encode
+        assert trajectory.tokens.tolist() == [*encode("add"), 50, ENDOFTEXT, *encode("12"), 60, ENDOFTEXT]
+
+
+class TestEnds:
+    def test_rewards_add_up_over_turns(self, tokenizer):
+        environment = ScriptedEnvironment([OBSERVE, OBSERVE, DONE])
+        trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]] * 3), environment).trajectory
+        assert trajectory.rewards == {"step": 1.0, "end": 1.0}
+        assert (trajectory.group, trajectory.task, trajectory.stop) == (5, 7, StopReason.STOP)
+        assert environment.closes == 1
+
+    def test_a_turn_that_was_cut_ends_the_conversation(self, tokenizer):
+        generator = ScriptedGenerator([[50, 51, 52]], {0: StopReason.LENGTH})
+        environment = ScriptedEnvironment([OBSERVE])
+        trajectory = run(tokenizer, generator, environment, max_new_tokens=2).trajectory
+        assert trajectory.stop is StopReason.LENGTH
+        assert trajectory.num_sampled == 2
+        assert trajectory.rewards == {"step": 0.25}
+        # All that was sampled is text: there was no end token to leave out.
+        assert environment.actions[0].text == tokenizer.decode([50, 51])
+
+    def test_a_full_sequence_ends_the_conversation_before_the_observation(self, tokenizer):
+        opening = len(ChatPrompts(tokenizer).open(TASK.messages))
+        generator = ScriptedGenerator([[50, IM_END]] * 2)
+        trajectory = run(
+            tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]), max_sequence_length=opening + 10
+        ).trajectory
+        assert trajectory.stop is StopReason.LENGTH
+        assert trajectory.error is None
+        assert trajectory.turns == (Turn(opening, opening + 2, StopReason.STOP),)
+        assert trajectory.num_tokens == opening + 2
+
+    def test_a_turn_never_asks_for_more_than_the_sequence_holds(self, tokenizer):
+        opening = len(ChatPrompts(tokenizer).open(TASK.messages))
+        generator = ScriptedGenerator([[50] * 9], {0: StopReason.LENGTH})
+        trajectory = run(
+            tokenizer, generator, ScriptedEnvironment([DONE]), max_sequence_length=opening + 4
+        ).trajectory
+        assert generator.requests[0].max_new_tokens == 4
+        assert trajectory.num_tokens == opening + 4
+
+
+class TestFailures:
+    def assert_failed(self, trajectory, *, match):
+        assert match in trajectory.error
+        assert trajectory.stop in (StopReason.ERROR, StopReason.ABORT)
+        assert not trajectory.loss_mask.any()
+        assert trajectory.rewards == {}
+
+    def test_a_raising_environment_ends_its_trajectory(self, tokenizer):
+        environment = ScriptedEnvironment([OBSERVE, KeyError("lost")])
+        trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]] * 2), environment).trajectory
+        self.assert_failed(trajectory, match="environment step 2: KeyError: 'lost'")
+        assert trajectory.versions.max() == 1  # what was sampled is still there to be looked at
+        assert environment.closes == 1
+
+    def test_a_hanging_environment_ends_its_trajectory(self, tokenizer):
+        environment = ScriptedEnvironment([None])
+        trajectory = run(
+            tokenizer, ScriptedGenerator([[50, IM_END]]), environment, environment_seconds=0.05
+        ).trajectory
+        self.assert_failed(trajectory, match="environment step 1: no answer within 0.05 s")
+        assert trajectory.seconds_environment >= 0.05
+        assert environment.closes == 1
+
+    def test_an_environment_that_will_not_be_cancelled_is_left_behind(self, tokenizer):
+        class Stubborn(ScriptedEnvironment):
+            async def step(self, action):
+                for _ in range(4):
+                    try:
+                        await asyncio.sleep(0.5)
+                    except asyncio.CancelledError:
+                        continue
+                return DONE
+
+        trajectory = run(
+            tokenizer, ScriptedGenerator([[50, IM_END]]), Stubborn([]), environment_seconds=0.05
+        ).trajectory
+        self.assert_failed(trajectory, match="environment step 1: no answer")
+
+    def test_a_failing_reset_or_close_is_no_worse(self, tokenizer):
+        class Broken(ScriptedEnvironment):
+            async def reset(self, task):
+                raise RuntimeError("no room")
+
+            async def close(self):
+                raise RuntimeError("nor a door")
+
+        trajectory = run(tokenizer, ScriptedGenerator([]), Broken([])).trajectory
+        self.assert_failed(trajectory, match="environment reset: RuntimeError: no room")
+        assert trajectory.num_tokens == 0
+
+    def test_an_aborted_turn_trains_nothing(self, tokenizer):
+        generator = ScriptedGenerator([[50]], {0: StopReason.ABORT})
+        trajectory = run(tokenizer, generator, ScriptedEnvironment([DONE])).trajectory
+        self.assert_failed(trajectory, match="generation of turn 1: ended with `abort`")
+        assert trajectory.stop is StopReason.ABORT
+
+    def test_a_prompt_without_room_is_counted_as_an_error(self, tokenizer):
+        trajectory = run(
+            tokenizer, ScriptedGenerator([]), ScriptedEnvironment([]), max_sequence_length=5
+        ).trajectory
+        self.assert_failed(trajectory, match="leave no room in `policy.max_sequence_length` of 5")
+
+    def test_a_template_that_rewrites_history_is_named(self, tmp_path):
+        folder = save_tokenizer(tmp_path, "{{ messages | length }}" + CHATML)
+        tokenizer = load_tokenizer(PolicyConfig(model_path=folder))
+        generator = ScriptedGenerator([[50, IM_END]])
+        trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE])).trajectory
+        self.assert_failed(trajectory, match=f"chat template of {folder} rewrites earlier turns")
+
+    def test_a_failing_engine_ends_the_run(self, tokenizer):
+        class Dead:
+            async def generate(self, request):
+                raise ConnectionError("engine gone")
+
+        environment = ScriptedEnvironment([])
+        with pytest.raises(ConnectionError, match="engine gone"):
+            run(tokenizer, Dead(), environment)
+        assert environment.closes == 1
+
+
+class TestSeeds:
+    def test_every_turn_of_every_sample_has_a_seed_of_its_own(self):
+        seeds = {
+            SampleKey(run_seed, group, sample, validation).seed(turn)
+            for run_seed in range(3)
+            for group in range(10)
+            for sample in range(10)
+            for turn in range(3)
+            for validation in (False, True)
+        }
+        assert len(seeds) == 3 * 10 * 10 * 3 * 2
+        assert all(0 <= seed < 2**63 for seed in seeds)
+
+    def test_a_seed_is_the_same_in_every_process(self):
+        # Written down once: a change here changes every run that is resumed.
+        assert SampleKey(42, 3, 1).seed(0) == 5908693419112587767
+
+    def test_requests_carry_them(self, tokenizer):
+        generator = ScriptedGenerator([[50, IM_END]] * 2)
+        run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]))
+        assert [r.seed for r in generator.requests] == [KEY.seed(0), KEY.seed(1)]
+        assert [r.id for r in generator.requests] == ["5/2/0", "5/2/1"]
+        assert {r.conversation for r in generator.requests} == {"5/2"}
