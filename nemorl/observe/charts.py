@@ -189,7 +189,11 @@ def _figure(steps: Sequence[StepMetrics], height: int) -> go.Figure:
             "margin": {"l": 60, "r": 16, "t": 12, "b": 32},
             "hovermode": "x unified",
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "xaxis": {"automargin": True, "range": [first - margin, last + margin]},
+            "xaxis": {
+                "automargin": True,
+                "range": [first - margin, last + margin],
+                "dtick": 1 if last - first <= 10 else None,  # no half steps
+            },
             "yaxis": {"automargin": True, "exponentformat": "e"},
         }
     )
