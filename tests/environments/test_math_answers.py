@@ -1,0 +1,40 @@
+import asyncio
+
+import pytest
+
+from nemorl.config.env import MathEnvConfig
+from nemorl.environments.math_answers import MathFactory
+from tests.environments.episodes import answer, task
+
+CASES = [
+    ("1/2", "It is \\boxed{\\frac{1}{2}}.", 1.0),
+    ("1/2", "0.5", 1.0),
+    ("$\\frac{1}{2}$", "the answer is $0.5$", 1.0),
+    ("\\sqrt{8}", "$2\\sqrt{2}$", 1.0),
+    ("7", "3+4 makes 7", 1.0),
+    ("7", "8", 0.0),
+    ("7", "I do not know", 0.0),
+    ("7", "", 0.0),
+    ("7", "$9^{9^{9^{9^{9}}}}$", 0.0),  # holds the interpreter for ever where it is evaluated
+]
+
+
+def test_answers_are_compared_by_what_they_mean():
+    # From an event loop in a thread, as in a rollout worker: signals do not work there.
+    async def main():
+        factory = MathFactory(MathEnvConfig(name="math", weight=2.0))
+        assert factory.reward_weights == {"math": 2.0}
+        try:
+            steps = [await answer(factory, task(expected), text) for expected, text, _ in CASES]
+            with pytest.raises(ValueError, match="task 0 has no answer"):
+                await factory.create().reset(task(None))
+        finally:
+            await factory.close()
+        return steps
+
+    async def in_a_thread():
+        return await asyncio.to_thread(asyncio.run, main())
+
+    steps = asyncio.run(in_a_thread())
+    assert all(step.done for step in steps)
+    assert [step.rewards["math"] for step in steps] == [expected for _, _, expected in CASES]

@@ -1,0 +1,13 @@
+import asyncio
+
+from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.environments.single_turn import SingleTurnFactory
+from nemorl.rollout.types import Step
+from tests.environments.episodes import answer, task
+
+
+def test_it_asks_once_and_pays_nothing():
+    factory = SingleTurnFactory(SingleTurnEnvConfig())
+    assert asyncio.run(factory.create().reset(task())) == task().messages
+    assert asyncio.run(answer(factory, task(), "7")) == Step(done=True)
+    assert factory.reward_weights == {}
