@@ -1,0 +1,159 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from nemorl.config.algorithm import GrpoConfig, ValidationConfig
+from nemorl.config.data import ArithmeticDataset, DataConfig
+from nemorl.config.env import CalculatorEnvConfig, RewardConfig
+from nemorl.config.experiment import Experiment
+from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.datasets import load_tasks
+from nemorl.generation.types import SamplingParams
+from nemorl.rollout.client import GenerationClient, GenerationFailed
+from nemorl.rollout.groups import GroupAssignment
+from nemorl.rollout.types import StopReason
+from nemorl.rollout.worker import RolloutWorker
+from tests.data.tokenizers import ENDOFTEXT
+from tests.rollout.stand_ins import EchoEngine
+
+
+def experiment(model_folder, **options) -> Experiment:
+    train = ArithmeticDataset(name="arithmetic", digits=1, size=50)
+    validation = ArithmeticDataset(name="arithmetic", digits=1, size=10, offset=50)
+    settings = {
+        "run_dir": Path("unused"),
+        "policy": PolicyConfig(model_path=model_folder, max_sequence_length=64),
+        "generation": TorchGenerationConfig(max_new_tokens=8, sampling=SamplingConfig(temperature=0.7)),
+        "data": DataConfig(train=train, validation=validation, chat=False),
+        "rewards": (RewardConfig(function="exact_match", weight=2.0),),
+        "algorithm": GrpoConfig(
+            name="grpo",
+            num_steps=1,
+            num_prompts_per_step=2,
+            num_generations_per_prompt=2,
+            validation=ValidationConfig(sampling=SamplingConfig(temperature=0.0)),
+        ),
+    }
+    return Experiment(**(settings | options))
+
+
+def adds(tokenizer):
+    """A policy that can add, but gets every odd sample of a group wrong."""
+
+    def answer(request):
+        left, right = tokenizer.decode(request.prompt.tolist()).rstrip("=").split("+")
+        wrong = int(request.conversation.rpartition("/")[2]) % 2
+        return [*tokenizer.encode(f"{int(left) + int(right) + wrong:02d}"), ENDOFTEXT]
+
+    return answer
+
+
+def sample(worker, assignments):
+    async def main():
+        try:
+            return [summary async for summary in worker.run_groups(assignments)]
+        finally:
+            await worker.close()
+
+    return asyncio.run(main())
+
+
+def test_groups_are_sampled_paid_stored_and_summarised(model_folder, tokenizer):
+    engine = EchoEngine(adds(tokenizer))
+    stored = []
+    config = experiment(model_folder)
+    worker = RolloutWorker(
+        config,
+        GenerationClient([engine.generate_many]),
+        store=lambda trajectories: stored.append(trajectories) or len(stored) - 1,
+    )
+    summaries = sample(
+        worker,
+        [
+            GroupAssignment(group=30, task_index=4, num_samples=4, num_texts=2),
+            GroupAssignment(group=31, task_index=9, num_samples=2),
+        ],
+    )
+    # One call carried all first turns of both groups.
+    assert [len(call) for call in engine.calls] == [6]
+    first, second = sorted(summaries, key=lambda summary: summary.group)
+    assert [t.reward for t in first.trajectories] == [2.0, 0.0, 2.0, 0.0]
+    assert [t.rewards for t in second.trajectories] == [{"exact_match": 1.0}, {"exact_match": 0.0}]
+    task = load_tasks(config.data.train, config.data)[4]
+    for summary in first.trajectories:
+        trajectory = stored[first.reference][summary.row]
+        assert (trajectory.group, trajectory.task) == (30, 4)
+        assert trajectory.reward == summary.reward
+        assert summary.num_tokens == trajectory.num_tokens
+        assert summary.num_sampled == len(tokenizer.encode(task.answer)) + 1
+        assert (summary.num_turns, summary.stop, summary.error) == (1, StopReason.STOP, None)
+        assert (summary.min_version, summary.max_version) == (0, 0)
+    assert [text.row for text in first.texts] == [0, 1]
+    assert first.texts[0].prompt == task.messages[0].content
+    assert first.texts[0].completion == f"{task.answer}<|endoftext|>"
+    assert second.texts == ()
+
+
+def test_validation_has_its_own_tasks_sampling_and_seeds(model_folder, tokenizer):
+    requests = []
+
+    def keep(request):
+        requests.append(request)
+        return adds(tokenizer)(request)
+
+    config = experiment(model_folder)
+    worker = RolloutWorker(config, GenerationClient([EchoEngine(keep).generate_many]), store=len)
+    sample(worker, [GroupAssignment(3, 3, 1), GroupAssignment(3, 3, 1, validation=True)])
+    by_id = {request.id: request for request in requests}
+    training, validation = by_id["3/0/0"], by_id["validation-3/0/0"]
+    assert training.sampling == SamplingParams(temperature=0.7)
+    assert validation.sampling == SamplingParams(temperature=0.0)
+    assert training.seed != validation.seed
+    expected = load_tasks(config.data.validation, config.data)[3].messages[0].content
+    assert tokenizer.decode(validation.prompt.tolist()) == expected
+
+
+def test_a_conversation_with_a_tool_from_config_to_reward(model_folder, tokenizer):
+    def policy(request):
+        prompt = tokenizer.decode(request.prompt.tolist())
+        task, _, rest = prompt.partition("=<|im_end|>")
+        sums = task.rpartition("\n")[2]
+        if "<|im_start|>tool" not in rest:
+            return tokenizer.encode(f"<tool>{sums}</tool><|im_end|>")
+        result = rest.partition("tool\n")[2].partition("<|im_end|>")[0]
+        return tokenizer.encode(f"<answer>{result}</answer><|im_end|>")
+
+    config = experiment(
+        model_folder,
+        policy=PolicyConfig(model_path=model_folder, max_sequence_length=900),
+        generation=TorchGenerationConfig(max_new_tokens=90),
+        env=CalculatorEnvConfig(name="calculator", weight=0.5),
+        data=DataConfig(train=ArithmeticDataset(name="arithmetic", digits=1, size=50)),
+        rewards=(RewardConfig(function="format_tags", weight=0.25),),
+    )
+    engine = EchoEngine(policy)
+    stored = []
+    worker = RolloutWorker(config, GenerationClient([engine.generate_many]), stored.append)
+    (summary,) = sample(worker, [GroupAssignment(0, 0, 3)])
+    assert [t.reward for t in summary.trajectories] == [0.75] * 3
+    assert [t.num_turns for t in summary.trajectories] == [2] * 3
+    assert [len(call) for call in engine.calls] == [3, 3]
+    # The whole conversation is what the template makes of it, and only the two turns train.
+    for trajectory in stored[0]:
+        turns = [tokenizer.decode(trajectory.tokens[t.start : t.end]) for t in trajectory.turns]
+        assert "".join(turns) == tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+        assert turns[0].startswith("<tool>")
+        assert turns[1].startswith("<answer>")
+        assert tokenizer.encode(tokenizer.decode(trajectory.tokens)) == trajectory.tokens.tolist()
+
+
+def test_a_dead_engine_ends_the_call(model_folder):
+    async def dead(requests):
+        raise ConnectionError("engine 0 was killed")
+        yield
+
+    worker = RolloutWorker(experiment(model_folder), GenerationClient([dead]), store=len)
+    with pytest.raises(GenerationFailed, match="replica 0, request 0/[01]/0: ConnectionError: engine 0 was"):
+        sample(worker, [GroupAssignment(0, 0, 2)])
