@@ -38,6 +38,8 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs takes
     the one of its rank. Raises `RuntimeError` when CUDA is asked for and there is none.
     """
+    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns wherever this is not set.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if kind == "cpu":
         _teach_megatron_the_cpu()
         return torch.device("cpu")

@@ -5,9 +5,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,6 +50,10 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+# Dimension of the weight that tensor parallelism divides.
+_SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """One pipeline stage of a policy.
 
@@ -61,6 +75,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
         self.chunk_tokens = policy.logprob_chunk_tokens
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
+        self._mark_sharded_weights()
         self._clear_padding_rows()
 
     def forward(self, micro: MicroBatch) -> Tensor:
@@ -100,6 +115,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self.output_layer.weight  # type: ignore[no-any-return]
+
+    def _mark_sharded_weights(self) -> None:
+        """Tell Megatron which weights are shards and not copies, lest the gradient norm counts one rank's only.
+
+        Megatron does this as part of drawing random weights, which we skip.
+        """
+        for module in self.modules():
+            for kind, dim in _SHARDED_DIM.items():
+                if isinstance(module, kind) and module.weight is not None:
+                    set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
     @torch.no_grad()
     def _clear_padding_rows(self) -> None:
@@ -153,6 +178,7 @@ def transformer_config(
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # wanted by variable_seq_lengths, dense models included
         calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_sums,
         deallocate_pipeline_outputs=layout.pipeline_parallel_size > 1,
         use_cpu_initialization=kind == "cpu",
         cuda_graph_scope=[],
@@ -165,6 +191,11 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
     )
+
+
+def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Megatron's reduction of gradients over DP, SP and tied embeddings, without its division by a token count."""
+    finalize_model_grads(models, None, **groups)
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -2,14 +2,14 @@
 
 Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums over
 micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
-`finalize_sums` keeps it from dividing by a token count at the end.
+`model.finalize_sums` keeps it from dividing by a token count at the end.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -58,11 +58,6 @@ def run_logprobs(
         return model(micro), logprobs_of
 
     return _run(model, forward_step, micro_batches, forward_only=True)
-
-
-def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's reduction of gradients over DP, SP and tied embeddings, without its division by a token count."""
-    finalize_model_grads(models, None, **groups)
 
 
 def _run(

@@ -146,7 +146,7 @@ class PolicyWorker:
 
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
-        batch = self._loaded_batch()
+        batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         if reference:
             if self._reference is None:
@@ -160,7 +160,7 @@ class PolicyWorker:
 
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
         """One optimizer step over these sequences of the batch (lists of indices, one list a forward pass)."""
-        batch = self._loaded_batch()
+        batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         self._optimizer.zero_grad()
         outputs = run_training(self._model, made, loss, self._temperature)
@@ -186,7 +186,9 @@ class PolicyWorker:
     def _policy(self) -> PolicyModel:
         return self._model.module  # type: ignore[no-any-return]
 
-    def _loaded_batch(self) -> PackedBatch:
+    @property
+    def batch(self) -> PackedBatch:
+        """The batch that was loaded, with the logprobs that were computed."""
         if self._batch is None:
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch

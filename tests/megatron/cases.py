@@ -1,0 +1,80 @@
+"""What the processes of the pool do: a policy worker's life under one layout, told in plain values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemorl.algorithms.losses import PolicyLoss
+from nemorl.config.algorithm import KLConfig, PolicyLossConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.packed import PackedBatch
+from nemorl.megatron.worker import LogprobStats, PolicyWorker, TrainStats
+
+LOSS = PolicyLoss(PolicyLossConfig(kl=KLConfig(coefficient=0.05), entropy_coefficient=0.01))
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one rank saw."""
+
+    gap: LogprobStats
+    logprobs: Tensor  # [N] of this data-parallel rank
+    steps: list[TrainStats]
+
+
+def start_worker(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, temperature: float = 1.0
+) -> PolicyWorker:
+    """A worker on one thread with its weights and a reference loaded."""
+    worker = PolicyWorker(
+        config,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=rendezvous,
+        device="cpu",
+        threads=1,
+        temperature=temperature,
+        keep_reference=True,
+        deadline_seconds=60,
+    )
+    worker.load_hf(config.model_path)
+    return worker
+
+
+def share(batch: PackedBatch, rank: int, config: PolicyConfig) -> PackedBatch:
+    """The sequences of a rank's data-parallel copy, in Megatron's rank order tp, dp, pp."""
+    layout = config.layout
+    copy = rank // layout.tensor_parallel_size % layout.data_parallel_size
+    return batch.select(list(range(copy, batch.num_sequences, layout.data_parallel_size)))
+
+
+def partition(num_sequences: int, per_micro_batch: int) -> list[list[int]]:
+    """Neighbouring sequences together."""
+    return [
+        list(range(start, min(start + per_micro_batch, num_sequences)))
+        for start in range(0, num_sequences, per_micro_batch)
+    ]
+
+
+def live(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batches: Sequence[PackedBatch],
+    per_micro_batch: int,
+) -> Life:
+    """One optimizer step on each batch."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    steps: list[TrainStats] = []
+    for batch in batches:
+        mine = share(batch, rank, config)
+        micro_batches = partition(mine.num_sequences, per_micro_batch)
+        worker.load_batch(mine)
+        gap = worker.compute_logprobs(micro_batches, old=True, reference=True)
+        if not steps:
+            first = gap, worker.batch.old_logprobs
+        steps.append(worker.train(LOSS, micro_batches))
+    worker.close()
+    return Life(*first, steps)

@@ -1,0 +1,116 @@
+"""Tiny random models of each family and ragged batches of sequences."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
+from nemorl.data.packed import PackedBatch
+
+VOCABULARY = 53  # not a multiple of the tensor-parallel size, so it gets padded
+MAX_LENGTH = 48
+LENGTHS = (7, 20, 33, 3, 48, 2, 8, 8)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def random_model(family: str) -> PreTrainedModel:
+    """A model with weights large enough that its distributions are not flat."""
+    torch.manual_seed(5)
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": MAX_LENGTH,
+        "initializer_range": 0.15,
+    }
+    match family:
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(**common))
+        case "llama-tied":
+            return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
+        case "llama-rope3":
+            return LlamaForCausalLM(LlamaConfig(**common, rope_parameters=LLAMA3_ROPE))
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**common))
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):  # zero in a fresh model
+                    torch.nn.init.normal_(parameter)
+            return model
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
+    raise ValueError(family)
+
+
+def policy_config(model_path: Path, **fields: object) -> PolicyConfig:
+    """A float32 policy with an optimizer whose steps are large enough to be seen."""
+    return PolicyConfig(
+        **{
+            "model_path": model_path,
+            "precision": "float32",
+            "max_sequence_length": MAX_LENGTH,
+            "micro_batch_tokens": 128,
+            "logprob_chunk_tokens": 32,
+            "optimizer": AdamConfig(lr=3e-3),
+            **fields,
+        }
+    )
+
+
+def layout(tp: int = 1, pp: int = 1, dp: int = 1, sp: bool = False) -> LayoutConfig:
+    """TP, PP, DP and SP by their short names."""
+    return LayoutConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp, sequence_parallel=sp
+    )
+
+
+def ragged_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> PackedBatch:
+    """Random sequences: the first third of each is a prompt, the rest was sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    prompts = torch.cat([torch.full((n,), max(1, n // 3)) for n in lengths])
+    loss_mask = positions >= prompts
+    return PackedBatch(
+        tokens=torch.randint(0, VOCABULARY, (num_tokens,), generator=generator),
+        cu_seqlens=cu_seqlens,
+        position_ids=positions,
+        loss_mask=loss_mask,
+        weights=loss_mask / loss_mask.sum(),
+        # All positive: a policy loss that cancels to nothing could not be compared relatively.
+        advantages=0.5 + torch.rand(num_tokens, generator=generator),
+        logprobs=-torch.rand(num_tokens, generator=generator) * loss_mask,
+    )
+
+
+@torch.no_grad()
+def reference_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
+    """Logprobs [N] by transformers, one sequence at a time, 0 where the loss mask is False."""
+    logprobs = torch.zeros(batch.num_tokens)
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        tokens = batch.tokens[start:end]
+        logits = model(tokens.unsqueeze(0)).logits[0] / temperature
+        log_softmax = logits[:-1].float().log_softmax(-1)
+        logprobs[start + 1 : end] = log_softmax.gather(1, tokens[1:, None]).squeeze(1)
+    return logprobs * batch.loss_mask

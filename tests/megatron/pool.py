@@ -1,0 +1,67 @@
+"""A few processes that take one function after another, so that their seconds of imports are paid once."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120  # of one call, start included
+
+
+class Pool:
+    """`run` calls a function on the first ranks, each with its rank, their number and a fresh rendezvous."""
+
+    def __init__(self, size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls = 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Results by rank; an error on any rank is raised with that rank's traceback."""
+        self._calls += 1
+        rendezvous = f"file://{Path(self._folder.name) / str(self._calls)}"
+        pipes = self._pipes[:world_size]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((function, (rank, world_size, rendezvous, *args)))
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(SECONDS), f"rank {rank} of {world_size} gave no answer in {SECONDS} s"
+            answers.append(pipe.recv())
+        errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        assert not errors, "\n".join(errors)
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((None, function(*args)))
+        except Exception:  # noqa: BLE001 - whatever it was, the test wants to see it
+            pipe.send((traceback.format_exc(), None))
