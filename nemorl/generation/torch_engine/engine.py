@@ -36,7 +36,8 @@ class TorchEngine:
 
     What is sampled for a request depends on its prompt, its parameters, its seed and the weights; who shares
     the batch changes it by rounding at most. A sequence whose weights change in flight keeps the keys and
-    values it has; `Completion.versions` tells its tokens apart. Not thread-safe.
+    values it has; `Completion.versions` tells its tokens apart. Nothing ends a turn but what its request
+    names: the model's own end token is for the caller to pass. Not thread-safe.
     """
 
     def __init__(
@@ -65,8 +66,6 @@ class TorchEngine:
         self._decode = decode
         self._clock = clock
         self._scheduler = Scheduler(config.max_batch_size, self._runner.cache.fits)
-        self._end_token_ids = frozenset(shape.eos_token_ids) | frozenset(config.stop_token_ids)
-        self._stop_strings = config.stop_strings
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._version = 0
@@ -120,24 +119,20 @@ class TorchEngine:
         """The clock at the earliest deadline of all requests; None without requests."""
         return min((sequence.expires for sequence in self._sequences.values()), default=None)
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused for a request that can never be served, or whose id is in flight."""
+    def add(self, request: GenerationRequest) -> None:
+        """Put a request in line. Raises RequestRefused if it can never be served or its id is in flight."""
         self._limits.check(request)
         if request.id in self._sequences:
             raise RequestRefused(f"request {request.id!r} is in flight already; ids must be unique")
-
-    def add(self, request: GenerationRequest) -> None:
-        """Put a request in line. Raises RequestRefused as `check` does."""
-        self.check(request)
         sequence = ActiveSequence(
             request,
             arrival=self._clock(),
             max_tokens=self._limits.max_tokens(request),
-            end_token_ids=self._end_token_ids | request.stop_token_ids,
         )
-        stop_strings = (*self._stop_strings, *request.stop_strings)
-        if stop_strings and self._decode is not None:
-            sequence.stop_strings = StopStringFinder(stop_strings, request.prompt.tolist(), self._decode)
+        if request.stop_strings and self._decode is not None:
+            sequence.stop_strings = StopStringFinder(
+                request.stop_strings, request.prompt.tolist(), self._decode
+            )
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 

@@ -1,6 +1,5 @@
 """One request on its way through the engine."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +18,6 @@ class ActiveSequence:
     request: GenerationRequest
     arrival: float
     max_tokens: int  # prompt included; reached, the sequence ends with `length`
-    end_token_ids: Collection[int]
     stop_strings: StopStringFinder | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -44,7 +42,7 @@ class ActiveSequence:
         self.versions.append(version)
         self.last_sampled = now
         found = self.stop_strings is not None and self.stop_strings.push(token)
-        if found or token in self.end_token_ids:
+        if found or token in self.request.stop_token_ids:
             return StopReason.STOP
         return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
 

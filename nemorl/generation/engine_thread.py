@@ -1,0 +1,226 @@
+"""The thread that drives an engine: everything that touches the engine runs here, between two steps."""
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from .backends import Engine
+from .errors import EngineFailed, RequestRefused
+from .types import Completion, GenerationRequest
+
+T = TypeVar("T")
+
+PauseMode = Literal["wait", "keep", "abort"]
+"""What becomes of sequences in flight when an engine pauses.
+
+`wait`: the running ones finish first, those in line stay there; `keep`: all freeze in place and go on after
+`resume`; `abort`: all end with what they have.
+"""
+
+
+class Inbox(Protocol):
+    """Where the answers to one set of requests go; called from the engine's thread."""
+
+    def put(self, completions: Sequence[Completion]) -> None:
+        """Some of the requests ended."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """No further answer will come."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """Where an engine stands."""
+
+    version: int
+    running: int
+    waiting: int
+    paused: bool
+    seconds_since_step: float  # or since the start
+
+
+class EngineThread:
+    """Runs an engine until `close`. An error in it ends the thread and is what everyone waiting gets."""
+
+    def __init__(self, engine: Engine, name: str, threads: int | None) -> None:
+        """`threads`: CPU threads of the engine's kernels; torch's choice when not given."""
+        self._engine = engine
+        self._num_threads = threads
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inboxes: dict[str, Inbox] = {}  # of each request in flight
+        self._drained: Future[None] | None = None  # there while the running sequences finish before a pause
+        self._paused = self._closing = False
+        self._last_step = time.monotonic()
+        # Guards what callers and the end of the thread both touch: once `_failure` is set, nothing is taken.
+        self._lock = threading.Lock()
+        self._futures: set[Future[Any]] = set()
+        self._failure: EngineFailed | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest], inbox: Inbox) -> Future[None]:
+        """Let requests join together, in order. If one is refused none joins; the future has the reason."""
+        return self._post(lambda future: self._add(requests, inbox, future))
+
+    def abandon(self, inbox: Inbox) -> None:
+        """End what is in flight for an inbox that nobody reads any more."""
+        if self._failure is None:
+            self._post(lambda future: self._abandon(inbox, future))
+
+    def abort(self, request_ids: Sequence[str]) -> Future[None]:
+        """End requests; those in flight are answered with what they have."""
+        return self._post(lambda future: self._abort(request_ids, future))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run something on the engine between two steps. If it raises, the engine has failed."""
+        return self._post(lambda future: future.set_result(function(self._engine)))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop stepping; done when nothing steps any more. Requests that arrive meanwhile wait."""
+        return self._post(lambda future: self._pause(mode, future))
+
+    def resume(self) -> Future[None]:
+        """Go on stepping."""
+        return self._post(self._resume)
+
+    def health(self) -> EngineHealth:
+        """Where the engine stands. Raises EngineFailed if it has ended."""
+        if self._failure is not None:
+            raise self._failure
+        return EngineHealth(
+            version=self._engine.version,
+            running=self._engine.num_running,
+            waiting=self._engine.num_waiting,
+            paused=self._paused,
+            seconds_since_step=time.monotonic() - self._last_step,
+        )
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """End the thread after the present step; whoever still waits gets EngineFailed."""
+        if self._failure is None:
+            self._post(self._close)
+        self._thread.join(timeout_seconds)
+
+    def _post(self, command: Callable[[Future[T]], None]) -> Future[T]:
+        """Have the thread run `command`, which sees to its future, unless that is cancelled before."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                command(future)
+
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._futures.add(future)
+            self._commands.put(run)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def _run(self) -> None:
+        try:
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)  # holds for the calling thread
+            while not self._closing:
+                self._turn()
+        finally:
+            self._end(sys.exception())
+
+    def _turn(self) -> None:
+        for command in self._take_commands():
+            command()
+        if self._closing:
+            return
+        if self._paused:
+            self._deliver(self._engine.expire())
+            return
+        self._deliver(self._engine.step(admit=self._drained is None))
+        self._last_step = time.monotonic()
+        if self._drained is not None and self._engine.num_running == 0:
+            drained, self._drained = self._drained, None
+            self._paused = True
+            drained.set_result(None)
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        """What was posted; where there is nothing to step, wait for that or for the next deadline."""
+        in_flight = self._engine.num_running + self._engine.num_waiting > 0
+        stepping = not self._paused and (in_flight or self._drained is not None)
+        expiry = self._engine.next_expiry
+        timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
+        commands = []
+        try:
+            commands.append(self._commands.get(block=not stepping, timeout=timeout))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def _add(self, requests: Sequence[GenerationRequest], inbox: Inbox, added: Future[None]) -> None:
+        joined = []
+        try:
+            for request in requests:
+                self._engine.add(request)
+                joined.append(request.id)
+        except RequestRefused as refusal:
+            for request_id in joined:
+                self._engine.abort(request_id)
+            added.set_exception(refusal)
+            return
+        self._inboxes.update(dict.fromkeys(joined, inbox))
+        added.set_result(None)
+
+    def _abort(self, request_ids: Sequence[str], aborted: Future[None]) -> None:
+        ended = [self._engine.abort(request_id) for request_id in request_ids]
+        self._deliver([completion for completion in ended if completion is not None])
+        aborted.set_result(None)
+
+    def _abandon(self, inbox: Inbox, abandoned: Future[None]) -> None:
+        self._abort([request_id for request_id, box in self._inboxes.items() if box is inbox], abandoned)
+
+    def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
+        if mode == "wait" and not self._paused:
+            self._drained = paused
+            return
+        if mode == "abort":
+            self._deliver(self._engine.abort_all())
+        self._paused = True
+        paused.set_result(None)
+
+    def _resume(self, resumed: Future[None]) -> None:
+        if self._drained is not None:
+            self._drained.set_result(None)
+        self._paused, self._drained = False, None
+        resumed.set_result(None)
+
+    def _close(self, closed: Future[None]) -> None:
+        self._closing = True
+        closed.set_result(None)
+
+    def _deliver(self, completions: Sequence[Completion]) -> None:
+        by_inbox: dict[Inbox, list[Completion]] = {}
+        for completion in completions:
+            by_inbox.setdefault(self._inboxes.pop(completion.id), []).append(completion)
+        for inbox, ended in by_inbox.items():
+            inbox.put(ended)
+
+    def _end(self, error: BaseException | None) -> None:
+        reason = "it was closed" if error is None else f"{type(error).__name__}: {error}"
+        failure = EngineFailed(f"{self._thread.name} has ended: {reason}")
+        failure.__cause__ = error
+        with self._lock:
+            self._failure = failure
+            futures = list(self._futures)
+        for future in futures:
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(failure)
+        for inbox in set(self._inboxes.values()):
+            inbox.fail(failure)

@@ -1,0 +1,136 @@
+"""The generation worker: one engine in a thread of its own, spoken to from an event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemorl.config.generation import GenerationConfig
+from nemorl.models.slices import TensorSlice
+
+from .backends import Engine, create_engine
+from .engine_thread import EngineHealth, EngineThread, PauseMode
+from .types import Completion, EngineStats, GenerationRequest
+
+
+class GenerationWorker:
+    """Samples for whoever asks, and takes new weights without losing what is in flight.
+
+    A refit: write `staging_parameters()` (at any time, sampling goes on), then `commit(version)`. Sequences
+    in flight go on with the new weights and keep their keys and values; pause with `wait` before it for
+    sequences of one version, with `keep` to hold sampling still while weights travel.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: GenerationConfig,
+        *,
+        rank: int,
+        device: Literal["cpu", "cuda"],
+        threads: int | None,
+        tokenizer_path: Path,
+        max_sequence_length: int,
+        precision: Literal["float32", "bfloat16"],
+    ) -> None:
+        """Load the model. `threads`: CPU threads of the engine; `precision`: the policy's, see the config."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._engine: Engine = create_engine(
+            config,
+            Path(model_path),
+            device=device,
+            precision=precision,
+            tokenizer_path=Path(tokenizer_path),
+            max_sequence_length=max_sequence_length,
+        )
+        self._thread = EngineThread(self._engine, f"generation engine {rank}", threads)
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        """Completions as they finish; the requests join the batch together, in their order.
+
+        Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
+        engine dies. A caller that stops reading ends what is left.
+        """
+        stream = _Stream()
+        unanswered = len(requests)
+        try:
+            await asyncio.wrap_future(self._thread.submit(requests, stream))
+            while unanswered:
+                for completion in await stream.next():
+                    unanswered -= 1
+                    yield completion
+        finally:
+            if unanswered:
+                self._thread.abandon(stream)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        await asyncio.wrap_future(self._thread.abort(request_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        await asyncio.wrap_future(self._thread.pause(mode))
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await asyncio.wrap_future(self._thread.resume())
+
+    async def commit(self, version: int) -> None:
+        """Take the staged weights whole, between two steps; tokens sampled from then on carry `version`."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.commit(version)))
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.take_stats()))
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample."""
+        return self._engine.version
+
+    def slices(self) -> list[TensorSlice]:
+        """Which boxes of the HF checkpoint the engine holds."""
+        return self._engine.slices()
+
+    def staging_parameters(self) -> Mapping[str, Tensor]:
+        """Where an exchange writes new weights, by parameter name; the same tensors every time."""
+        return self._engine.staging_parameters()
+
+    def health(self) -> EngineHealth:
+        """Where the engine stands. Raises EngineFailed, with its cause, if it is dead."""
+        return self._thread.health()
+
+    def close(self) -> None:
+        """End the engine; whoever still waits gets EngineFailed."""
+        self._thread.close()
+
+
+class _Stream:
+    """Completions on their way from the engine's thread to the event loop that made the stream."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Sequence[Completion] | Exception] = asyncio.Queue()
+
+    async def next(self) -> Sequence[Completion]:
+        """The next completions, in the order in which they finished."""
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def put(self, completions: Sequence[Completion]) -> None:
+        """Called from the engine's thread."""
+        self._send(completions)
+
+    def fail(self, error: Exception) -> None:
+        """Called from the engine's thread."""
+        self._send(error)
+
+    def _send(self, item: Sequence[Completion] | Exception) -> None:
+        if not self._loop.is_closed():  # whose reader is gone with it
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
