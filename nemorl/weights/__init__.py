@@ -1,0 +1,1 @@
+"""Weight exchange: policy to generation, each byte once, proved by checksum and version."""

@@ -1,0 +1,104 @@
+"""One refit: where its ranks meet, how long they wait, and what a wait says when it fails."""
+
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+_RETRY_SECONDS = 0.005
+_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
+
+
+class RefitFailed(RuntimeError):
+    """A refit did not finish. Receivers still have the version they had before."""
+
+
+class RefitDeadline(RefitFailed):
+    """A rank waited until the deadline; the message says for whom, for what and since when."""
+
+
+class PeerClosed(RefitFailed):
+    """The other rank went away, mostly because it failed itself: then its own error is the cause."""
+
+
+@dataclass(frozen=True)
+class RefitSession:
+    """What all ranks of one refit share."""
+
+    version: int
+    folder: Path  # private to the user; senders listen on sockets in it; it is gone when the refit is over
+    deadline_seconds: float  # of each rank, from when it begins
+
+    def socket_path(self, sender: int) -> Path:
+        """Where a sender listens."""
+        return self.folder / f"{sender}.sock"
+
+
+@contextmanager
+def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSession]:
+    """A session whose folder exists as long as the block; all ranks are on this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
+    try:
+        session = RefitSession(version, folder, deadline_seconds)
+        length = len(str(session.socket_path(sender=10**6)))
+        if length > _MAX_SOCKET_PATH:
+            raise RefitFailed(
+                f"{folder} is too long a path for sockets ({length} characters, at most {_MAX_SOCKET_PATH}); "
+                "set TMPDIR to a shorter one"
+            )
+        yield session
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Waiting:
+    """The waits of one rank in one refit, all bounded by the one deadline."""
+
+    def __init__(self, who: str, session: RefitSession) -> None:
+        self._who = who
+        self._session = session
+        self._end = time.monotonic() + session.deadline_seconds
+
+    @contextmanager
+    def on(self, connection: socket.socket, what: str, peer: str) -> Iterator[None]:
+        """Bound the socket calls of a block; errors say who waits for `what`, or that `peer` is gone."""
+        began, clock = time.monotonic(), datetime.now()
+        connection.settimeout(max(self._end - began, 1e-3))
+        try:
+            yield
+        except TimeoutError:
+            raise self._expired(what, began, clock) from None
+        except (ConnectionError, EOFError) as error:
+            raise PeerClosed(
+                f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} closed "
+                "its connection; its process ended or its own part failed"
+            ) from error
+
+    def connect(self, path: Path, peer: str) -> socket.socket:
+        """A connection to the socket at `path`, which `peer` may yet have to open."""
+        began, clock = time.monotonic(), datetime.now()
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(path))
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):
+                connection.close()
+            if not self._session.folder.exists():
+                raise PeerClosed(
+                    f"refit to version {self._session.version}: it ended before {self._who} reached {peer}"
+                )
+            if time.monotonic() >= self._end:
+                raise self._expired(f"{peer} to listen", began, clock)
+            time.sleep(_RETRY_SECONDS)
+
+    def _expired(self, what: str, began: float, clock: datetime) -> RefitDeadline:
+        return RefitDeadline(
+            f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S} "
+            f"({time.monotonic() - began:.1f} s); the deadline is {self._session.deadline_seconds:g} s"
+        )

@@ -1,0 +1,190 @@
+"""Transport between processes of one machine: two slots of shared memory per sender, and a socket per pair.
+
+    sender    fill 0 | fill 1 | wait until 0 is taken, fill 2 | ...
+    receiver         | take 0 | take 1                        | ...
+
+A sender fills one slot while a receiver empties the other. The memory has no name: it is a memfd, handed to
+receivers over the socket. The kernel frees it with the last process that maps it, so not even `kill -9`
+leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The sockets carry
+bucket numbers only, order the memory accesses, and tell at once when the other side has died.
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .session import RefitFailed, RefitSession, Waiting
+
+_NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
+_HELLO = struct.Struct("<qq")  # version, bytes of a slot
+_SLOTS = 2
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The slots of one sender. Bucket `n` lies in slot `n % 2`."""
+
+    mapping: mmap.mmap
+    slot_bytes: int
+
+    def slot(self, number: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """[num_elements], a view."""
+        start = number % _SLOTS * self.slot_bytes
+        return torch.frombuffer(self.mapping, dtype=dtype, count=num_elements, offset=start)
+
+
+class BucketSender:
+    """A sender's side. Its buckets are numbered from 0, over all its receivers."""
+
+    def __init__(
+        self, who: str, waiting: Waiting, memory: _Memory, connections: Mapping[int, socket.socket]
+    ) -> None:
+        self._who = who
+        self._waiting = waiting
+        self._memory = memory
+        self._connections = connections
+        self._untaken: dict[int, int] = {}  # receiver of each bucket that is still in its slot
+
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory of this sender."""
+        return len(self._memory.mapping)
+
+    def slot(self, number: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """[num_elements]: where bucket `number` is to be written, once its slot is free."""
+        self._wait_taken(number - _SLOTS)
+        return self._memory.slot(number, num_elements, dtype)
+
+    def publish(self, number: int, receiver: int) -> None:
+        """Tell the receiver that the bucket is complete."""
+        peer = _receiver_name(receiver)
+        with self._waiting.on(self._connections[receiver], f"{peer} to hear of bucket {number}", peer):
+            self._connections[receiver].sendall(_NUMBER.pack(number))
+        self._untaken[number] = receiver
+
+    def drain(self) -> None:
+        """Wait until every bucket has been taken."""
+        for number in sorted(self._untaken):
+            self._wait_taken(number)
+
+    def _wait_taken(self, number: int) -> None:
+        if number not in self._untaken:
+            return
+        receiver = self._untaken.pop(number)
+        peer = _receiver_name(receiver)
+        with self._waiting.on(self._connections[receiver], f"{peer} to take bucket {number}", peer):
+            taken = _receive_number(self._connections[receiver])
+        if taken != number:
+            raise RefitFailed(f"{peer} took bucket {taken} where {self._who} had sent bucket {number}")
+
+
+class BucketReceiver:
+    """A receiver's side: buckets of each sender come in the order of their numbers."""
+
+    def __init__(
+        self, waiting: Waiting, memories: Mapping[int, _Memory], connections: Mapping[int, socket.socket]
+    ) -> None:
+        self._waiting = waiting
+        self._memories = memories
+        self._connections = connections
+
+    def next_bucket(self, sender: int, num_elements: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Number and elements [num_elements] of the sender's next bucket for this rank, once complete."""
+        peer = _sender_name(sender)
+        with self._waiting.on(self._connections[sender], f"the next bucket of {peer}", peer):
+            number = _receive_number(self._connections[sender])
+        return number, self._memories[sender].slot(number, num_elements, dtype)
+
+    def taken(self, sender: int, number: int) -> None:
+        """Give the slot of a bucket back to its sender."""
+        peer = _sender_name(sender)
+        with self._waiting.on(self._connections[sender], f"{peer} to hear of bucket {number}", peer):
+            self._connections[sender].sendall(_NUMBER.pack(number))
+
+
+@contextmanager
+def bucket_sender(
+    rank: int, session: RefitSession, receivers: Sequence[int], slot_bytes: int
+) -> Iterator[BucketSender]:
+    """Make the memory and wait for the receivers. Connections end with the block, also after an error."""
+    who = _sender_name(rank)
+    waiting = Waiting(who, session)
+    slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    hello = _HELLO.pack(session.version, slot_bytes)
+    connections: dict[int, socket.socket] = {}
+    with ExitStack() as stack:
+        descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{rank}")
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, _SLOTS * slot_bytes)
+        memory = _Memory(mmap.mmap(descriptor, _SLOTS * slot_bytes), slot_bytes)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(session.socket_path(rank)))
+        listener.listen(len(receivers))
+        while missing := sorted(set(receivers) - connections.keys()):
+            peer = _receiver_name(missing[0])
+            with waiting.on(listener, f"{peer} to connect", peer):
+                connection = stack.enter_context(listener.accept()[0])
+            with waiting.on(connection, "a receiver to say its rank", "it"):
+                connections[_receive_number(connection)] = connection
+                socket.send_fds(connection, [hello], [descriptor])
+        yield BucketSender(who, waiting, memory, connections)
+
+
+@contextmanager
+def bucket_receiver(rank: int, session: RefitSession, senders: Sequence[int]) -> Iterator[BucketReceiver]:
+    """Connect to the senders and map their memory. Connections end with the block, also after an error."""
+    waiting = Waiting(_receiver_name(rank), session)
+    with ExitStack() as stack:
+        connections = {
+            sender: stack.enter_context(waiting.connect(session.socket_path(sender), _sender_name(sender)))
+            for sender in senders
+        }
+        for connection in connections.values():
+            connection.sendall(_NUMBER.pack(rank))
+        memories: dict[int, _Memory] = {}
+        for sender, connection in connections.items():
+            peer = _sender_name(sender)
+            with waiting.on(connection, f"the memory of {peer}", peer):
+                memories[sender] = _receive_memory(connection, session.version)
+        yield BucketReceiver(waiting, memories, connections)
+
+
+def _receive_memory(connection: socket.socket, version: int) -> _Memory:
+    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    try:
+        if len(hello) < _HELLO.size or not descriptors:
+            raise EOFError
+        sent_version, slot_bytes = _HELLO.unpack(hello)
+        if sent_version != version:
+            raise RefitFailed(f"a sender offers version {sent_version} in the refit to version {version}")
+        return _Memory(mmap.mmap(descriptors[0], _SLOTS * slot_bytes), slot_bytes)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _receive_number(connection: socket.socket) -> int:
+    message = b""
+    while len(message) < _NUMBER.size:
+        received = connection.recv(_NUMBER.size - len(message))
+        if not received:
+            raise EOFError
+        message += received
+    (number,) = _NUMBER.unpack(message)
+    return int(number)
+
+
+def _sender_name(rank: int) -> str:
+    return f"policy rank {rank}"
+
+
+def _receiver_name(rank: int) -> str:
+    return f"generation rank {rank}"
