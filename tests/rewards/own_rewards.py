@@ -6,12 +6,8 @@ import time
 
 def word_count(completions, **columns):
     """TRL's signature in full: any column may come."""
-    assert {"prompts", "completions", "completion_ids", "answer"} <= columns.keys() | {"completions"}
+    assert columns.keys() == {"prompts", "completion_ids", "answer", "level"}
     return [float(len(text.split())) for text in completions]
-
-
-def told_messages(completions, level):
-    return [f"{level}: {len(messages)}" == "hard: 3" for messages in completions]
 
 
 async def half(completions, scale=0.5):

@@ -36,10 +36,7 @@ def test_exact_match_reads_the_last_turn_of_a_conversation():
         ("<answer> </answer>", 0.75),  # nothing in it
         ("<answer>4", 0.25),  # opened once, and that is all
         ("4</answer>", 0.25),
-        (
-            "<answer>4</answer><answer>5</answer>",
-            0.25,
-        ),  # a text in the first pair, else twice and with a rest
+        ("<answer>4</answer><answer>5</answer>", 0.25),  # twice, and the first is not the last
         ("4", 0.0),
         ("", 0.0),
     ],

@@ -155,5 +155,5 @@ def test_a_dead_engine_ends_the_call(model_folder):
         yield
 
     worker = RolloutWorker(experiment(model_folder), GenerationClient([dead]), store=len)
-    with pytest.raises(GenerationFailed, match="replica 0, request 0/[01]/0: ConnectionError: engine 0 was"):
+    with pytest.raises(GenerationFailed, match=r"replica 0, request 0/[01]/0: ConnectionError: engine 0 was"):
         sample(worker, [GroupAssignment(0, 0, 2)])
