@@ -1,0 +1,138 @@
+"""What every loop does around its steps: validate, record, keep checkpoints, and go on from one."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nemorl.config.experiment import Experiment
+from nemorl.megatron.checkpoint_store import CheckpointStore
+from nemorl.megatron.worker import TrainStats
+from nemorl.observe.metrics import Change, StepMetrics, read_metrics
+from nemorl.observe.observer import Observer
+from nemorl.observe.samples import Sample
+from nemorl.rollout.groups import GroupSummary
+from nemorl.session.session import Session
+
+from .evaluate import validate
+
+PROGRESS_FILE = "driver.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the driver adds to a checkpoint. Everything random is a pure function of these and the seed."""
+
+    step: int = 0  # steps that are done
+    position: int = 0  # place in the data
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        """The progress that a checkpoint holds."""
+        return cls(**json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")))
+
+    def write(self, checkpoint: Path) -> None:
+        """Add it to a checkpoint that is being written."""
+        (checkpoint / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Bookkeeper:
+    """The books of one run."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        session: Session,
+        observer: Observer,
+        store: CheckpointStore,
+        start: Progress,
+    ) -> None:
+        self._experiment = experiment
+        self._session = session
+        self._observer = observer
+        self._store = store
+        self.done = start.step  # steps whose line is written
+        self.compared = False  # whether this process has held engine and trainer side by side
+        self._skipped = 0
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """Numbers of the steps that are left, from 1."""
+        return iter(range(self.done + 1, num_steps + 1))
+
+    async def open(self) -> None:
+        """Line 0 of a run that starts: validation before the first step, where the config wants it."""
+        if self.done == 0 and self._experiment.algorithm.validation.at_start:
+            self._observer.step(0, version=0, values=await self._validate(0))
+
+    async def finish_step(self, step: int, values: dict[str, float], position: int) -> None:
+        """Validate when it is due, write the step's line, then the checkpoint that belongs to it."""
+        last = step == self._experiment.algorithm.num_steps
+        validation = self._experiment.algorithm.validation
+        periodic = validation.period is not None and step % validation.period == 0
+        if periodic or (last and validation.at_end):
+            values = values | await self._validate(step)
+        metrics = self._observer.step(step, version=step, values=values)
+        self.done = step
+        checkpointing = self._experiment.checkpointing
+        if checkpointing.enabled and (last or step % checkpointing.period == 0):
+            with self._observer.stage("checkpoint", outside_step=last):
+                await self._save(Progress(step, position), metrics)
+
+    def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
+        """Gradient norm, rate, skipped updates and tokens of a step's updates."""
+        self._skipped += sum(u.skipped for u in updates)
+        return {
+            "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+            "lr": updates[-1].lr,
+            "skipped_updates": float(self._skipped),
+            "tokens/trained": float(sum(u.num_tokens for u in updates)),
+        }
+
+    def keep_samples(self, step: int, groups: Sequence[GroupSummary], phase: str = "train") -> None:
+        """Write the conversations that came with their text."""
+        self._observer.samples(list(_samples(step, groups, phase)))
+
+    def summarize(self) -> Path:
+        """Show what changed over the run and write the report; gives its path."""
+        steps = read_metrics(self._observer.folder.paths.metrics)
+        names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft", "nll"]
+        return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
+
+    async def _validate(self, step: int) -> dict[str, float]:
+        await self._session.hand_over(step)
+        with self._observer.stage("validation"):
+            values, groups = await validate(self._session, self._experiment)
+        self.keep_samples(step, groups, "validation")
+        return values
+
+    async def _save(self, progress: Progress, metrics: StepMetrics) -> None:
+        checkpointing = self._experiment.checkpointing
+        folder = self._store.begin(progress.step)
+        await self._session.policy.save(folder)
+        progress.write(folder)
+        self._store.commit(progress.step, metrics.values)
+        self._store.prune(checkpointing.keep, checkpointing.metric, checkpointing.higher_is_better)
+
+
+def _change(name: str, steps: Sequence[StepMetrics]) -> Change | None:
+    values = [step.values[name] for step in steps if name in step.values]
+    return Change(name, values[0], values[-1]) if len(values) > 1 else None
+
+
+def _samples(step: int, groups: Sequence[GroupSummary], phase: str) -> Iterator[Sample]:
+    for group in groups:
+        for text in group.texts:
+            t = group.trajectories[text.row]
+            yield Sample(
+                step=step,
+                phase=phase,
+                task=group.task_index,
+                prompt=text.prompt,
+                completion=text.completion,
+                reward=t.reward,
+                rewards=t.rewards,
+                stop=str(t.stop),
+                prompt_tokens=t.num_tokens - t.num_sampled,
+                sampled_tokens=t.num_sampled,
+                error=t.error,
+            )

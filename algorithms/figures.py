@@ -1,0 +1,75 @@
+"""Figures of a batch of groups: what metrics.jsonl says about sampling."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
+
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.types import StopReason
+
+
+def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Rewards, lengths, stop reasons and errors of a step's trajectories.
+
+    `reward/std` is over all trajectories; `group/zero_variance` is the share of groups whose rewards are all
+    equal, which teach nothing.
+    """
+    members = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in members]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        **_by_name(members, "reward"),
+        "group/zero_variance": fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
+        "length/mean": fmean(t.num_sampled for t in members),
+        "turns/mean": fmean(t.num_turns for t in members),
+        **_stops(members),
+        "errors": float(sum(t.error is not None for t in members)),
+        "tokens/generated": float(sum(t.num_sampled for t in members)),
+        "version/lag": fmean(t.max_version - t.min_version for t in members),
+    }
+
+
+def validation_figures(
+    groups: Sequence[GroupSummary], pass_reward: float, pass_at: Iterable[int]
+) -> dict[str, float]:
+    """Mean reward, accuracy (the share of samples that pass) and pass@k over the validation tasks."""
+    members = [t for group in groups for t in group.trajectories]
+    passed = [[t.reward >= pass_reward for t in group.trajectories] for group in groups]
+    return {
+        "validation/reward": fmean(t.reward for t in members),
+        **_by_name(members, "validation/reward"),
+        "validation/accuracy": fmean(ok for group in passed for ok in group),
+        **{f"validation/pass@{k}": fmean(pass_at_k(len(g), sum(g), k) for g in passed) for k in pass_at},
+        "validation/length": fmean(t.num_sampled for t in members),
+        "validation/errors": float(sum(t.error is not None for t in members)),
+    }
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased chance that one of k samples passes (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    if k > samples:
+        raise ValueError(f"pass@{k} wants at least {k} samples of each task, there are {samples}")
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def environment_share(groups: Sequence[GroupSummary]) -> float:
+    """Fraction of the trajectories' time that environments and rewards took."""
+    members = [t for group in groups for t in group.trajectories]
+    environment = sum(t.seconds_environment for t in members)
+    whole = environment + sum(t.seconds_generation for t in members)
+    return environment / whole if whole > 0 else 0.0
+
+
+def _by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
+    """Mean of each reward over the trajectories to which it applies."""
+    names = sorted({name for t in members for name in t.rewards})
+    return {
+        f"{prefix}/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names
+    }
+
+
+def _stops(members: Sequence[TrajectorySummary]) -> dict[str, float]:
+    counts = Counter(t.stop for t in members)
+    return {f"stop/{reason}": counts[reason] / len(members) for reason in StopReason if counts[reason]}

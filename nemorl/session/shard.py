@@ -1,0 +1,54 @@
+"""What the driver sends to policy ranks: where sequences lie, and what it decided about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemorl.data.micro_batches import BatchPlan
+from nemorl.data.sft import SftExample
+from nemorl.rollout.types import Trajectory
+
+
+@dataclass(frozen=True)
+class SequencePlace:
+    """One sequence: a list that an object reference stands for, and the row in it."""
+
+    store: Any  # reference to a list of trajectories or SFT examples
+    row: int
+    num_tokens: int
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The sequences of one data-parallel rank, in the order in which it holds them.
+
+    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
+    """
+
+    stores: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
+    advantages: tuple[float, ...]  # [S]
+    weights: tuple[float, ...]  # [S]
+
+    def sequences(self) -> list[Trajectory] | list[SftExample]:
+        """The sequences themselves, once the references are resolved."""
+        return [self.stores[store][row] for store, row in self.places]
+
+
+def make_shards(sequences: Sequence[SequencePlace], plan: BatchPlan) -> list[Shard]:
+    """One shard for each data-parallel rank of the plan; each names every store it needs once."""
+    return [_shard([sequences[i] for i in members]) for members in plan.ranks]
+
+
+def _shard(sequences: Sequence[SequencePlace]) -> Shard:
+    stores: dict[Any, int] = {}
+    for sequence in sequences:
+        stores.setdefault(sequence.store, len(stores))
+    return Shard(
+        stores=tuple(stores),
+        places=tuple((stores[s.store], s.row) for s in sequences),
+        advantages=tuple(s.advantage for s in sequences),
+        weights=tuple(s.weight for s in sequences),
+    )

@@ -1,0 +1,84 @@
+"""Figures of sampling against values worked out by hand or by enumeration."""
+
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
+from nemorl.algorithms.grpo import Grpo
+from nemorl.config.algorithm import GrpoConfig
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.types import StopReason
+
+
+def trajectory(reward: float, row: int = 0, sampled: int = 3, **other: object) -> TrajectorySummary:
+    """A summary with the given reward."""
+    values = {
+        "row": row, "reward": reward, "rewards": {"exact": reward},
+        "num_tokens": sampled + 4, "num_sampled": sampled,
+        "num_turns": 1, "stop": StopReason.STOP, "min_version": 2, "max_version": 2, "error": None,
+        "seconds_generation": 3.0, "seconds_environment": 1.0,
+    }  # fmt: skip
+    return TrajectorySummary(**{**values, **other})  # type: ignore[arg-type]
+
+
+def group(number: int, *trajectories: TrajectorySummary) -> GroupSummary:
+    """A group whose store is a name."""
+    return GroupSummary(number, number, f"store-{number}", trajectories)
+
+
+@pytest.mark.parametrize(("samples", "passed"), [(4, 0), (4, 1), (5, 2), (6, 5), (3, 3)])
+def test_pass_at_k_is_the_chance_over_all_subsets(samples: int, passed: int) -> None:
+    outcomes = [i < passed for i in range(samples)]
+    for k in range(1, samples + 1):
+        expected = fmean(any(chosen) for chosen in combinations(outcomes, k))
+        assert pass_at_k(samples, passed, k) == pytest.approx(expected)
+
+
+def test_pass_at_more_than_the_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass@5 wants at least 5 samples"):
+        pass_at_k(4, 1, 5)
+
+
+def test_rollout_figures() -> None:
+    groups = [
+        group(0, trajectory(1.0), trajectory(0.0, 1, sampled=5, stop=StopReason.LENGTH)),
+        group(1, trajectory(0.5), trajectory(0.5, 1, rewards={})),
+    ]
+    figures = rollout_figures(groups)
+    assert figures["reward/mean"] == pytest.approx(0.5)
+    assert figures["reward/std"] == pytest.approx((2 * 0.25 / 4) ** 0.5)
+    assert figures["reward/exact"] == pytest.approx(1.5 / 3)  # where it does not apply it does not count
+    assert figures["group/zero_variance"] == 0.5
+    assert figures["stop/length"] == 0.25
+    assert figures["tokens/generated"] == 14
+    assert environment_share(groups) == 0.25
+
+
+def test_validation_figures() -> None:
+    groups = [group(0, trajectory(1.0), trajectory(0.4, 1)), group(1, trajectory(0.0), trajectory(0.9, 1))]
+    figures = validation_figures(groups, pass_reward=0.9, pass_at=(1, 2))
+    assert figures["validation/accuracy"] == figures["validation/pass@1"] == 0.5
+    assert figures["validation/pass@2"] == 1.0
+    assert figures["validation/reward"] == pytest.approx(0.575)
+
+
+def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
+    config = GrpoConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
+    failed = trajectory(0.0, 1, sampled=0, error="the environment hung")
+    places = Grpo(config).score([group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
+    assert [p.row for p in places] == [0, 1, 2]
+    assert [p.weight for p in places] == pytest.approx([1 / 6, 0, 1 / 6])
+    assert [p.advantage for p in places] == pytest.approx([0.5**0.5, 0, -(0.5**0.5)], rel=1e-4)
+
+
+def test_weights_are_counted_in_each_minibatch_by_itself() -> None:
+    config = GrpoConfig(
+        name="grpo", num_steps=1, num_prompts_per_step=2, num_generations_per_prompt=2, num_minibatches=2
+    )
+    groups = [
+        group(0, trajectory(1, sampled=1), trajectory(0, 1, sampled=3)),
+        group(1, trajectory(1, sampled=2), trajectory(0, 1, sampled=8)),
+    ]
+    assert [p.weight for p in Grpo(config).score(groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])
