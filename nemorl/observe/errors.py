@@ -1,17 +1,15 @@
-"""What can go wrong while a run is recorded. Each message is a sentence for the person who started it."""
+"""What can go wrong while a run is recorded."""
+
+from nemorl.errors import RunError
 
 
-class ObserveError(RuntimeError):
-    """The base: the run cannot be recorded as asked."""
-
-
-class RunFolderError(ObserveError):
+class RunFolderError(RunError):
     """The run folder is in use, holds another run, or one of its files is damaged."""
 
 
-class WriteError(ObserveError):
+class WriteError(RunError):
     """A file of the run could not be written; what it held before is still whole."""
 
 
-class TrackerMissing(ObserveError):
+class TrackerMissing(RunError):
     """A tracker is asked for whose package is not installed."""
