@@ -76,13 +76,14 @@ class HfFolderWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one whole tensor, in the type it is to be written in."""
-        expected = self._missing.pop(name, None)
+        expected = self._missing.get(name)
         if expected is None:
             raise BrokenModelFolder(f"{name} is no tensor of the model in {self.source}, or was added twice")
         if tuple(tensor.shape) != expected:
             raise BrokenModelFolder(
                 f"{name} has shape {tuple(tensor.shape)}, the model in {self.source} {expected}"
             )
+        del self._missing[name]
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes() + size > self._shard_bytes:
             self._write_shard()

@@ -1,0 +1,15 @@
+"""Tiny models of every family, written once."""
+
+import pytest
+
+from tests.models.tiny_models import CONFIGS, TinyModel, write_tiny
+
+
+@pytest.fixture(scope="session", params=list(CONFIGS))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return write_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))

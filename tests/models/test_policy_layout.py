@@ -1,0 +1,128 @@
+"""A Hugging Face folder, through any layout of policy ranks, and back: bit for bit."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.models.hf_folder import HfFolder
+from nemorl.models.layout import PolicyRank, hf_tensors, padded_vocab_size, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.registry import family_of
+from tests.models.megatron_ranks import empty_parameters, ranks
+from tests.models.tiny_models import TinyModel
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+
+
+def load(tiny: TinyModel, rank: PolicyRank) -> dict[str, Tensor]:
+    parameters = empty_parameters(tiny.shape, rank)
+    HfFolder(tiny.folder).load_into(parameters, policy_slices(tiny.shape, rank))
+    return parameters
+
+
+def test_names_and_shapes_are_those_of_transformers(tiny: TinyModel) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in tiny.tensors.items()}
+    assert hf_tensors(tiny.shape) == expected
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+def test_every_layout_gives_the_folder_back(tiny: TinyModel, tp_size: int, pp_size: int) -> None:
+    gathered = {name: torch.full_like(tensor, torch.nan) for name, tensor in tiny.tensors.items()}
+    for rank in ranks(tp_size, pp_size):
+        parameters = load(tiny, rank)
+        for part in policy_slices(tiny.shape, rank):
+            box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+            gathered[part.name][box] = local_view(parameters, part)
+    for name, tensor in tiny.tensors.items():
+        assert torch.equal(gathered[name], tensor), name
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+def test_every_local_element_is_loaded_but_the_padding(tiny: TinyModel, tp_size: int, pp_size: int) -> None:
+    """101 tokens over 2 or 4 ranks leave 1 or 3 rows of padding, on the last rank."""
+    for rank in ranks(tp_size, pp_size):
+        padding = padded_vocab_size(tiny.shape, tp_size) - 101 if rank.tp_rank == tp_size - 1 else 0
+        for name, parameter in load(tiny, rank).items():
+            holds_vocabulary = "word_embeddings" in name or "output_layer" in name
+            expected = padding * tiny.shape.hidden_size if holds_vocabulary else 0
+            assert int(parameter.isnan().sum()) == expected, (rank, name)
+
+
+def test_query_key_and_value_are_interleaved_per_key_value_head(tiny: TinyModel) -> None:
+    """Megatron's order written out: [4 groups, (2 queries, 1 key, 1 value), head, hidden], cut over ranks."""
+    attention = "model.layers.3.self_attn."
+    kind = ("weight", "bias") if tiny.shape.qkv_bias else ("weight",)
+    for suffix in kind:
+        q, k, v = (tiny.tensors[f"{attention}{x}_proj.{suffix}"] for x in "qkv")
+        head, rest = tiny.shape.head_dim, q.shape[1:]
+        grouped = torch.cat(
+            (q.view(4, 2, head, *rest), k.view(4, 1, head, *rest), v.view(4, 1, head, *rest)), dim=1
+        )
+        shards = grouped.reshape(-1, *rest).chunk(2)
+        for tp_rank in range(2):
+            parameters = load(tiny, PolicyRank(tp_rank, 2, pp_rank=1, pp_size=2))
+            fused = parameters[f"decoder.layers.1.self_attention.linear_qkv.{suffix}"]
+            assert torch.equal(fused, shards[tp_rank])
+
+
+def test_gate_and_up_follow_each_other_on_every_rank(tiny: TinyModel) -> None:
+    gate, up = (tiny.tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    for tp_rank in range(4):
+        fused = load(tiny, PolicyRank(tp_rank, 4))["decoder.layers.0.mlp.linear_fc1.weight"]
+        assert torch.equal(fused, torch.cat((gate.chunk(4)[tp_rank], up.chunk(4)[tp_rank])))
+
+
+def test_row_parallel_linears_are_cut_by_columns(tiny: TinyModel) -> None:
+    output, down = (tiny.tensors[f"model.layers.2.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
+    for tp_rank in range(2):
+        parameters = load(tiny, PolicyRank(tp_rank, 2))
+        projection = parameters["decoder.layers.2.self_attention.linear_proj.weight"]
+        assert torch.equal(projection, output.chunk(2, dim=1)[tp_rank])
+        assert torch.equal(
+            parameters["decoder.layers.2.mlp.linear_fc2.weight"], down.chunk(2, dim=1)[tp_rank]
+        )
+
+
+def test_the_last_stage_holds_the_head_or_a_copy_of_the_embedding(tiny: TinyModel) -> None:
+    tied = tiny.shape.tied_embeddings
+    head = tiny.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    last = load(tiny, PolicyRank(pp_rank=3, pp_size=4))
+    assert torch.equal(last["output_layer.weight"], head)
+    names = {part.param for part in policy_slices(tiny.shape, PolicyRank())}
+    assert ("output_layer.weight" in names) == (not tied)
+
+
+def test_megatron_is_told_the_family(tiny: TinyModel) -> None:
+    arguments = family_of(tiny.shape).megatron_arguments(tiny.shape)
+    assert (arguments.num_attention_heads, arguments.num_query_groups) == (8, 4)
+    assert arguments.kv_channels == tiny.shape.head_dim
+    assert arguments.add_qkv_bias == ("model.layers.0.self_attn.q_proj.bias" in tiny.tensors)
+    assert arguments.qk_layernorm == ("model.layers.0.self_attn.q_norm.weight" in tiny.tensors)
+    assert arguments.share_embeddings_and_output_weights == ("lm_head.weight" not in tiny.tensors)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (PolicyRank(0, 3), "tensor-parallel size 3 does not divide the model's 8 attention heads"),
+        (PolicyRank(0, 8), "tensor-parallel size 8 does not divide the model's 4 key-value heads"),
+        (PolicyRank(pp_size=3), "pipeline-parallel size 3 does not divide the model's 4 layers"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(
+    tiny_llama: TinyModel, rank: PolicyRank, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy_slices(tiny_llama.shape, rank)
+
+
+def test_more_ranks_than_vocabulary_leave_some_without_a_row(tiny_llama: TinyModel) -> None:
+    """Five tokens over four ranks: two rows each, so the last rank's are padding only."""
+    shape = dataclasses.replace(tiny_llama.shape, vocab_size=5)
+    rows = [
+        [part.size[0] for part in policy_slices(shape, PolicyRank(rank, 4)) if part.name == "lm_head.weight"]
+        for rank in range(4)
+    ]
+    assert rows == [[2], [2], [1], []]
