@@ -14,7 +14,7 @@ REMEMBERED_CONVERSATIONS = 65536
 
 
 class GenerationFailed(RuntimeError):
-    """A replica did not answer a request; the message names the replica and its reason."""
+    """A replica ended its answers without one to a request; the message names both."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class GenerationClient:
         return [replica.outstanding_tokens for replica in self._replicas]
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample one turn. Raises GenerationFailed when the replica fails or does not answer it."""
+        """Sample one turn. Raises what the replica raises, and GenerationFailed when it leaves one out."""
         if request.id in self._answers:
             raise ValueError(f"a request named {request.id} is under way already")
         loop = asyncio.get_running_loop()
@@ -91,10 +91,8 @@ class GenerationClient:
         """Fail what a finished stream left without an answer."""
         self._streams.discard(stream)
         error = None if stream.cancelled() else stream.exception()
-        reason = f"{type(error).__name__}: {error}" if error else "its stream ended without an answer"
         for request in requests:
             answer = self._answers.get(request.id)
             if answer is not None and not answer.done():
-                failure = GenerationFailed(f"{replica.name}, request {request.id}: {reason}")
-                failure.__cause__ = error
-                answer.set_exception(failure)
+                left_out = f"{replica.name} ended its answers without one to request {request.id}"
+                answer.set_exception(error or GenerationFailed(left_out))

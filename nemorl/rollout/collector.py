@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemorl.data.order import TaskOrder
 
-from .dispatch import Dispatcher, RunGroups
+from .dispatch import Dispatcher, Progress, RunGroups, ignore
 from .groups import GroupAssignment, GroupSummary
 
 
@@ -61,11 +61,13 @@ class Collector:
         self._dispatcher.start([self._assignment(group) for group in groups])
         self._started = groups.stop
 
-    async def next_batch(self) -> list[GroupSummary]:
+    async def next_batch(self, progress: Progress = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: without staleness exactly those started for it, else
-        the first that finished. Raises RolloutFailed.
+        the first that finished. `progress` hears how many more have finished.
+
+        Raises what a worker raises, and RolloutFailed when one ends early or the deadline passes.
         """
-        batch = await self._dispatcher.take(self._plan.groups_per_step)
+        batch = await self._dispatcher.take(self._plan.groups_per_step, progress)
         self._handed_out.update(summary.group for summary in batch)
         while self._position in self._handed_out:
             self._handed_out.remove(self._position)
@@ -89,11 +91,16 @@ class Collector:
 
 
 async def sample_validation(
-    workers: Sequence[RunGroups], num_tasks: int, samples_per_task: int, seconds: float, num_texts: int = 0
+    workers: Sequence[RunGroups],
+    num_tasks: int,
+    samples_per_task: int,
+    seconds: float,
+    num_texts: int = 0,
+    progress: Progress = ignore,
 ) -> list[GroupSummary]:
     """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
 
-    Seeds depend on the task alone, so two validations differ only by the weights. Raises RolloutFailed.
+    Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
     """
     dispatcher = Dispatcher(workers, seconds)
     dispatcher.start(
@@ -103,6 +110,6 @@ async def sample_validation(
         ]
     )
     try:
-        return await dispatcher.take(num_tasks)
+        return await dispatcher.take(num_tasks, progress)
     finally:
         await dispatcher.close()

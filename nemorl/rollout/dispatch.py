@@ -7,10 +7,15 @@ from functools import partial
 from .groups import GroupAssignment, GroupSummary
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
+Progress = Callable[[int], None]
 
 
 class RolloutFailed(RuntimeError):
-    """Groups that will not come; the message names the worker, the groups and the reason."""
+    """Groups that will not come; the message names them and their workers."""
+
+
+def ignore(finished: int) -> None:
+    """Progress that nobody watches."""
 
 
 class Dispatcher:
@@ -23,7 +28,7 @@ class Dispatcher:
         self._waiting: list[set[int]] = [set() for _ in workers]  # groups each worker still has to finish
         self._finished: list[GroupSummary] = []  # in the order of finishing
         self._calls: set[asyncio.Task[None]] = set()
-        self._failure: RolloutFailed | None = None
+        self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
     def start(self, assignments: Sequence[GroupAssignment]) -> None:
@@ -39,24 +44,34 @@ class Dispatcher:
                 self._calls.add(call)
                 call.add_done_callback(partial(self._end, worker, share))
 
-    async def take(self, count: int) -> list[GroupSummary]:
+    async def take(self, count: int, progress: Progress = ignore) -> list[GroupSummary]:
         """The first `count` finished groups not taken yet, in the order of their ids.
 
-        Raises RolloutFailed when a worker fails or the deadline passes.
+        `progress` hears how many groups have finished since it last heard. Raises what a worker raises, and
+        RolloutFailed when one ends early or the deadline passes.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._seconds
-        while len(self._finished) < count:
+        told = 0
+        try:
+            async with asyncio.timeout(self._seconds) as timeout:
+                while told < count:
+                    await self._more_than(told)
+                    finished = min(len(self._finished), count)
+                    progress(finished - told)
+                    told = finished
+        except TimeoutError as error:
+            if not timeout.expired():  # a worker's own
+                raise
+            raise self._stalled(count) from error
+        taken, self._finished = self._finished[:count], self._finished[count:]
+        return sorted(taken, key=lambda summary: summary.group)
+
+    async def _more_than(self, count: int) -> None:
+        """Return when more than `count` groups have finished."""
+        while len(self._finished) <= count:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
-            except TimeoutError:
-                raise self._stalled(count) from None
-        taken, self._finished = self._finished[:count], self._finished[count:]
-        return sorted(taken, key=lambda summary: summary.group)
+            await self._changed.wait()
 
     async def close(self) -> None:
         """Stop following calls that are still running."""
@@ -75,10 +90,8 @@ class Dispatcher:
         missing = sorted(self._waiting[worker] & {assignment.group for assignment in share})
         if call.cancelled() or (call.exception() is None and not missing):
             return
-        error = call.exception()
-        reason = f"{type(error).__name__}: {error}" if error else "it ended without them"
-        self._failure = RolloutFailed(f"rollout worker {worker}, groups {_ids(missing)}: {reason}")
-        self._failure.__cause__ = error
+        early = RolloutFailed(f"rollout worker {worker} ended without groups {_ids(missing)}")
+        self._failure = call.exception() or early
         self._changed.set()
 
     def _stalled(self, count: int) -> RolloutFailed:

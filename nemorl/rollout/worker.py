@@ -55,7 +55,7 @@ class RolloutWorker:
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Sample all assignments at once; yield each group's summary when its last trajectory has ended.
 
-        Raises what ends a run: GenerationFailed, RewardError.
+        Raises what ends a run: a failure of the generator, RewardError.
         """
         groups = [asyncio.ensure_future(self._run_group(a)) for a in assignments]
         try:

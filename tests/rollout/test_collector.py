@@ -54,7 +54,9 @@ def test_synchronous_steps_start_their_groups_and_get_them_in_order():
         batches = []
         for version in range(3):
             sampling.advance(version)
-            batches.append(await sampling.next_batch())
+            heard = []
+            batches.append(await sampling.next_batch(heard.append))
+            assert sum(heard) == 4
             assert sampling.position == 4 * (version + 1)
         await sampling.close()
         return workers, batches
@@ -137,7 +139,7 @@ def test_a_stall_names_who_is_waited_for():
         asyncio.run(main())
 
 
-def test_a_failing_worker_is_named_with_its_reason():
+def test_a_failing_worker_ends_the_wait():
     async def dies(assignments):
         yield GroupSummary(0, 0, None, ())
         raise ConnectionError("node lost")
@@ -151,9 +153,9 @@ def test_a_failing_worker_is_named_with_its_reason():
         sampling.advance(0)
         await sampling.next_batch()
 
-    with pytest.raises(RolloutFailed, match="rollout worker 0, groups 1, 2, 3: ConnectionError: node lost"):
+    with pytest.raises(ConnectionError, match="node lost"):
         asyncio.run(main(dies))
-    with pytest.raises(RolloutFailed, match="rollout worker 0, groups 1, 2, 3: it ended without them"):
+    with pytest.raises(RolloutFailed, match="rollout worker 0 ended without groups 1, 2, 3"):
         asyncio.run(main(leaves))
 
 

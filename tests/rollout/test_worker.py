@@ -11,7 +11,7 @@ from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.types import SamplingParams
-from nemorl.rollout.client import GenerationClient, GenerationFailed
+from nemorl.rollout.client import GenerationClient
 from nemorl.rollout.groups import GroupAssignment
 from nemorl.rollout.types import StopReason
 from nemorl.rollout.worker import RolloutWorker
@@ -155,5 +155,5 @@ def test_a_dead_engine_ends_the_call(model_folder):
         yield
 
     worker = RolloutWorker(experiment(model_folder), GenerationClient([dead]), store=len)
-    with pytest.raises(GenerationFailed, match=r"replica 0, request 0/[01]/0: ConnectionError: engine 0 was"):
+    with pytest.raises(ConnectionError, match="engine 0 was killed"):
         sample(worker, [GroupAssignment(0, 0, 2)])

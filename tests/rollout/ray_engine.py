@@ -1,0 +1,27 @@
+"""A stand-in engine for a process of its own: the policy says what the sum is, whatever it is asked."""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.tokenizer import load_tokenizer
+from nemorl.generation.types import Completion, GenerationRequest
+from tests.data.tokenizers import ENDOFTEXT
+from tests.rollout.stand_ins import completion
+
+
+class AddingEngine:
+    """Answers `a+b=` with the sum; ends its process when it is asked for a sum of `deadly`."""
+
+    def __init__(self, model_path: Path, deadly: int | None = None) -> None:
+        self._tokenizer = load_tokenizer(PolicyConfig(model_path=model_path))
+        self._deadly = deadly
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> AsyncIterator[Completion]:
+        for request in requests:
+            left, right = self._tokenizer.decode(request.prompt.tolist()).rstrip("=").split("+")
+            total = int(left) + int(right)
+            if total == self._deadly:
+                os._exit(7)
+            yield completion(request, [*self._tokenizer.encode(str(total)), ENDOFTEXT], version=4)

@@ -1,0 +1,90 @@
+"""Rollout workers and engines in real processes, with a real environment that has a process of its own."""
+
+import asyncio
+from functools import partial
+
+import pytest
+import ray
+
+from nemorl.cluster.errors import WorkerDied
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.placement import WorkerRequest
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.data import ArithmeticDataset, DataConfig
+from nemorl.config.env import MathEnvConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.data.datasets import load_tasks
+from nemorl.data.order import TaskOrder
+from nemorl.rollout.collector import Collector, CollectorPlan
+from tests.rollout.test_worker import experiment
+
+
+@pytest.fixture(scope="module")
+def placement():
+    requests = [WorkerRequest("generation", 2), WorkerRequest("rollout", 1)]
+    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
+        yield runtime.reserve()
+
+
+def start(placement, name, target, kwargs, run_dir) -> WorkerGroup:
+    return WorkerGroup.start(
+        name,
+        target,
+        kwargs,
+        placement=placement,
+        threads=1,
+        run_dir=run_dir,
+        deadline_seconds=60,
+        concurrent=True,
+    )
+
+
+def collect(rollout: WorkerGroup, num_groups: int):
+    """One synchronous step of `num_groups` groups of two."""
+
+    async def main():
+        workers = [
+            partial(w.stream, "run_groups", stage="generation", deadline_seconds=60) for w in rollout.workers
+        ]
+        collector = Collector(workers, TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0), 60)
+        collector.advance(0)
+        try:
+            return await collector.next_batch()
+        finally:
+            await collector.close()
+
+    return asyncio.run(main())
+
+
+def test_groups_cross_processes_and_a_dead_engine_is_named(placement, model_folder, tmp_path):
+    train = ArithmeticDataset(name="arithmetic", digits=1, size=50)
+    config = experiment(
+        model_folder, env=MathEnvConfig(name="math"), rewards=(), data=DataConfig(train=train, chat=False)
+    )
+    sums = [int(task.answer) for task in load_tasks(config.data.train, config.data)[:12]]
+    deadly = max(sums, key=sums.index)  # the one that comes up last
+    first_deadly = sums.index(deadly)
+    assert first_deadly > 4
+    engine = "tests.rollout.ray_engine:AddingEngine"
+    engines = start(
+        placement, "generation", engine, [{"model_path": model_folder, "deadly": deadly}] * 2, tmp_path
+    )
+    rollout = start(
+        placement,
+        "rollout",
+        "nemorl.rollout.ray_worker:RayRolloutWorker",
+        [{"experiment": config, "engines": engines.workers}],
+        tmp_path,
+    )
+    batch = collect(rollout, first_deadly)
+    assert [s.group for s in batch] == list(range(first_deadly))
+    assert all(t.reward == 1.0 for s in batch for t in s.trajectories)
+    assert {t.max_version for s in batch for t in s.trajectories} == {4}
+    trajectories = ray.get(batch[0].reference)
+    assert [t.group for t in trajectories] == [0, 0]
+    assert trajectories[0].num_tokens == batch[0].trajectories[0].num_tokens
+
+    with pytest.raises(WorkerDied, match=r"generation rank [01] died in stage 'generation'"):
+        collect(rollout, first_deadly + 1)
+    rollout.shutdown()
+    engines.shutdown()
