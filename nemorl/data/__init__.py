@@ -1,0 +1,1 @@
+"""Tasks, prompts, examples, and how a batch is laid out for training."""

@@ -1,0 +1,1 @@
+"""What the policy is paid for: reward functions and their weighted sum."""
