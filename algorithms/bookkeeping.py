@@ -10,7 +10,7 @@ from nemorl.megatron.checkpoint_store import CheckpointStore
 from nemorl.megatron.worker import TrainStats
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
-from nemorl.observe.samples import Sample
+from nemorl.observe.samples import Phase, Sample
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
@@ -88,9 +88,9 @@ class Bookkeeper:
             "tokens/trained": float(sum(u.num_tokens for u in updates)),
         }
 
-    def keep_samples(self, step: int, groups: Sequence[GroupSummary], phase: str = "train") -> None:
+    def keep_samples(self, step: int, groups: Sequence[GroupSummary], phase: Phase = "training") -> None:
         """Write the conversations that came with their text."""
-        self._observer.samples(list(_samples(step, groups, phase)))
+        self._observer.samples(list(samples_of(step, groups, phase)))
 
     def summarize(self) -> Path:
         """Show what changed over the run and write the report; gives its path."""
@@ -100,15 +100,15 @@ class Bookkeeper:
 
     async def _validate(self, step: int) -> dict[str, float]:
         await self._session.hand_over(step)
-        with self._observer.stage("validation"):
-            values, groups = await validate(self._session, self._experiment)
+        with self._observer.stage("validation", unit="tasks") as stage:
+            values, groups = await validate(self._session, self._experiment, stage.advance)
         self.keep_samples(step, groups, "validation")
         return values
 
     async def _save(self, progress: Progress, metrics: StepMetrics) -> None:
         checkpointing = self._experiment.checkpointing
         folder = self._store.begin(progress.step)
-        await self._session.policy.save(folder)
+        await self._session.learner.save(folder)
         progress.write(folder)
         self._store.commit(progress.step, metrics.values)
         self._store.prune(checkpointing.keep, checkpointing.metric, checkpointing.higher_is_better)
@@ -119,7 +119,8 @@ def _change(name: str, steps: Sequence[StepMetrics]) -> Change | None:
     return Change(name, values[0], values[-1]) if len(values) > 1 else None
 
 
-def _samples(step: int, groups: Sequence[GroupSummary], phase: str) -> Iterator[Sample]:
+def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
+    """The conversations of the groups that came with their text."""
     for group in groups:
         for text in group.texts:
             t = group.trajectories[text.row]

@@ -1,21 +1,28 @@
 """Measuring on the validation tasks, during training and on its own."""
 
 from nemorl.config.experiment import Experiment
+from nemorl.data.datasets import load_tasks
 from nemorl.rollout.collector import sample_validation
+from nemorl.rollout.dispatch import Progress, ignore
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
 from .figures import validation_figures
 
 
-async def validate(session: Session, experiment: Experiment) -> tuple[dict[str, float], list[GroupSummary]]:
+async def validate(
+    session: Session, experiment: Experiment, progress: Progress = ignore
+) -> tuple[dict[str, float], list[GroupSummary]]:
     """Sample the validation tasks with the weights that generation holds; figures and groups."""
-    config = experiment.algorithm.validation
+    config, data = experiment.algorithm.validation, experiment.data
+    assert data.validation is not None, "the checks of a config let no validation without its data pass"
+    available = len(load_tasks(data.validation, data))
     groups = await sample_validation(
         session.rollout,
-        config.num_prompts or session.num_validation_tasks,
+        min(config.num_prompts or available, available),
         config.num_generations_per_prompt,
         experiment.cluster.deadlines.generation,
         num_texts=experiment.logger.samples_per_step,
+        progress=progress,
     )
     return validation_figures(groups, config.pass_reward, config.pass_at_k), groups

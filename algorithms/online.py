@@ -15,7 +15,6 @@ from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.policy import Policy
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
@@ -35,11 +34,6 @@ class OnlineLoop:
     collector: Collector
     observer: Observer
     books: Bookkeeper
-
-    @property
-    def policy(self) -> Policy:
-        """The workers that learn."""
-        return self.session.policy
 
     async def run(self) -> None:
         """All steps that are left. Raises RunError when a limit of the config is passed."""
@@ -70,14 +64,16 @@ class OnlineLoop:
         several = self.config.num_minibatches > 1
         reference = self.config.loss.kl.coefficient > 0
         with self.observer.stage("logprobs"):
-            await self.policy.load(sequences, self.config.num_minibatches)
+            await self.session.learner.load(
+                sequences, kind="trajectories", num_minibatches=self.config.num_minibatches
+            )
             # The very first batch is compared before anything is learnt from it.
             if several or reference or not self.books.compared:
                 await self._compare(old=several or not self.books.compared, reference=reference)
         with self.observer.stage("training", total=self.config.num_minibatches, unit="updates") as stage:
             updates = []
             for minibatch in range(self.config.num_minibatches):
-                updates.append(await self.policy.train(self.algorithm.loss, minibatch))
+                updates.append(await self.session.learner.train(self.algorithm.loss, minibatch))
                 stage.advance(tokens=updates[-1].num_tokens)
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         return {
@@ -87,7 +83,7 @@ class OnlineLoop:
         }
 
     async def _compare(self, *, old: bool, reference: bool) -> None:
-        stats = await self.policy.logprobs(old=old, reference=reference)
+        stats = await self.session.learner.logprobs(old=old, reference=reference)
         if old:
             self.books.compared = True
             self._check_gap({"logprob_gap/mean": stats.gap_mean, "logprob_gap/max": stats.gap_max})

@@ -39,7 +39,7 @@ class SftLoop:
                 for row, weight in zip(rows, weights, strict=True)
             ]
             with self.observer.stage("training"):
-                await self.session.policy.load(batch, num_minibatches=1)
-                update = await self.session.policy.train(CrossEntropyLoss(), minibatch=0)
+                await self.session.learner.load(batch, kind="examples")
+                update = await self.session.learner.train(CrossEntropyLoss())
             values = finish_metrics(update.sums, update.maxima) | self.books.optimizer_figures([update])
             await self.books.finish_step(step, values, first + self.config.batch_size)

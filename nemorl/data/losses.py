@@ -22,7 +22,10 @@ class LossOutput:
 class Loss(Protocol):
     """A pure function of the batch and the policy's own logprobs; picklable."""
 
-    needs_entropy: bool
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropies are to be computed, which costs a little in backward."""
+        ...
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """`logprobs` [N] float32, 0 at first tokens; `entropy` [N] float32 before each token."""

@@ -23,7 +23,7 @@ class HeldBox:
 
 
 def boxes_by_tensor(ranks: Sequence[Sequence[TensorSlice]]) -> dict[str, list[HeldBox]]:
-    """For every HF tensor its boxes, each once: copies in data parallelism or of a tied embedding are left out."""
+    """For every HF tensor its boxes, each once: copies, such as those of data parallelism, are left out."""
     found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], HeldBox]] = {}
     for rank, parts in enumerate(ranks):
         for part in parts:

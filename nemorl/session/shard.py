@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemorl.data.micro_batches import BatchPlan
-from nemorl.data.sft import SftExample
-from nemorl.rollout.types import Trajectory
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Shard:
     advantages: tuple[float, ...]  # [S]
     weights: tuple[float, ...]  # [S]
 
-    def sequences(self) -> list[Trajectory] | list[SftExample]:
-        """The sequences themselves, once the references are resolved."""
+    def sequences(self) -> list[Any]:
+        """The trajectories or examples themselves, once the references are resolved."""
         return [self.stores[store][row] for store, row in self.places]
 
 

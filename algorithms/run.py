@@ -1,0 +1,190 @@
+"""From a checked experiment to a finished run: what `nemorl train`, `eval` and `models export` call."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nemorl.cluster.errors import ClusterError
+from nemorl.cluster.placement import worker_requests
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.algorithm import GrpoConfig, SftConfig
+from nemorl.config.experiment import Experiment
+from nemorl.config.load import load_experiment, to_yaml
+from nemorl.data.datasets import load_tasks
+from nemorl.data.order import TaskOrder
+from nemorl.data.prompts import prompts_of
+from nemorl.data.sft import sft_example
+from nemorl.data.tokenizer import load_tokenizer
+from nemorl.errors import RunError
+from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
+from nemorl.observe.files import write_whole
+from nemorl.observe.observer import Observer
+from nemorl.observe.run_folder import RunFolder
+from nemorl.observe.samples import SampleWriter
+from nemorl.observe.trackers import check_trackers
+from nemorl.rollout.collector import Collector, CollectorPlan
+from nemorl.rollout.dispatch import RolloutFailed
+from nemorl.session.session import Session, open_session
+from nemorl.weights.session import RefitFailed
+
+from .bookkeeping import Bookkeeper, Progress, samples_of
+from .evaluate import validate
+from .grpo import Grpo
+from .online import OnlineLoop
+from .sft import SftLoop
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run leaves."""
+
+    run_dir: Path
+    report: Path
+    hf_dir: Path | None  # the final weights, where `checkpointing.save_hf` asks for them
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of `nemorl eval`."""
+
+    figures: dict[str, float]
+    samples: Path
+
+
+def train(experiment: Experiment, resume: bool = False) -> RunResult:
+    """Run an experiment to its end, or from its newest whole checkpoint on. Raises NemorlError."""
+    check_trackers(experiment.logger)
+    store = CheckpointStore(experiment.run_dir / "checkpoints")
+    found = store.latest_valid() if resume else None
+    yaml = to_yaml(experiment)
+    if resume:
+        folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)
+    else:
+        folder = RunFolder.create(experiment.run_dir, yaml)
+    with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
+        return _run_to_end(_train(experiment, observer, store, found))
+
+
+def evaluate(experiment: Experiment) -> Evaluation:
+    """Measure the model on the validation tasks, without training it. Raises NemorlError."""
+    return _run_to_end(_evaluate(experiment))
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder, in the layout it was trained in."""
+    verify(checkpoint)
+    experiment = load_experiment(checkpoint.absolute().parents[1] / "config.yaml")
+    _run_to_end(_export(experiment, checkpoint, out))
+
+
+async def _train(
+    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
+) -> RunResult:
+    progress = Progress.read(found.path) if found else Progress()
+    algorithm = experiment.algorithm
+    validation = algorithm.validation
+    sampling = isinstance(algorithm, GrpoConfig) or bool(
+        validation.period or validation.at_start or validation.at_end
+    )
+    with observer.stage("start", outside_step=True):
+        stack = AsyncExitStack()
+        session = await stack.enter_async_context(_session(experiment, policy=True, sampling=sampling))
+    async with stack:
+        observer.header(_header(experiment, await session.learner.header(), progress))
+        if found is not None:
+            with observer.stage("restore", outside_step=True):
+                await session.learner.restore(found.path)
+        books = Bookkeeper(experiment, session, observer, store, progress)
+        await _loop(experiment, session, observer, books, progress).run()
+        hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
+        if hf_dir is not None:
+            with observer.stage("export", outside_step=True):
+                shutil.rmtree(hf_dir, ignore_errors=True)
+                await session.learner.export_hf(hf_dir)
+        return RunResult(experiment.run_dir, books.summarize(), hf_dir)
+
+
+def _loop(
+    experiment: Experiment, session: Session, observer: Observer, books: Bookkeeper, progress: Progress
+) -> OnlineLoop | SftLoop:
+    data, algorithm = experiment.data, experiment.algorithm
+    tasks = load_tasks(data.train, data)
+    order = TaskOrder(len(tasks), experiment.seed, data.shuffle)
+    if isinstance(algorithm, SftConfig):
+        tokenizer = load_tokenizer(experiment.policy)
+        prompts = prompts_of(tokenizer, data.chat)
+        limit = experiment.policy.max_sequence_length
+        examples = [sft_example(task, tokenizer, prompts, algorithm.train_on, limit) for task in tasks]
+        return SftLoop(algorithm, session, examples, order, observer, books)
+    plan = CollectorPlan(
+        groups_per_step=algorithm.num_prompts_per_step,
+        samples_per_group=algorithm.num_generations_per_prompt,
+        max_staleness=algorithm.max_staleness,
+        texts_per_step=experiment.logger.samples_per_step,
+    )
+    seconds = experiment.cluster.deadlines.generation
+    collector = Collector(session.rollout, order, plan, seconds, progress.position)
+    return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books)
+
+
+async def _evaluate(experiment: Experiment) -> Evaluation:
+    folder = experiment.run_dir / "eval"
+    apart = experiment.model_copy(update={"run_dir": folder})
+    samples = folder / "samples.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    samples.unlink(missing_ok=True)
+    async with _session(apart, policy=False, sampling=True) as session:
+        figures, groups = await validate(session, apart)
+    writer = SampleWriter(samples)
+    writer.write(list(samples_of(0, groups, "validation")))
+    writer.close()
+    write_whole(folder / "figures.json", json.dumps(figures, indent=2) + "\n")
+    return Evaluation(figures, samples)
+
+
+async def _export(experiment: Experiment, checkpoint: Path, out: Path) -> None:
+    async with _session(experiment, policy=True, sampling=False) as session:
+        await session.learner.restore(checkpoint)
+        await session.learner.export_hf(out)
+
+
+@asynccontextmanager
+async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
+    """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
+    wanted = {"policy": policy, "generation": sampling, "rollout": sampling}
+    requests = [request for request in worker_requests(experiment) if wanted[request.group]]
+    with ClusterRuntime(experiment.cluster, requests) as runtime:
+        placement = runtime.reserve()
+        try:
+            async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
+                yield session
+        finally:
+            placement.release()
+
+
+def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run it; what can go wrong between processes becomes a sentence for the person."""
+    try:
+        return asyncio.run(work)
+    except (ClusterError, RolloutFailed, RefitFailed) as error:
+        raise RunError(str(error)) from error
+
+
+def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) -> dict[str, str]:
+    algorithm = experiment.algorithm
+    return {
+        "run": str(experiment.run_dir),
+        "algorithm": algorithm.name,
+        "model": str(experiment.policy.model_path),
+        "steps": f"{progress.step} of {algorithm.num_steps} done"
+        if progress.step
+        else str(algorithm.num_steps),
+        **{f"policy {name}": value for name, value in policy.items()},
+    }

@@ -1,0 +1,39 @@
+"""What runs in a generation process: the engine's worker and its side of the weight exchange."""
+
+import asyncio
+from typing import Any
+
+from nemorl.config.generation import GenerationConfig
+from nemorl.generation.worker import GenerationWorker
+from nemorl.weights.endpoints import Part, ReceiveReport, ReceiverLayout, WeightReceiver
+from nemorl.weights.session import RefitSession
+
+
+class GenerationHost(GenerationWorker):
+    """A generation rank as the driver and the rollout workers call it. Lives in an event loop."""
+
+    def __init__(self, config: GenerationConfig, *, rank: int, **options: Any) -> None:
+        super().__init__(config=config, rank=rank, **options)
+        loop = asyncio.get_running_loop()
+
+        def commit(version: int) -> None:
+            # The receiver commits from a thread of its own, so that sampling goes on until the swap.
+            asyncio.run_coroutine_threadsafe(self.commit(version), loop).result()
+
+        self._receiver = WeightReceiver(rank, self.slices(), self.staging_parameters, commit)
+
+    def describe_weights(self) -> ReceiverLayout:
+        """What this rank needs, for the plan of the exchange."""
+        return self._receiver.describe()
+
+    def prepare_refit(self, part: Part) -> None:
+        """Keep this rank's part of the plan."""
+        self._receiver.prepare(part)
+
+    async def receive_weights(self, session: RefitSession) -> ReceiveReport:
+        """This rank's side of a refit; the event loop goes on serving meanwhile."""
+        return await asyncio.to_thread(self._receiver.receive, session)
+
+    async def commit_weights(self, version: int) -> None:
+        """Sample with what was received."""
+        await asyncio.to_thread(self._receiver.commit, version)

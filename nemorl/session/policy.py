@@ -1,0 +1,105 @@
+"""The driver's handle on the policy: batches laid over its ranks, one call for every stage."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.config.experiment import Experiment
+from nemorl.data.losses import Loss
+from nemorl.data.micro_batches import BatchPlan, plan_batch
+from nemorl.models.shape import ModelShape
+
+from .shard import SequencePlace, make_shards
+
+if TYPE_CHECKING:
+    from nemorl.megatron.worker import LogprobStats, TrainStats
+
+
+class Policy:
+    """All ranks of the policy as one. Belongs to one event loop."""
+
+    def __init__(self, group: WorkerGroup, experiment: Experiment) -> None:
+        self.group = group
+        self._config = experiment.policy
+        self._deadlines = experiment.cluster.deadlines
+        self._hidden_size = ModelShape.load(self._config.model_path).hidden_size
+        self._plan: BatchPlan | None = None
+
+    async def load(
+        self,
+        sequences: Sequence[SequencePlace],
+        *,
+        kind: Literal["trajectories", "examples"],
+        num_minibatches: int = 1,
+    ) -> None:
+        """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
+        self._plan = plan_batch(
+            [s.num_tokens for s in sequences],
+            self.group.mesh.data,
+            num_minibatches,
+            self._config.micro_batch_tokens,
+            self._hidden_size,
+        )
+        await self.group.call_sharded_async(
+            f"load_{kind}",
+            make_shards(sequences, self._plan),
+            stage="loading a batch",
+            deadline_seconds=self._deadlines.logprobs,
+            resolve=True,
+        )
+
+    async def logprobs(self, *, old: bool, reference: bool) -> "LogprobStats":
+        """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers."""
+        plan = self._loaded()
+        batches = [
+            [batch for minibatch in plan.minibatches for batch in minibatch[rank]]
+            for rank in range(self.group.mesh.data)
+        ]
+        stats = await self.group.call_sharded_async(
+            "compute_logprobs",
+            batches,
+            stage="logprobs",
+            deadline_seconds=self._deadlines.logprobs,
+            old=old,
+            reference=reference,
+        )
+        return stats[0]  # type: ignore[no-any-return]
+
+    async def train(self, loss: Loss, minibatch: int = 0) -> "TrainStats":
+        """One optimizer step over a minibatch of the loaded batch."""
+        stats = await self.group.call_sharded_async(
+            "train_on",
+            self._loaded().minibatches[minibatch],
+            loss=loss,
+            stage="training",
+            deadline_seconds=self._deadlines.training,
+        )
+        return stats[0]  # type: ignore[no-any-return]
+
+    async def save(self, folder: Path) -> None:
+        """Write model, optimizer, schedule and random states into a folder."""
+        await self._checkpoint("save_checkpoint", folder)
+
+    async def restore(self, folder: Path) -> None:
+        """Take all that from a folder."""
+        await self._checkpoint("load_checkpoint", folder)
+
+    async def export_hf(self, out: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+        await self._checkpoint("export_hf", out)
+
+    async def header(self) -> dict[str, str]:
+        """Device, layout and kernels in use."""
+        found = await self.group.call_async("header", stage="start", deadline_seconds=self._deadlines.start)
+        return found[0]  # type: ignore[no-any-return]
+
+    async def _checkpoint(self, method: str, folder: Path) -> Any:
+        return await self.group.call_async(
+            method, folder.absolute(), stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
+        )
+
+    def _loaded(self) -> BatchPlan:
+        if self._plan is None:
+            raise RuntimeError("no batch was loaded: call load before logprobs and train")
+        return self._plan

@@ -1,0 +1,185 @@
+"""All processes of a run: placed, started, connected, and ended together."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.placement import Placement, threads_per_worker
+from nemorl.cluster.worker import Worker
+from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.experiment import Experiment
+from nemorl.rollout.dispatch import RunGroups
+from nemorl.weights.exchange import WeightExchange
+
+from .policy import Policy
+from .refit import GenerationReceivers, PolicySenders
+
+
+@dataclass
+class Session:
+    """The started processes. A part that the run does not need is not there."""
+
+    policy: Policy | None = None
+    generation: WorkerGroup | None = None
+    rollout: Sequence[RunGroups] = ()
+    exchange: WeightExchange | None = None
+    version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
+    _stores: list[Any] = field(default_factory=list)
+
+    @property
+    def learner(self) -> Policy:
+        """The policy, of a session that has one."""
+        assert self.policy is not None, "this session was started without a policy"
+        return self.policy
+
+    async def hand_over(self, version: int) -> dict[str, float]:
+        """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
+        if self.exchange is None or version == self.version:
+            return {}
+        stats = await asyncio.to_thread(self.exchange.refit, version)
+        self.version = version
+        return {
+            "refit/gigabytes": stats.num_bytes / 1e9,
+            "refit/gigabytes_per_second": stats.gigabytes_per_second,
+        }
+
+    def store(self, sequences: Sequence[Any]) -> Any:
+        """A reference by which workers find these sequences; kept as long as the session."""
+        reference = ray.put(list(sequences))
+        self._stores.append(reference)
+        return reference
+
+
+@asynccontextmanager
+async def open_session(
+    experiment: Experiment, placement: Placement, *, policy: bool, sampling: bool
+) -> AsyncIterator[Session]:
+    """Start the parts that are asked for, each group as soon as it can; end them all when the block ends."""
+    session = Session()
+    async with AsyncExitStack() as stack:
+        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
+        starter = _Starter(experiment, placement)
+        learner, engines = await asyncio.gather(
+            starter.policy(Path(rendezvous)) if policy else _nothing(),
+            starter.generation() if sampling else _nothing(),
+        )
+        if learner is not None:
+            stack.push_async_callback(learner.shutdown_async)
+            session.policy = Policy(learner, experiment)
+        if engines is not None:
+            session.generation = engines
+            stack.push_async_callback(engines.shutdown_async)
+            rollout = await starter.rollout(engines.workers)
+            stack.push_async_callback(rollout.shutdown_async)
+            session.rollout = [starter.run_groups(worker) for worker in rollout.workers]
+        if session.policy is not None and session.generation is not None:
+            session.exchange = starter.exchange(session.policy.group, session.generation)
+        yield session
+
+
+async def _nothing() -> None:
+    """In place of a group that is not wanted."""
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """How each group of an experiment is started."""
+
+    experiment: Experiment
+    placement: Placement
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.experiment.cluster.gpus_per_node else "cpu"
+
+    async def policy(self, rendezvous: Path) -> WorkerGroup:
+        config, cluster = self.experiment.policy, self.experiment.cluster
+        algorithm, deadlines = self.experiment.algorithm, cluster.deadlines
+        ranks = config.layout.world_size
+        threads = threads_per_worker(cluster.policy_threads, ranks, cluster.num_nodes)
+        online = isinstance(algorithm, GrpoConfig)
+        shared = {
+            "config": config,
+            "world_size": ranks,
+            "rendezvous": f"file://{rendezvous / 'meet'}",
+            "device": self.device,
+            "threads": threads,
+            "temperature": self.experiment.generation.sampling.temperature if online else 1.0,
+            "keep_reference": isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0,
+            "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
+        }
+        return await self._start(
+            "policy",
+            "nemorl.session.policy_host:PolicyHost",
+            [{**shared, "rank": rank} for rank in range(ranks)],
+            threads=threads,
+            mesh=Mesh.of(config.layout),
+        )
+
+    async def generation(self) -> WorkerGroup:
+        config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
+        threads = threads_per_worker(config.threads, config.replicas, cluster.num_nodes)
+        shared = {
+            "model_path": policy.model_path.absolute(),
+            "config": config,
+            "device": self.device,
+            "threads": threads,
+            "tokenizer_path": (policy.tokenizer.path or policy.model_path).absolute(),
+            "max_sequence_length": policy.max_sequence_length,
+            "precision": policy.precision,
+        }
+        return await self._start(
+            "generation",
+            "nemorl.session.generation_host:GenerationHost",
+            [{**shared, "rank": rank} for rank in range(config.replicas)],
+            threads=threads,
+            concurrent=True,
+        )
+
+    async def rollout(self, replicas: Sequence[Worker]) -> WorkerGroup:
+        count = self.experiment.cluster.rollout_workers
+        return await self._start(
+            "rollout",
+            "nemorl.session.rollout_host:RolloutHost",
+            [{"experiment": self.experiment, "replicas": list(replicas)}] * count,
+            threads=1,
+            concurrent=True,
+        )
+
+    def run_groups(self, worker: Worker) -> RunGroups:
+        """A rollout worker as the collector calls it."""
+        seconds = self.experiment.cluster.deadlines.generation
+        return partial(worker.stream, "run_groups", stage="generation", deadline_seconds=seconds)
+
+    def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
+        """The way from the one to the other."""
+        # The groups' own deadline comes later, so that the rank that waits can say for whom.
+        seconds = self.experiment.cluster.deadlines.refit
+        return WeightExchange(
+            PolicySenders(policy, seconds + 10),
+            GenerationReceivers(generation, seconds + 10),
+            self.experiment.generation.bucket_megabytes * 2**20,
+            seconds,
+        )
+
+    async def _start(
+        self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
+    ) -> WorkerGroup:
+        return await WorkerGroup.start_async(
+            name,
+            target,
+            kwargs,
+            placement=self.placement,
+            run_dir=self.experiment.run_dir,
+            deadline_seconds=self.experiment.cluster.deadlines.start,
+            **options,
+        )
