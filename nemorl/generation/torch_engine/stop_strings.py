@@ -36,6 +36,6 @@ class StopStringFinder:
         self._tail += text[len(known) :]
         if any(stop in self._tail for stop in self._stop_strings):
             return True
-        longest = max(map(len, self._stop_strings))
-        self._tail = self._tail[len(self._tail) - longest + 1 :] if longest > 1 else ""
+        beginnings = max(map(len, self._stop_strings)) - 1  # characters that may begin a stop string
+        self._tail = self._tail[-beginnings:] if beginnings else ""
         return False

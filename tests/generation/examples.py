@@ -1,0 +1,131 @@
+"""Small models, requests and loops that the tests of this package share."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.torch_engine import TorchEngine
+from nemorl.generation.torch_engine.runner import ModelRunner
+from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.models.shape import ModelShape
+
+PLAIN = SamplingParams()
+GREEDY = SamplingParams(temperature=0.0)
+VOCABULARY = 97
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=VOCABULARY,
+    tied_embeddings=True,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-5,
+    qkv_bias=False,
+    qk_norm=False,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_ids=(),
+    torch_dtype="float32",
+)
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only when told."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A random model as transformers has it, and its folder."""
+
+    folder: Path
+    network: Any
+
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """One full forward pass: [T, vocabulary], row t for the token after tokens[t]."""
+        with torch.no_grad():
+            logits = self.network(torch.tensor([list(tokens)])).logits[0].float()
+        return (logits / temperature).log_softmax(-1)
+
+
+@dataclass
+class Prompts:
+    """Reproducible prompts."""
+
+    seed: int = 0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def one(self, length: int) -> NDArray[np.int32]:
+        return self.rng.integers(0, VOCABULARY, length).astype(np.int32)
+
+    def several(self, count: int, shortest: int = 1, longest: int = 20) -> list[NDArray[np.int32]]:
+        return [self.one(int(self.rng.integers(shortest, longest + 1))) for _ in range(count)]
+
+
+def request(
+    prompt: NDArray[np.int32],
+    name: str = "a",
+    sampling: SamplingParams = PLAIN,
+    max_new_tokens: int = 8,
+    seed: int = 0,
+    **fields: Any,
+) -> GenerationRequest:
+    return GenerationRequest(name, prompt, sampling, max_new_tokens, seed, **fields)
+
+
+def random_weights(holder: TorchEngine | ModelRunner, seed: int) -> None:
+    """Stage random weights whose logits differ clearly from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in holder.staging_parameters().values():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.4 * noise)
+
+
+def small_engine(seed: int = 0, max_sequence_length: int = 200, **arguments: Any) -> TorchEngine:
+    """An engine of `SHAPE` with random weights; what is not an argument of the engine goes to its config."""
+    own = {name: arguments.pop(name) for name in ("decode", "clock") if name in arguments}
+    engine = TorchEngine(
+        SHAPE,
+        TorchGenerationConfig(**arguments),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_sequence_length=max_sequence_length,
+        **own,
+    )
+    random_weights(engine, seed)
+    engine.commit(0)
+    return engine
+
+
+def finish(engine: TorchEngine) -> dict[str, Completion]:
+    """Step until nothing is left; completions by id."""
+    completions: dict[str, Completion] = {}
+    while engine.num_running + engine.num_waiting:
+        completions |= {c.id: c for c in engine.step()}
+    return completions
+
+
+def serve(engine: TorchEngine, requests: Iterable[GenerationRequest]) -> dict[str, Completion]:
+    """Serve requests that arrive together."""
+    for one in requests:
+        engine.add(one)
+    return finish(engine)

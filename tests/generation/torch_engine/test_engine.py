@@ -1,0 +1,309 @@
+"""Continuous batching: what is sampled, whoever shares the batch."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.errors import RequestRefused
+from nemorl.generation.torch_engine import TorchEngine
+from nemorl.generation.types import SamplingParams
+from nemorl.models.shape import ModelShape
+from nemorl.rollout.types import StopReason
+from tests.generation.examples import (
+    GREEDY,
+    VOCABULARY,
+    Clock,
+    Prompts,
+    finish,
+    random_weights,
+    request,
+    serve,
+    small_engine,
+)
+from tests.generation.torch_engine.test_sampling import allowed_by_loop
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=12),
+    SamplingParams(temperature=1.4, top_p=0.9),
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=1.2, top_k=30, top_p=0.95, min_p=0.02),
+    GREEDY,
+]
+
+
+def engine_of(model, **config):
+    engine = TorchEngine(
+        ModelShape.load(model.folder),
+        TorchGenerationConfig(**config),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_sequence_length=256,
+    )
+    engine.load(model.folder)
+    return engine
+
+
+def mixed_requests(count, seed=0, **fields):
+    prompts = Prompts(seed).several(count, 1, 40)
+    return [
+        request(prompt, f"{i}", SAMPLINGS[i % len(SAMPLINGS)], 1 + (7 * i) % 23, seed=i, **fields)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, completion in left.items():
+        assert completion.tokens.tolist() == right[name].tokens.tolist(), name
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=1e-5)
+        assert completion.stop == right[name].stop
+
+
+def test_greedy_equals_transformers_generate(hf_model):
+    prompts = Prompts(1).several(6, 3, 30)
+    got = serve(
+        engine_of(hf_model, max_batch_size=4),
+        [request(p, f"{i}", GREEDY, max_new_tokens=20) for i, p in enumerate(prompts)],
+    )
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt.tolist()])
+        with torch.no_grad():
+            whole = hf_model.network.generate(
+                ids, do_sample=False, max_new_tokens=20, attention_mask=ids * 0 + 1
+            )
+        assert got[f"{i}"].tokens.tolist() == whole[0, len(prompt) :].tolist()
+
+
+def test_logprobs_are_those_of_one_forward_pass_over_the_whole(hf_model):
+    requests = mixed_requests(18)
+    completions = serve(engine_of(hf_model, max_batch_size=5), requests)
+    for one in requests:
+        completion = completions[one.id]
+        text = [*one.prompt.tolist(), *completion.tokens.tolist()]
+        rows = hf_model.logprobs(text)[len(one.prompt) - 1 : -1]
+        for row, token, logprob in zip(rows, completion.tokens, completion.logprobs, strict=True):
+            if one.sampling.temperature == 0:
+                want = row[token].item()
+                assert token == row.argmax()
+            else:
+                want = np.log(allowed_by_loop(row, one.sampling)[int(token)])
+            assert logprob == pytest.approx(want, abs=1e-4)
+
+
+def test_many_seeds_on_one_prompt_give_the_distribution():
+    draws = 4000
+    prompt = Prompts(5).one(9)
+    params = SamplingParams(temperature=1.5, top_k=8)
+    engine = small_engine(max_batch_size=512)
+    completions = serve(
+        engine, [request(prompt, f"{i}", params, max_new_tokens=1, seed=i) for i in range(draws)]
+    )
+    counts = Counter(int(c.tokens[0]) for c in completions.values())
+    want = {}
+    for completion in completions.values():
+        want[int(completion.tokens[0])] = float(np.exp(completion.logprobs[0]))
+    assert len(want) == 8
+    assert sum(want.values()) == pytest.approx(1, abs=1e-5)
+    assert sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in want.items()) < 7 + 4 * np.sqrt(14)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 16, 64])
+def test_results_do_not_depend_on_the_batch(max_batch_size):
+    requests = mixed_requests(40)
+    alone = {}
+    for one in requests:
+        alone |= serve(small_engine(), [one])
+    assert_same(serve(small_engine(max_batch_size=max_batch_size), requests), alone)
+    assert_same(serve(small_engine(max_batch_size=max_batch_size), requests[::-1]), alone)
+
+
+def test_logprobs_are_equal_to_the_bit_whoever_shares_the_batch():
+    requests = mixed_requests(24, seed=2)
+    small, large = small_engine(max_batch_size=3), small_engine(max_batch_size=24)
+    left, right = serve(small, requests), serve(large, requests[::-1])
+    for name, completion in left.items():
+        assert np.array_equal(completion.logprobs, right[name].logprobs), name
+
+
+def test_sequences_join_and_leave_at_any_step():
+    requests = mixed_requests(30, seed=4)
+    together = serve(small_engine(), requests)
+    engine = small_engine(max_batch_size=6)
+    completions, line = {}, iter(requests)
+    for step in itertools.count():
+        for one in itertools.islice(line, 1 + step % 3):
+            engine.add(one)
+        completions |= {c.id: c for c in engine.step()}
+        if len(completions) == len(requests):
+            break
+    assert_same(completions, together)
+    assert engine.take_stats().peak_batch == 6
+
+
+def test_identical_prompts_are_read_once_and_sampled_as_if_each_were_alone():
+    prompt, other = Prompts(6).one(21), Prompts(7).one(13)
+    group = [request(prompt, f"{i}", max_new_tokens=12, seed=i) for i in range(10)]
+    requests = [*group[:5], request(other, "other", max_new_tokens=30), *group[5:]]
+    engine = small_engine(max_batch_size=64)
+    shared = serve(engine, requests)
+    assert engine.take_stats().prompt_tokens == 21 + 13
+    alone = {}
+    for one in requests:
+        alone |= serve(small_engine(), [one])
+    assert_same(shared, alone)
+    assert len({tuple(shared[f"{i}"].tokens) for i in range(10)}) > 5
+
+
+def test_a_prompt_that_runs_already_is_copied_from_its_row_while_the_weights_are_the_same():
+    prompt = Prompts(6).one(21)
+    group = [request(prompt, f"{i}", max_new_tokens=10 + i, seed=i) for i in range(9)]
+    engine = small_engine(max_batch_size=3)
+    shared = serve(engine, group)
+    assert engine.take_stats().prompt_tokens == 21
+    assert_same(shared, serve(small_engine(max_batch_size=64), group))
+
+    engine.add(group[0])
+    engine.step()
+    random_weights(engine, seed=1)
+    engine.commit(1)
+    engine.add(request(prompt, "new", GREEDY, max_new_tokens=5))
+    completions = finish(engine)
+    assert engine.take_stats().prompt_tokens == 42
+    expected = serve(small_engine(seed=1), [request(prompt, "new", GREEDY, max_new_tokens=5)])
+    assert completions["new"].tokens.tolist() == expected["new"].tokens.tolist()
+
+
+def test_every_token_carries_the_version_that_sampled_it():
+    engine = small_engine()
+    engine.add(request(Prompts().one(5), "a", max_new_tokens=9))
+    engine.step()  # the first two tokens
+    engine.step()
+    random_weights(engine, seed=1)
+    engine.step()  # staged, not committed
+    engine.commit(7)
+    engine.add(request(Prompts(1).one(5), "b", max_new_tokens=2))
+    completions = finish(engine)
+    assert completions["a"].versions.tolist() == [0] * 4 + [7] * 5
+    assert completions["b"].versions.tolist() == [7] * 2
+    assert engine.version == 7
+
+
+def test_an_end_token_ends_the_turn_and_is_kept():
+    prompt = Prompts().one(6)
+    free = serve(small_engine(), [request(prompt, max_new_tokens=20)])["a"]
+    end = int(free.tokens[6])
+    first = free.tokens.tolist().index(end)
+    ended = serve(small_engine(), [request(prompt, max_new_tokens=20, stop_token_ids=frozenset({end, 500}))])[
+        "a"
+    ]
+    assert ended.tokens.tolist() == free.tokens.tolist()[: first + 1]
+    assert (free.stop, ended.stop) == (StopReason.LENGTH, StopReason.STOP)
+
+
+def test_a_stop_string_over_several_tokens_ends_the_turn():
+    def decode(tokens):
+        return "".join(f"<{token}>" for token in tokens)
+
+    prompt = Prompts().one(6)
+    free = serve(small_engine(), [request(prompt, max_new_tokens=20)])["a"].tokens.tolist()
+    stop = f"{free[8]}><{free[9]}"
+    ended = serve(
+        small_engine(decode=decode), [request(prompt, max_new_tokens=20, stop_strings=("never", stop))]
+    )["a"]
+    assert ended.tokens.tolist() == free[:10]
+    assert ended.stop == StopReason.STOP
+
+
+def test_lengths():
+    engine = small_engine(max_sequence_length=16)
+    prompt = Prompts().one(6)
+    completions = serve(
+        engine,
+        [request(prompt, "turn", max_new_tokens=4), request(prompt, "sequence", max_new_tokens=400)],
+    )
+    assert [len(completions[name].tokens) for name in ("turn", "sequence")] == [4, 10]
+    assert {c.stop for c in completions.values()} == {StopReason.LENGTH}
+
+
+def test_abort_ends_running_and_waiting_requests_with_what_they_have():
+    engine = small_engine(max_batch_size=2)
+    requests = [request(p, f"{i}", max_new_tokens=9, seed=i) for i, p in enumerate(Prompts().several(3))]
+    for one in requests:
+        engine.add(one)
+    engine.step()
+    running, waiting = engine.abort("0"), engine.abort("2")
+    assert running is not None
+    assert waiting is not None
+    assert (len(running.tokens), len(waiting.tokens)) == (2, 0)
+    assert {running.stop, waiting.stop} == {StopReason.ABORT}
+    assert engine.abort("0") is None
+    rest = finish(engine)
+    assert rest.keys() == {"1"}
+    assert_same(rest, serve(small_engine(), [requests[1]]))
+
+
+def test_a_deadline_ends_a_turn_with_what_it_has():
+    clock = Clock(100.0)
+    engine = small_engine(max_batch_size=1, clock=clock)
+    for name, seconds in (("runs", 10.0), ("waits", 5.0), ("later", 50.0)):
+        engine.add(request(Prompts().one(4), name, max_new_tokens=90, deadline_seconds=seconds))
+    assert engine.next_expiry == 105.0
+    clock.now = 104.0
+    assert engine.step() == []
+    clock.now = 105.0
+    assert [c.id for c in engine.step()] == ["waits"]
+    clock.now = 110.5
+    (late,) = engine.step()
+    assert (late.id, late.stop, len(late.tokens)) == ("runs", StopReason.ABORT, 3)
+    assert late.seconds == pytest.approx(5.0)
+    clock.now = 111.0
+    assert finish(engine)["later"].stop == StopReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": np.zeros(0, np.int32)}, r"has 0 prompt tokens"),
+        ({"max_new_tokens": 0}, r"max_new_tokens=0; both must be at least 1"),
+        ({"prompt": np.array([3, VOCABULARY], np.int32)}, r"from 3 to 97; the model's vocabulary has 97"),
+        ({"prompt": np.zeros(200, np.int32)}, r"200 tokens, which leaves nothing .*max_sequence_length=200"),
+        ({"max_new_tokens": 60}, r"may grow to 65 tokens, .*max_kv_tokens=64"),
+        ({"stop_strings": ("x",)}, r"stop strings, and there is no tokenizer.json"),
+        ({"name": "taken"}, r"request 'taken' is in flight already"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_the_reason(fields, message):
+    engine = small_engine(max_kv_tokens=64)
+    engine.add(request(Prompts().one(4), "taken"))
+    with pytest.raises(RequestRefused, match=message):
+        engine.add(request(**{"prompt": Prompts().one(5), **fields}))
+    assert finish(engine).keys() == {"taken"}
+
+
+def test_memory_stays_below_its_limit_and_everyone_is_served():
+    requests = mixed_requests(60, seed=9)
+    engine = small_engine(max_batch_size=32, max_kv_tokens=300)
+    for one in requests:
+        engine.add(one)
+    completions, most = {}, 0
+    while engine.num_running + engine.num_waiting:
+        completions |= {c.id: c for c in engine.step()}
+        most = max(most, engine.kv_tokens)
+    assert 150 < most <= 300
+    assert_same(completions, serve(small_engine(), requests))
+
+
+def test_stats_count_since_they_were_last_taken():
+    engine = small_engine(max_batch_size=3)
+    prompts = [Prompts(seed).one(10) for seed in range(4)]
+    serve(engine, [request(p, f"{i}", max_new_tokens=5) for i, p in enumerate(prompts)])
+    stats = engine.take_stats()
+    assert (stats.tokens_generated, stats.prompt_tokens, stats.peak_batch) == (20, 40, 3)
+    assert stats.seconds_busy > 0
+    again = engine.take_stats()
+    assert (again.tokens_generated, again.prompt_tokens, again.seconds_busy, again.peak_batch) == (0, 0, 0, 0)
