@@ -54,12 +54,17 @@ class ValidationConfig(Config):
     """Tasks of one validation; all of them when not given."""
     num_generations_per_prompt: int = Field(1, ge=1)
     """Samples of each task."""
-    pass_at_k: tuple[int, ...] = (1,)
+    pass_at_k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """The k of pass@k (Chen et al. 2021, unbiased); each at most `num_generations_per_prompt`."""
     pass_reward: float = 1.0
     """A sample passes when its reward is at least this."""
     sampling: SamplingConfig | None = None
     """Sampling of the validation; the training's when not given."""
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether training validates at all."""
+        return self.period is not None or self.at_start or self.at_end
 
 
 class GrpoConfig(Config):
@@ -84,6 +89,11 @@ class GrpoConfig(Config):
     """Measuring on `data.validation`."""
     max_logprob_gap: float = Field(1.0, gt=0)
     """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Sequences that a step samples and learns from."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
 
 
 class SftConfig(Config):

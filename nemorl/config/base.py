@@ -1,6 +1,8 @@
 """The base of every section of an experiment file."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Config(BaseModel):
@@ -14,3 +16,16 @@ class Config(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+
+def default_variant(variant: type[Config]) -> BeforeValidator:
+    """For a union told apart by `name`: a section that does not say its name is this variant.
+
+    Without it `optimizer: {lr: 1e-5}` would be refused for not repeating the name that is the default.
+    """
+    name = variant.model_fields["name"].default
+
+    def named(section: Any) -> Any:
+        return {"name": name, **section} if isinstance(section, dict) else section
+
+    return BeforeValidator(named)

@@ -28,7 +28,7 @@ class ReasoningGymDataset(Config):
     """Number of tasks made."""
     seed: int = 0
     """Seed of the tasks; take another for validation."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of that dataset, as its own documentation names them."""
 
 

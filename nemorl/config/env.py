@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .base import Config
+from .base import Config, default_variant
 
 
 class SingleTurnEnvConfig(Config):
@@ -26,7 +26,7 @@ class ReasoningGymEnvConfig(Config):
 
     name: Literal["reasoning_gym"]
     answer_tag: str | None = "answer"
-    """Score what stands in `<answer>...</answer>`, an empty answer if it is missing; null scores the whole text."""
+    """Score what stands in `<answer>...</answer>`, an empty answer if missing; null scores the whole text."""
     weight: float = 1.0
     """Weight of the reward `reasoning_gym` in the sum."""
 
@@ -44,13 +44,14 @@ class CalculatorEnvConfig(Config):
 EnvConfig = Annotated[
     SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig | CalculatorEnvConfig,
     Field(discriminator="name"),
+    default_variant(SingleTurnEnvConfig),
 ]
 
 
 class RewardConfig(Config):
-    function: str
+    function: str = Field(min_length=1)
     """A built-in reward's name, or `package.module:function`."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""

@@ -14,6 +14,8 @@ from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 
 class Experiment(Config):
+    """Paths are relative to the folder in which the command is run, as on any command line."""
+
     run_dir: Path
     """Folder of the run: resolved config, metrics, samples, checkpoints, report."""
     seed: int = Field(42, ge=0)

@@ -1,6 +1,6 @@
 """`generation`: the engine that samples, and how it samples."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -30,9 +30,9 @@ class TorchGenerationConfig(Config):
     """Most tokens sampled in one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """The distribution that is sampled in training."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a turn, beside the model's own end token."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a turn; the tokens that complete them are kept."""
     max_batch_size: int = Field(64, ge=1)
     """Sequences decoded together; more wait."""

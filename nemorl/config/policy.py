@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Config
+from .base import Config, default_variant
 
 
 class TokenizerConfig(Config):
@@ -57,7 +57,7 @@ class SgdConfig(Config):
     """Momentum."""
 
 
-OptimizerConfig = Annotated[AdamConfig | SgdConfig, Field(discriminator="name")]
+OptimizerConfig = Annotated[AdamConfig | SgdConfig, Field(discriminator="name"), default_variant(AdamConfig)]
 
 
 class ConstantSchedule(Config):
@@ -76,7 +76,9 @@ class DecaySchedule(Config):
     """The rate after the decay."""
 
 
-ScheduleConfig = Annotated[ConstantSchedule | DecaySchedule, Field(discriminator="name")]
+ScheduleConfig = Annotated[
+    ConstantSchedule | DecaySchedule, Field(discriminator="name"), default_variant(ConstantSchedule)
+]
 
 
 class PolicyConfig(Config):

@@ -60,7 +60,7 @@ class CheckpointingConfig(Config):
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     metric: str | None = None
-    """The checkpoint with the best value of this metric, such as `validation/reward`, is kept beside the newest."""
+    """Also keep the checkpoint with the best value of this metric, such as `validation/reward`."""
     higher_is_better: bool = True
     """Whether the best value is the highest."""
     save_hf: bool = False

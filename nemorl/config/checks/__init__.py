@@ -1,0 +1,58 @@
+"""What must hold between the fields of an experiment, beyond the type of each.
+
+A check is a function that takes the sections it looks at, by their names in `Experiment`, and yields what is
+wrong. It is made when all of these sections are sound. Checks look at nothing outside the configuration; what
+needs the model or the machine is in `nemorl.plan.fit`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+from nemorl.errors import Violation
+
+from . import batches, data, lengths, resources, rewards, sampling, schedule, validation
+
+Check = Callable[..., Iterator[Violation]]
+
+CHECKS: tuple[Check, ...] = (
+    batches.no_staleness_yet,
+    batches.minibatches_divide,
+    batches.data_parallel_divides,
+    batches.groups_can_be_compared,
+    batches.aggregation_has_its_length,
+    lengths.turn_fits_sequence,
+    lengths.cache_holds_sequence,
+    lengths.micro_batch_holds_sequence,
+    sampling.training_explores,
+    sampling.training_is_unfiltered,
+    sampling.greedy_samples_once,
+    schedule.decay_follows_warmup,
+    schedule.decay_goes_down,
+    data.template_holds_prompt,
+    data.chat_parts_want_chat,
+    data.arithmetic_has_enough_pairs,
+    data.answers_to_learn,
+    data.answers_to_compare,
+    data.reasoning_gym_belongs_together,
+    data.validation_shares_no_task,
+    rewards.something_is_rewarded,
+    rewards.reward_names_differ,
+    rewards.calculator_wants_chat,
+    validation.data_to_validate_on,
+    validation.enough_tasks,
+    validation.pass_at_k_has_samples,
+    validation.best_checkpoint_is_measured,
+    resources.sequence_parallel_wants_tensor_parallel,
+    resources.one_node,
+    resources.gpus_for_all_processes,
+)
+
+
+def check_sections(sections: Mapping[str, object]) -> list[Violation]:
+    """Make every check whose sections are all there."""
+    found: list[Violation] = []
+    for check in CHECKS:
+        wanted = inspect.signature(check).parameters
+        if wanted.keys() <= sections.keys():
+            found += check(**{name: sections[name] for name in wanted})
+    return found

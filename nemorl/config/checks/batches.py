@@ -1,0 +1,81 @@
+"""How many sequences there are, and over what they must divide."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.errors import ABSENT, Violation
+
+_FIXED_LENGTH = "seq-mean-token-sum-norm"
+
+
+def no_staleness_yet(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The loop is synchronous in this release."""
+    if isinstance(algorithm, GrpoConfig) and algorithm.max_staleness != 0:
+        yield Violation(
+            "algorithm.max_staleness",
+            algorithm.max_staleness,
+            "this release samples with the newest weights only: set it to 0",
+        )
+
+
+def minibatches_divide(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Every optimizer step takes equally many trajectories."""
+    if isinstance(algorithm, GrpoConfig) and algorithm.trajectories_per_step % algorithm.num_minibatches:
+        yield Violation(
+            "algorithm.num_minibatches",
+            algorithm.num_minibatches,
+            f"it must divide the {_trajectories(algorithm)} of a step",
+        )
+
+
+def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Every data-parallel rank takes equally many sequences of every optimizer step."""
+    size = policy.layout.data_parallel_size
+    if isinstance(algorithm, SftConfig):
+        if algorithm.batch_size % size:
+            mend = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
+            yield Violation("algorithm.batch_size", algorithm.batch_size, mend)
+        return
+    per_minibatch, rest = divmod(algorithm.trajectories_per_step, algorithm.num_minibatches)
+    if per_minibatch % size and not rest:
+        share = f", in {algorithm.num_minibatches} minibatches of {per_minibatch}"
+        yield Violation(
+            "policy.layout.data_parallel_size",
+            size,
+            "it must divide the trajectories of an optimizer step; there are "
+            f"{_trajectories(algorithm)} in a step{share if algorithm.num_minibatches > 1 else ''}",
+        )
+
+
+def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The baseline of a trajectory is made from the others of its task."""
+    if isinstance(algorithm, GrpoConfig) and algorithm.num_generations_per_prompt == 1:
+        yield Violation(
+            "algorithm.num_generations_per_prompt",
+            1,
+            "a trajectory alone in its group has advantage 0 and nothing is learnt: take 2 or more",
+        )
+
+
+def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """One aggregation divides by a fixed length, and only that one."""
+    if isinstance(algorithm, SftConfig):
+        if algorithm.aggregation == _FIXED_LENGTH:
+            mend = "SFT has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
+            yield Violation("algorithm.aggregation", algorithm.aggregation, mend)
+        return
+    loss = algorithm.loss
+    if loss.aggregation == _FIXED_LENGTH and loss.aggregation_length is None:
+        mend = f"`{_FIXED_LENGTH}` divides by this length: give it, such as generation.max_new_tokens"
+        yield Violation("algorithm.loss.aggregation_length", ABSENT, mend)
+    if loss.aggregation != _FIXED_LENGTH and loss.aggregation_length is not None:
+        mend = f"`{loss.aggregation}` does not use it: remove it, or take the aggregation `{_FIXED_LENGTH}`"
+        yield Violation("algorithm.loss.aggregation_length", loss.aggregation_length, mend)
+
+
+def _trajectories(algorithm: GrpoConfig) -> str:
+    return (
+        f"{algorithm.trajectories_per_step} trajectories "
+        f"({algorithm.num_prompts_per_step} prompts x {algorithm.num_generations_per_prompt} generations)"
+    )

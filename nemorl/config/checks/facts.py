@@ -1,0 +1,25 @@
+"""What several checks ask about an experiment."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.data import DataConfig, DatasetConfig
+
+
+def generates(algorithm: AlgorithmConfig) -> bool:
+    """Whether the run samples at all; supervised fine-tuning does so for validation only."""
+    return isinstance(algorithm, GrpoConfig) or algorithm.validation.scheduled
+
+
+def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """Each dataset with the path of its section."""
+    yield "data.train", data.train
+    if data.validation is not None:
+        yield "data.validation", data.validation
+
+
+def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """The datasets whose tasks go through the environment: SFT learns its training tasks without it."""
+    for path, dataset in datasets(data):
+        if isinstance(algorithm, GrpoConfig) or path == "data.validation":
+            yield path, dataset

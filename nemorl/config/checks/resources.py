@@ -1,0 +1,45 @@
+"""Processes, machines and devices."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.errors import Violation
+
+from .facts import generates
+
+
+def sequence_parallel_wants_tensor_parallel(policy: PolicyConfig) -> Iterator[Violation]:
+    """Sequence parallelism splits over the tensor-parallel processes."""
+    if policy.layout.sequence_parallel and policy.layout.tensor_parallel_size == 1:
+        yield Violation(
+            "policy.layout.sequence_parallel",
+            True,
+            "activations are split over the tensor-parallel processes, and there is one: set "
+            "policy.layout.tensor_parallel_size to 2 or more, or this to false",
+        )
+
+
+def one_node(cluster: ClusterConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Weights reach generation through shared memory."""
+    if cluster.num_nodes > 1 and generates(algorithm):
+        mend = "this release hands weights to generation through one machine's shared memory: set it to 1"
+        yield Violation("cluster.num_nodes", cluster.num_nodes, mend)
+
+
+def gpus_for_all_processes(
+    cluster: ClusterConfig, policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """Every policy process and every engine has a GPU of its own, where there are GPUs."""
+    engines = generation.replicas if generates(algorithm) else 0
+    wanted = policy.layout.world_size + engines
+    there = cluster.num_nodes * cluster.gpus_per_node
+    if 0 < there < wanted:
+        yield Violation(
+            "cluster.gpus_per_node",
+            cluster.gpus_per_node,
+            f"{policy.layout.world_size} policy processes and {engines} engines want {wanted} GPUs, there are "
+            f"{there}: give more, or take a smaller policy.layout or fewer generation.replicas",
+        )

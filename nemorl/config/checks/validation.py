@@ -1,0 +1,52 @@
+"""Measuring: on what, how often and for which checkpoint."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.data import DataConfig, JsonlDataset
+from nemorl.config.run import CheckpointingConfig
+from nemorl.errors import ABSENT, Violation
+
+
+def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A validation needs tasks. The other way round is fine: `nemorl eval` uses them."""
+    if algorithm.validation.scheduled and data.validation is None:
+        mend = "algorithm.validation asks for it: name a dataset, or take period, at_start and at_end away"
+        yield Violation("data.validation", ABSENT, mend)
+
+
+def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A validation takes no task twice."""
+    wanted, dataset = algorithm.validation.num_prompts, data.validation
+    if wanted is None or dataset is None or isinstance(dataset, JsonlDataset):
+        return
+    if wanted > dataset.size:
+        mend = f"data.validation has {dataset.size} tasks: lower this, or raise data.validation.size"
+        yield Violation("algorithm.validation.num_prompts", wanted, mend)
+
+
+def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """pass@k looks at k samples of a task."""
+    samples = algorithm.validation.num_generations_per_prompt
+    for k in algorithm.validation.pass_at_k:
+        if k > samples:
+            mend = (
+                f"pass@{k} wants {k} samples of each task, and there are {samples}: raise "
+                "algorithm.validation.num_generations_per_prompt, or leave this k out"
+            )
+            yield Violation("algorithm.validation.pass_at_k", list(algorithm.validation.pass_at_k), mend)
+
+
+def best_checkpoint_is_measured(
+    checkpointing: CheckpointingConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """The best checkpoint is found by a figure that the run has."""
+    metric = checkpointing.metric
+    if metric is None:
+        return
+    if not checkpointing.enabled:
+        mend = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
+        yield Violation("checkpointing.metric", metric, mend)
+    elif metric.startswith("validation/") and algorithm.validation.period is None:
+        mend = "it is measured by validation only: give algorithm.validation.period"
+        yield Violation("checkpointing.metric", metric, mend)

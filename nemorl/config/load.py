@@ -1,0 +1,93 @@
+"""From an experiment file to a checked `Experiment`.
+
+file + what it inherits  ->  overrides  ->  ${references}  ->  types  ->  cross-field checks
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError, create_model
+
+from nemorl.errors import ABSENT, ConfigError, Violation
+
+from .base import Config
+from .checks import check_sections
+from .experiment import Experiment
+from .explain import explain
+from .inherit import read_document
+from .interpolate import interpolate
+from .overrides import apply_overrides
+from .yaml_tree import Document, FieldPath, Tree, field_path, look_up
+
+DEFAULT = "default"
+
+
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read and check an experiment file, with `a.b=value` overrides from the command line.
+
+    Raises `ConfigError` with everything that is wrong at once: what the types refuse, and the cross-field
+    checks of the sections that are sound. Nothing outside the files is looked at (see `nemorl.plan.fit`).
+    """
+    document, violations = interpolate(apply_overrides(read_document(path), overrides))
+    experiment, refused = _typed(document.tree)
+    unresolved = {violation.field for violation in violations}
+    violations += [violation for violation in refused if violation.field not in unresolved]
+    if experiment and not violations:
+        sections = {name: getattr(experiment, name) for name in Experiment.model_fields}
+    else:
+        sections = _sound_sections(document.tree, {_section(violation) for violation in violations})
+    violations += check_sections(sections)
+    if violations or experiment is None:
+        raise ConfigError(str(path), [_with_origin(violation, document) for violation in violations])
+    return experiment
+
+
+def to_yaml(experiment: Experiment) -> str:
+    """The whole experiment, defaults included, as a file that `load_experiment` reads back."""
+    # JSON's types turn paths into texts; a literal `${` must not be taken for a reference.
+    text = yaml.safe_dump(
+        experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=2**31
+    )
+    return text.replace("${", "$${")
+
+
+def _typed(tree: Tree) -> tuple[Experiment | None, list[Violation]]:
+    try:
+        return Experiment.model_validate(tree), []
+    except ValidationError as error:
+        return None, explain(error)
+
+
+def _sound_sections(tree: Tree, broken: set[str]) -> dict[str, object]:
+    """The sections in which nothing is wrong, so that the checks between them can still be made."""
+    sound = {name: field for name, field in Experiment.model_fields.items() if name not in broken}
+    fields = {name: (field.annotation, field) for name, field in sound.items()}
+    partial = create_model("PartialExperiment", __base__=Config, **fields)  # type: ignore[call-overload]
+    values = partial.model_validate({name: tree[name] for name in sound if name in tree})
+    return {name: getattr(values, name) for name in sound}
+
+
+def _section(violation: Violation) -> str:
+    return violation.field.partition(".")[0]
+
+
+def _with_origin(violation: Violation, document: Document) -> Violation:
+    """Say where the value was written: the line of the field, or of the section around it."""
+    if violation.origin or not violation.field:
+        return violation
+    path = field_path(violation.field)
+    if violation.value is not ABSENT and not _is_written(document.tree, path):
+        return replace(violation, origin=DEFAULT)
+    while path and path not in document.origins:
+        path = path[:-1]
+    return replace(violation, origin=document.origins.get(path, ""))
+
+
+def _is_written(tree: Tree, path: FieldPath) -> bool:
+    try:
+        look_up(tree, path)
+    except LookupError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""`a.b=value` on the command line."""
+
+from collections.abc import Sequence
+
+from nemorl.errors import ConfigError, Violation
+
+from .merge import merged
+from .yaml_tree import Document, FieldPath, Tree, dotted, field_path, parse_value
+
+ORIGIN = "command line"
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """Lay `a.b=value` pairs over a document; of two for one field the later wins.
+
+    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is a
+    place in a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
+    where one of them changes the variant of a section. Raises `ConfigError`.
+    """
+    if not overrides:
+        return document
+    layer: Tree = {}
+    origins: dict[FieldPath, str] = {}
+    for override in overrides:
+        path, value = _parsed(override)
+        layer = _laid_over(layer, _nested(path, value))
+        origins[field_path(".".join(path))] = ORIGIN
+    _refuse_unknown_places(document.tree, layer, ())
+    return Document(_laid_over(document.tree, layer), document.origins | origins)
+
+
+def _parsed(override: str) -> tuple[list[str], object]:
+    field, equals, text = override.partition("=")
+    path = field.strip().split(".")
+    if not equals or not all(path):
+        mend = "an override is written `section.field=value`, such as `algorithm.num_steps=20`"
+        raise ConfigError(ORIGIN, [Violation("", override, mend, ORIGIN)])
+    return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
+
+
+def _nested(path: list[str], value: object) -> Tree:
+    for key in reversed(path[1:]):
+        value = {key: value}
+    return {path[0]: value}
+
+
+def _laid_over(base: Tree, over: Tree) -> Tree:
+    tree = merged(base, over)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _refuse_unknown_places(base: object, over: object, path: FieldPath) -> None:
+    """A place that a list does not have would turn the list into a mapping."""
+    if not isinstance(over, dict):
+        return
+    for key, value in over.items():
+        if isinstance(base, list) and not (key.isdecimal() and int(key) < len(base)):
+            places = f"places 0 to {len(base) - 1}" if base else "no item"
+            mend = f"the list has {places}: name one of them, or give the whole list as `[...]`"
+            raise ConfigError(ORIGIN, [Violation(dotted((*path, key)), value, mend, ORIGIN)])
+        if isinstance(base, list):
+            _refuse_unknown_places(base[int(key)], value, (*path, int(key)))
+        elif isinstance(base, dict):
+            _refuse_unknown_places(base.get(key), value, (*path, key))

@@ -1,0 +1,68 @@
+"""Errors for the person at the command line: their text is a sentence, and no traceback is shown for them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from textwrap import indent
+
+
+class NemorlError(Exception):
+    """Something the user can mend; the message says what was wrong, where, the value and the mend."""
+
+
+class RunError(NemorlError):
+    """A run began and cannot go on."""
+
+
+class Absent(Enum):
+    """Stands for a value that was not given, which null is."""
+
+    ABSENT = "not given"
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong in a configuration."""
+
+    field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
+    value: object  # as it was given, or ABSENT
+    mend: str  # why it is refused and what to do
+    origin: str = ""  # `file:line`, `command line` or `default`; empty where none of these is known
+
+    def __str__(self) -> str:
+        where = f"  ({self.origin})" if self.origin else ""
+        return f"{self._subject()}{where}\n    {self.mend}"
+
+    def _subject(self) -> str:
+        if self.value is ABSENT:
+            return f"{self.field} is not given" if self.field else "the file"
+        return f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+
+
+class ConfigError(NemorlError):
+    """A configuration that is refused, with everything found wrong in it."""
+
+    def __init__(self, source: str, violations: Sequence[Violation]) -> None:
+        """`source` is the file, as the user named it."""
+        super().__init__(source, tuple(violations))
+        self.source = source
+        self.violations = tuple(violations)
+
+    def __str__(self) -> str:
+        count = f"{len(self.violations)} violations" if len(self.violations) > 1 else "1 violation"
+        listed = "\n".join(indent(str(violation), "  ") for violation in self.violations)
+        return f"{self.source} is refused: {count}\n{listed}"
+
+
+_SHOWN_CHARACTERS = 80
+
+
+def _shown(value: object) -> str:
+    """A value as YAML users write it, cut to a line."""
+    plain_text = isinstance(value, str) and value.isprintable() and value != ""
+    text = str(value) if plain_text else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
