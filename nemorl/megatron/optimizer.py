@@ -2,15 +2,20 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig
+from torch import Tensor
 
+from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
+
+from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DTYPES, DeviceKind, building
 
 logger = logging.getLogger(__name__)
@@ -64,11 +69,11 @@ class PolicyOptimizer:
             self.megatron = get_megatron_optimizer(
                 _megatron_config(config), [model], use_gloo_process_groups=False
             )
+        if isinstance(config.optimizer, SgdConfig):
+            self._replace_by_sgd(config.optimizer)
         self.progress = OptimizerProgress()
-        for group in self.megatron.param_groups:
-            if isinstance(self.megatron.optimizer, torch.optim.AdamW):
-                # One pass over memory instead of about ten; a CPU feels it most.
-                group["fused"], group["foreach"] = True, False
+        self._main = self._main_shards(dict(model.module.named_parameters()))
+        self._prepare_groups()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -103,6 +108,89 @@ class PolicyOptimizer:
         """Take the model's weights as the new float32 weights, after loading them from outside."""
         self.megatron.reload_model_params()
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The float32 weights and the optimizer's own tensors, as a checkpoint names them."""
+        return (WEIGHT, *self._moments())
+
+    def shards(self, state: str) -> dict[str, Shard]:
+        """What this rank updates of one state, by parameter; the tensors themselves."""
+        return {
+            name: Shard(start, main if state == WEIGHT else self._torch.state[main][state])
+            for name, (start, main) in self._main.items()
+        }
+
+    def set_shard(self, name: str, state: str, values: Tensor) -> None:
+        """Take this rank's part of a state from the whole local parameter [its elements]."""
+        if name in self._main:
+            start, main = self._main[name]
+            shard = main if state == WEIGHT else self._torch.state[main][state]
+            shard.copy_(values[start : start + shard.numel()])
+
+    def check_state_names(self, saved: tuple[str, ...], where: Path) -> None:
+        """Raise `UnfitCheckpoint` unless these are the states of this optimizer."""
+        if saved != self.state_names:
+            raise UnfitCheckpoint(
+                f"{where} holds the optimizer states {', '.join(saved)}; policy.optimizer "
+                f"{self._config.optimizer.name!r} wants {', '.join(self.state_names)}: resume with the optimizer "
+                "the run began with"
+            )
+
+    def resume(self, progress: OptimizerProgress) -> None:
+        """Go on from here, after the shards were set."""
+        self.progress = progress
+        for group in self._torch.param_groups:
+            if "step" in group:  # Transformer Engine's and apex's Adam
+                group["step"] = progress.updates
+        for state in self._torch.state.values():
+            if "step" in state:  # torch's
+                state["step"].fill_(progress.updates)
+
+    @property
+    def _torch(self) -> torch.optim.Optimizer:
+        return self.megatron.optimizer
+
+    def _moments(self) -> tuple[str, ...]:
+        optimizer = self._config.optimizer
+        if isinstance(optimizer, AdamConfig):
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if optimizer.momentum else ()
+
+    def _replace_by_sgd(self, config: SgdConfig) -> None:
+        """Megatron's distributed optimizer takes only Adam, because its checkpoints know no other; ours do."""
+        (distributed,) = self.megatron.chained_optimizers
+        sgd = torch.optim.SGD([torch.zeros(())], config.lr, momentum=config.momentum)
+        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for non-leaves.
+        sgd.param_groups = [{**group, **sgd.defaults} for group in distributed.optimizer.param_groups]
+        distributed.optimizer = sgd
+
+    def _prepare_groups(self) -> None:
+        """Weight decay, and the moments: now and not at the first step, so that a checkpoint can be read into them."""
+        is_torch_adam = isinstance(self._torch, torch.optim.AdamW)
+        for group in self._torch.param_groups:
+            # 0 for norms and biases, else 1; Megatron leaves multiplying to whoever schedules.
+            group["weight_decay"] = self._config.optimizer.weight_decay * group["wd_mult"]
+            if is_torch_adam:
+                # One pass over memory instead of about ten; a CPU feels it most.
+                group["fused"], group["foreach"] = True, False
+            for main in group["params"]:
+                state = self._torch.state[main]
+                if is_torch_adam:
+                    state["step"] = torch.zeros((), device=main.device)
+                for moment in self._moments():
+                    state[moment] = torch.zeros_like(main)
+
+    def _main_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
+        """By parameter: first of its elements that this rank updates, and the float32 tensor of these."""
+        (distributed,) = self.megatron.chained_optimizers
+        found = {}
+        for name, parameter in parameters.items():
+            if parameter in distributed.model_param_gbuf_map:
+                group, order = distributed.model_param_group_index_map[parameter]
+                start = distributed._get_model_param_range_map(parameter)["param"].start
+                found[name] = (start, self._torch.param_groups[group]["params"][order])
+        return found
+
     def _skip(self, norm: float) -> None:
         self.progress.skipped += 1
         self.progress.skipped_in_a_row += 1
@@ -121,23 +209,18 @@ class PolicyOptimizer:
 
 
 def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
-    """Megatron leaves biases and norms (one-dimensional parameters) out of weight decay by itself."""
     optimizer = config.optimizer
-    common = {
-        "lr": optimizer.lr,
-        "min_lr": 0.0,
-        "weight_decay": optimizer.weight_decay,
-        "bf16": config.precision == "bfloat16",
-        "params_dtype": DTYPES[config.precision],
-        "use_distributed_optimizer": True,
-        "clip_grad": 0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
-    }
-    if isinstance(optimizer, AdamConfig):
-        return MegatronOptimizerConfig(
-            optimizer="adam",
-            adam_beta1=optimizer.beta1,
-            adam_beta2=optimizer.beta2,
-            adam_eps=optimizer.eps,
-            **common,
-        )
-    return MegatronOptimizerConfig(optimizer="sgd", sgd_momentum=optimizer.momentum, **common)
+    adam = optimizer if isinstance(optimizer, AdamConfig) else AdamConfig()
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=0.0,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        bf16=config.precision == "bfloat16",
+        params_dtype=DTYPES[config.precision],
+        use_distributed_optimizer=True,
+        clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
+    )

@@ -171,12 +171,28 @@ class PolicyWorker:
         return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, int(tokens))
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write model, optimizer, schedule and random states into a folder that all ranks share."""
-        checkpoint.save(folder, self._model, self._optimizer, self._kind)
+        """Write weights, optimizer, schedule and random states into a folder that all ranks share."""
+        checkpoint.save(
+            folder,
+            rank=dist.get_rank(),
+            shape=self._shape,
+            layout=self._config.layout,
+            optimizer=self._optimizer,
+            device=self._kind,
+        )
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Take everything from a folder that `save_checkpoint` wrote; the reference stays as it is."""
-        checkpoint.load(folder, self._model, self._optimizer, self._kind)
+        """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
+        checkpoint.load(
+            folder,
+            rank=dist.get_rank(),
+            shape=self._shape,
+            layout=self._config.layout,
+            slices=self.slices(),
+            parameters=self.parameters(),
+            optimizer=self._optimizer,
+            device=self._kind,
+        )
 
     def close(self) -> None:
         """Leave the process group; the process may join another afterwards."""

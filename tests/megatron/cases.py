@@ -36,7 +36,7 @@ def start_worker(
         threads=1,
         temperature=temperature,
         keep_reference=True,
-        deadline_seconds=60,
+        deadline_seconds=30,
     )
     worker.load_hf(config.model_path)
     return worker

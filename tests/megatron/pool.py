@@ -65,3 +65,11 @@ def _serve(pipe: Connection) -> None:
             pipe.send((None, function(*args)))
         except Exception:  # noqa: BLE001 - whatever it was, the test wants to see it
             pipe.send((traceback.format_exc(), None))
+            _leave_group()
+
+
+def _leave_group() -> None:
+    """So that the next function can join another one."""
+    from nemorl.megatron import parallel  # not before the process has started: it imports torch
+
+    parallel.leave()

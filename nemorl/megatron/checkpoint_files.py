@@ -1,0 +1,174 @@
+"""The files of a policy's training state, readable under any layout.
+
+    policy.json                      layout, names of the states, progress of the optimizer
+    <state>_<rank>.safetensors       the rank's float32 share of one state (the weights, or a moment of the
+                                     optimizer): of each local parameter the run of elements that it updates
+    random_<rank>.safetensors        states of the random generators
+
+A rank's parameters are described in HF coordinates by `policy_slices`, those of the writing layout as well as those
+of the reading one, so reading is copying boxes, whatever the two layouts are.
+
+Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening somebody's checkpoint
+runs their code; it starts a manager process and forks writers inside the worker; and its distributed optimizer
+formats know Adam's states only. Seen with megatron-core 0.16.1.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+
+INDEX = "policy.json"
+FORMAT = 1
+WEIGHT = "weight"  # the state that is the float32 weights themselves
+
+
+class UnfitCheckpoint(ValueError):
+    """A training state of another model or format."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A run of elements of a local parameter, flattened: those that one data-parallel rank updates."""
+
+    start: int
+    values: Tensor  # [number of elements] float32
+
+
+def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]) -> None:
+    """One state of one rank: its shards by parameter."""
+    tensors = {name: shard.values.detach().cpu().contiguous() for name, shard in shards.items()}
+    starts = {name: shard.start for name, shard in shards.items()}
+    save_file(tensors, _state_file(folder, state, rank), metadata={"starts": json.dumps(starts)})
+
+
+def write_index(
+    folder: Path, shape: ModelShape, layout: LayoutConfig, states: Iterable[str], progress: Mapping[str, int]
+) -> None:
+    """What all ranks share; written by one of them."""
+    index = {
+        "format": FORMAT,
+        "layout": layout.model_dump(),
+        "tensors": hf_tensors(shape),
+        "states": list(states),
+        "progress": dict(progress),
+    }
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def global_rank(layout: LayoutConfig, *, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
+    """Megatron's order: tp fastest, then dp, then pp."""
+    return tp_rank + layout.tensor_parallel_size * (dp_rank + layout.data_parallel_size * pp_rank)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A box as one rank of the writing layout held it."""
+
+    tp_rank: int
+    pp_rank: int
+    part: TensorSlice
+
+
+class SavedState:
+    """A training state on disk. Raises `UnfitCheckpoint` when it is not of this model."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        self.folder = folder
+        index = json.loads((folder / INDEX).read_text())
+        if index["format"] != FORMAT:
+            raise UnfitCheckpoint(f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}")
+        _check_same_model(folder, index["tensors"], hf_tensors(shape))
+        self.layout = LayoutConfig(**index["layout"])
+        self.states: tuple[str, ...] = tuple(index["states"])
+        self.progress: dict[str, int] = index["progress"]
+        self._sources = _sources(shape, self.layout)
+        # Slices come parameter by parameter, so the last few are all that is asked for again.
+        self._parameter = lru_cache(maxsize=4)(self._read_parameter)
+
+    def fill(self, state: str, targets: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
+        """Copy the boxes of one state to where `slices` say in `targets`."""
+        for part in slices:
+            target = local_view(targets, part)
+            copied: set[tuple[tuple[int, int], ...]] = set()
+            for source in self._sources[part.name]:
+                overlap = _overlap(part, source.part)
+                if overlap is None or overlap in copied:
+                    continue
+                parameter = self._parameter(state, source.tp_rank, source.pp_rank, source.part.param)
+                held = local_view({source.part.param: parameter}, source.part)
+                target[_within(overlap, part)] = held[_within(overlap, source.part)].to(target.device, target.dtype)
+                copied.add(overlap)
+
+    def hf_tensor(self, name: str) -> Tensor:
+        """A whole tensor of the HF checkpoint, float32."""
+        extents = self._sources[name][0].part.shape
+        whole = torch.empty(extents)
+        strides = whole.stride()
+        box = TensorSlice(name, extents, (0,) * len(extents), extents, name, 0, strides)
+        self.fill(WEIGHT, {name: whole}, [box])
+        return whole
+
+    def _read_parameter(self, state: str, tp_rank: int, pp_rank: int, name: str) -> Tensor:
+        """One local parameter [its elements], put together from the shares of its data-parallel ranks."""
+        shards = []
+        for dp_rank in range(self.layout.data_parallel_size):
+            rank = global_rank(self.layout, tp_rank=tp_rank, dp_rank=dp_rank, pp_rank=pp_rank)
+            with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
+                start = json.loads(file.metadata()["starts"]).get(name)
+                if start is not None:
+                    shards.append((start, file.get_tensor(name)))
+        return torch.cat([values for _, values in sorted(shards, key=lambda shard: shard[0])])
+
+
+def _state_file(folder: Path, state: str, rank: int) -> Path:
+    return folder / f"{state}_{rank:05d}.safetensors"
+
+
+def _sources(shape: ModelShape, layout: LayoutConfig) -> dict[str, list[_Source]]:
+    """Who held which boxes of each HF tensor."""
+    sources: dict[str, list[_Source]] = defaultdict(list)
+    tp_size, pp_size = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    for pp_rank in range(pp_size):
+        for tp_rank in range(tp_size):
+            for part in policy_slices(shape, PolicyRank(tp_rank, tp_size, pp_rank, pp_size)):
+                sources[part.name].append(_Source(tp_rank, pp_rank, part))
+    return sources
+
+
+def _overlap(a: TensorSlice, b: TensorSlice) -> tuple[tuple[int, int], ...] | None:
+    """First and last-plus-one index of the common box per dimension, or None."""
+    box = []
+    for a_start, a_size, b_start, b_size in zip(a.start, a.size, b.start, b.size, strict=True):
+        first, last = max(a_start, b_start), min(a_start + a_size, b_start + b_size)
+        if first >= last:
+            return None
+        box.append((first, last))
+    return tuple(box)
+
+
+def _within(box: tuple[tuple[int, int], ...], part: TensorSlice) -> tuple[slice, ...]:
+    return tuple(slice(first - s, last - s) for (first, last), s in zip(box, part.start, strict=True))
+
+
+def _check_same_model(folder: Path, there: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:
+    for name in here.keys() | there.keys():
+        if tuple(there.get(name, ())) != here.get(name, ()):
+            raise UnfitCheckpoint(
+                f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} in the "
+                "model of policy.model_path"
+            )

@@ -1,0 +1,120 @@
+"""A loaded state continues as the run that was saved: bit by bit, or under another layout as closely as layouts agree."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
+from nemorl.megatron.checkpoint_files import SavedState
+from nemorl.models.shape import ModelShape
+from tests.megatron.cases import LOSS, partition, share, start_worker
+from tests.megatron.examples import layout, policy_config, ragged_batch
+
+SCHEDULE = DecaySchedule(name="cosine", warmup_steps=2, decay_steps=6)
+
+
+def train(worker, rank, config, seed):
+    batch = share(ragged_batch(seed=seed), rank, config)
+    micro_batches = partition(batch.num_sequences, 3)
+    worker.load_batch(batch)
+    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    return worker.train(LOSS, micro_batches)
+
+
+def save_in_the_middle(rank, world_size, rendezvous, config, folder):
+    """Two steps, a checkpoint, two steps."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    for seed in range(2):
+        train(worker, rank, config, seed)
+    worker.save_checkpoint(folder)
+    steps = [train(worker, rank, config, seed) for seed in range(2, 4)]
+    weights = {name: p.clone() for name, p in worker.parameters().items()}
+    worker.close()
+    return steps, weights
+
+
+def continue_from(rank, world_size, rendezvous, config, folder):
+    """The checkpoint, two steps."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_checkpoint(folder)
+    steps = [train(worker, rank, config, seed) for seed in range(2, 4)]
+    weights = {name: p.clone() for name, p in worker.parameters().items()}
+    worker.close()
+    return steps, weights
+
+
+@pytest.mark.parametrize(
+    ("where", "fields"),
+    [
+        (layout(), {}),
+        (layout(), {"optimizer": SgdConfig(name="sgd", lr=0.1)}),
+        (layout(), {"precision": "bfloat16"}),
+        (layout(tp=2, dp=2), {}),
+        (layout(pp=2, dp=2), {"precision": "bfloat16"}),
+    ],
+    ids=["one process", "sgd", "bfloat16", "TP2-DP2", "PP2-DP2 bfloat16"],
+)
+def test_same_layout_continues_bit_by_bit(pool, model, tmp_path, where, fields):
+    config = policy_config(model("llama-tied")[1], layout=where, schedule=SCHEDULE, **fields)
+    saved = pool.run(where.world_size, save_in_the_middle, config, tmp_path)
+    loaded = pool.run(where.world_size, continue_from, config, tmp_path)
+    for (steps, weights), (steps_again, weights_again) in zip(saved, loaded, strict=True):
+        assert steps_again == steps
+        for name, weight in weights.items():
+            assert torch.equal(weights_again[name], weight), name
+
+
+@pytest.mark.parametrize("there", [layout(), layout(tp=2, sp=True), layout(tp=2, pp=2), layout(pp=2, dp=2)])
+def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
+    folder = model("llama-tied")[1]
+    saved = pool.run(4, save_in_the_middle, policy_config(folder, layout=layout(tp=2, dp=2)), tmp_path)
+    config = policy_config(folder, layout=there)
+    for steps, _ in pool.run(there.world_size, continue_from, config, tmp_path):
+        for mine, its in zip(steps, saved[0][0], strict=True):
+            assert mine.sums["loss/total"] == pytest.approx(its.sums["loss/total"], rel=1e-5)
+            assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
+
+
+def test_weights_are_read_as_hf_tensors_without_a_worker(pool, model, tmp_path):
+    folder = model("qwen3")[1]
+    config = policy_config(folder, layout=layout(tp=2, dp=2))
+    pool.run(4, save_untrained, config, tmp_path)
+    saved = SavedState(tmp_path, ModelShape.load(folder))
+    for name, expected in model("qwen3")[0].state_dict().items():
+        assert torch.equal(saved.hf_tensor(name), expected), name
+
+
+def save_untrained(rank, world_size, rendezvous, config, folder):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.save_checkpoint(folder)
+    worker.close()
+
+
+def load_error(rank, world_size, rendezvous, config, folder):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    try:
+        worker.load_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    finally:
+        worker.close()
+    return None
+
+
+def test_another_optimizer_or_model_is_refused(pool, model, tmp_path):
+    folder = model("llama")[1]
+    pool.run(1, save_untrained, policy_config(folder, optimizer=AdamConfig()), tmp_path)
+
+    (error,) = pool.run(1, load_error, policy_config(folder, optimizer=SgdConfig(name="sgd", lr=0.1)), tmp_path)
+    assert "holds the optimizer states weight, exp_avg, exp_avg_sq" in error
+    assert "'sgd' wants weight, momentum_buffer" in error
+
+    (error,) = pool.run(1, load_error, policy_config(model("llama-tied")[1]), tmp_path)
+    assert "is of another model: lm_head.weight is [53, 64] there, and None" in error
+
+    index = json.loads((tmp_path / "policy.json").read_text())
+    (Path(tmp_path) / "policy.json").write_text(json.dumps({**index, "format": 9}))
+    (error,) = pool.run(1, load_error, policy_config(folder), tmp_path)
+    assert "is of format 9; this version reads 1" in error
