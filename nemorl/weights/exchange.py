@@ -95,8 +95,7 @@ class WeightExchange:
         began = time.perf_counter()
         plan = self._plan = self._plan or self._make_plan()
         transfer_began = time.perf_counter()
-        with refit_session(version, self._deadline_seconds) as session:
-            sent, received = self._transfer(session)
+        sent, received = self._transfer(version)
         seconds_transfer = time.perf_counter() - transfer_began
         _compare(version, sent, received)
         self._receivers.commit(version)
@@ -120,19 +119,21 @@ class WeightExchange:
         self._receivers.prepare([Part(plan.receiver_part(rank), dtype) for rank in range(len(layouts))])
         return plan
 
-    def _transfer(self, session: RefitSession) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
+    def _transfer(self, version: int) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
         with ThreadPoolExecutor(max_workers=2) as pool:
-            sending = pool.submit(self._senders.send, session)
-            receiving = pool.submit(self._receivers.receive, session)
-            _raise_cause((sending, receiving))
+            with refit_session(version, self._deadline_seconds) as session:
+                sending = pool.submit(self._senders.send, session)
+                receiving = pool.submit(self._receivers.receive, session)
+                calls: list[Future[Any]] = [sending, receiving]
+                finished = wait(calls, return_when=FIRST_EXCEPTION).done
+            # the session is over now: after an error, ranks that still wait give up
+            _raise_cause(sorted(calls, key=lambda call: call not in finished))
             return sending.result(), receiving.result()
 
 
 def _raise_cause(calls: Sequence[Future[Any]]) -> None:
-    """Wait for all calls; raise the error that caused the others, which are added to it as notes."""
-    finished = wait(calls, return_when=FIRST_EXCEPTION).done
-    in_order = sorted(calls, key=lambda call: call not in finished)
-    errors = [error for call in in_order if (error := call.exception()) is not None]
+    """Raise the error that caused the others, which become its notes. `calls` are in order of time."""
+    errors = [error for call in calls if (error := call.exception()) is not None]
     if not errors:
         return
     cause = next((error for error in errors if not isinstance(error, PeerClosed)), errors[0])

@@ -4,14 +4,19 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 _RETRY_SECONDS = 0.005
+_LOOK_UP_SECONDS = 0.1  # how often a wait looks whether the session is over
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
+
+
+T = TypeVar("T")
 
 
 class RefitFailed(RuntimeError):
@@ -41,7 +46,10 @@ class RefitSession:
 
 @contextmanager
 def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSession]:
-    """A session whose folder exists as long as the block; all ranks are on this machine."""
+    """A session whose folder exists as long as the block; leaving the block ends the waits of all ranks.
+
+    All ranks are on this machine.
+    """
     folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
     try:
         session = RefitSession(version, folder, deadline_seconds)
@@ -57,48 +65,56 @@ def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSessio
 
 
 class Waiting:
-    """The waits of one rank in one refit, all bounded by the one deadline."""
+    """The waits of one rank in one refit: all end with the deadline, or soon after the session."""
 
     def __init__(self, who: str, session: RefitSession) -> None:
         self._who = who
         self._session = session
         self._end = time.monotonic() + session.deadline_seconds
 
-    @contextmanager
-    def on(self, connection: socket.socket, what: str, peer: str) -> Iterator[None]:
-        """Bound the socket calls of a block; errors say who waits for `what`, or that `peer` is gone."""
+    def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
+        """Result of a socket operation that may have to wait for `what`, which `peer` is to do.
+
+        The operation must leave nothing half done when it times out: it is then called again.
+        """
         began, clock = time.monotonic(), datetime.now()
-        connection.settimeout(max(self._end - began, 1e-3))
-        try:
-            yield
-        except TimeoutError:
-            raise self._expired(what, began, clock) from None
-        except (ConnectionError, EOFError) as error:
-            raise PeerClosed(
-                f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} closed "
-                "its connection; its process ended or its own part failed"
-            ) from error
+        connection.settimeout(_LOOK_UP_SECONDS)
+        while True:
+            try:
+                return operation()
+            except TimeoutError:
+                self._check(what, began, clock)
+            except (ConnectionError, EOFError) as error:
+                raise PeerClosed(
+                    f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} "
+                    "closed its connection; its process ended or its own part failed"
+                ) from error
 
     def connect(self, path: Path, peer: str) -> socket.socket:
         """A connection to the socket at `path`, which `peer` may yet have to open."""
         began, clock = time.monotonic(), datetime.now()
         while True:
-            connection = socket.socket(socket.AF_UNIX)
+            connection = refit_socket()
             try:
                 connection.connect(str(path))
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()
-            if not self._session.folder.exists():
-                raise PeerClosed(
-                    f"refit to version {self._session.version}: it ended before {self._who} reached {peer}"
-                )
-            if time.monotonic() >= self._end:
-                raise self._expired(f"{peer} to listen", began, clock)
+            self._check(f"{peer} to listen", began, clock)
             time.sleep(_RETRY_SECONDS)
 
-    def _expired(self, what: str, began: float, clock: datetime) -> RefitDeadline:
-        return RefitDeadline(
-            f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S} "
-            f"({time.monotonic() - began:.1f} s); the deadline is {self._session.deadline_seconds:g} s"
+    def _check(self, what: str, began: float, clock: datetime) -> None:
+        """Raise once the wait that began at `began` (monotonic) and `clock` (wall time) is in vain."""
+        told = (
+            f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S}"
         )
+        seconds = f"({time.monotonic() - began:.1f} s)"
+        if time.monotonic() >= self._end:
+            raise RefitDeadline(f"{told} {seconds}; the deadline is {self._session.deadline_seconds:g} s")
+        if not self._session.folder.exists():
+            raise PeerClosed(f"{told} {seconds}; the driver ended the refit, because another rank failed")
+
+
+def refit_socket() -> socket.socket:
+    """An unconnected socket of a refit. It keeps messages apart, so that none arrives in halves."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .session import RefitFailed, RefitSession, Waiting
+from .session import RefitFailed, RefitSession, Waiting, refit_socket
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot
@@ -66,8 +66,11 @@ class BucketSender:
     def publish(self, number: int, receiver: int) -> None:
         """Tell the receiver that the bucket is complete."""
         peer = _receiver_name(receiver)
-        with self._waiting.on(self._connections[receiver], f"{peer} to hear of bucket {number}", peer):
-            self._connections[receiver].sendall(_NUMBER.pack(number))
+        connection = self._connections[receiver]
+        message = _NUMBER.pack(number)
+        self._waiting.call(
+            connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
+        )
         self._untaken[number] = receiver
 
     def drain(self) -> None:
@@ -80,8 +83,10 @@ class BucketSender:
             return
         receiver = self._untaken.pop(number)
         peer = _receiver_name(receiver)
-        with self._waiting.on(self._connections[receiver], f"{peer} to take bucket {number}", peer):
-            taken = _receive_number(self._connections[receiver])
+        connection = self._connections[receiver]
+        taken = self._waiting.call(
+            connection, lambda: _receive_number(connection), f"{peer} to take bucket {number}", peer
+        )
         if taken != number:
             raise RefitFailed(f"{peer} took bucket {taken} where {self._who} had sent bucket {number}")
 
@@ -99,15 +104,20 @@ class BucketReceiver:
     def next_bucket(self, sender: int, num_elements: int, dtype: torch.dtype) -> tuple[int, Tensor]:
         """Number and elements [num_elements] of the sender's next bucket for this rank, once complete."""
         peer = _sender_name(sender)
-        with self._waiting.on(self._connections[sender], f"the next bucket of {peer}", peer):
-            number = _receive_number(self._connections[sender])
+        connection = self._connections[sender]
+        number = self._waiting.call(
+            connection, lambda: _receive_number(connection), f"the next bucket of {peer}", peer
+        )
         return number, self._memories[sender].slot(number, num_elements, dtype)
 
     def taken(self, sender: int, number: int) -> None:
         """Give the slot of a bucket back to its sender."""
         peer = _sender_name(sender)
-        with self._waiting.on(self._connections[sender], f"{peer} to hear of bucket {number}", peer):
-            self._connections[sender].sendall(_NUMBER.pack(number))
+        connection = self._connections[sender]
+        message = _NUMBER.pack(number)
+        self._waiting.call(
+            connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
+        )
 
 
 @contextmanager
@@ -118,23 +128,22 @@ def bucket_sender(
     who = _sender_name(rank)
     waiting = Waiting(who, session)
     slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
-    hello = _HELLO.pack(session.version, slot_bytes)
-    connections: dict[int, socket.socket] = {}
     with ExitStack() as stack:
         descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{rank}")
         stack.callback(os.close, descriptor)
         os.ftruncate(descriptor, _SLOTS * slot_bytes)
         memory = _Memory(mmap.mmap(descriptor, _SLOTS * slot_bytes), slot_bytes)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
+        stack.callback(memory.mapping.madvise, mmap.MADV_REMOVE)
+        listener = stack.enter_context(refit_socket())
         listener.bind(str(session.socket_path(rank)))
         listener.listen(len(receivers))
+        connections: dict[int, socket.socket] = {}
         while missing := sorted(set(receivers) - connections.keys()):
             peer = _receiver_name(missing[0])
-            with waiting.on(listener, f"{peer} to connect", peer):
-                connection = stack.enter_context(listener.accept()[0])
-            with waiting.on(connection, "a receiver to say its rank", "it"):
-                connections[_receive_number(connection)] = connection
-                socket.send_fds(connection, [hello], [descriptor])
+            connection = waiting.call(listener, lambda: listener.accept()[0], f"{peer} to connect", peer)
+            stack.enter_context(connection)
+            connections[_greet(connection, waiting, session.version, slot_bytes, descriptor)] = connection
         yield BucketSender(who, waiting, memory, connections)
 
 
@@ -148,36 +157,50 @@ def bucket_receiver(rank: int, session: RefitSession, senders: Sequence[int]) ->
             for sender in senders
         }
         for connection in connections.values():
-            connection.sendall(_NUMBER.pack(rank))
-        memories: dict[int, _Memory] = {}
-        for sender, connection in connections.items():
-            peer = _sender_name(sender)
-            with waiting.on(connection, f"the memory of {peer}", peer):
-                memories[sender] = _receive_memory(connection, session.version)
+            connection.send(_NUMBER.pack(rank))
+        memories = {
+            sender: _receive_memory(connection, waiting, session.version, _sender_name(sender))
+            for sender, connection in connections.items()
+        }
         yield BucketReceiver(waiting, memories, connections)
 
 
-def _receive_memory(connection: socket.socket, version: int) -> _Memory:
-    hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+def _greet(
+    connection: socket.socket, waiting: Waiting, version: int, slot_bytes: int, descriptor: int
+) -> int:
+    """Hand the memory to a receiver; its rank."""
+    receiver = waiting.call(
+        connection, lambda: _receive_number(connection), "a receiver to say its rank", "that receiver"
+    )
+    socket.send_fds(connection, [_HELLO.pack(version, slot_bytes)], [descriptor])
+    return receiver
+
+
+def _receive_memory(connection: socket.socket, waiting: Waiting, version: int, peer: str) -> _Memory:
+    hello, descriptors = waiting.call(
+        connection, lambda: _receive_hello(connection), f"the memory of {peer}", peer
+    )
     try:
-        if len(hello) < _HELLO.size or not descriptors:
-            raise EOFError
         sent_version, slot_bytes = _HELLO.unpack(hello)
         if sent_version != version:
-            raise RefitFailed(f"a sender offers version {sent_version} in the refit to version {version}")
+            raise RefitFailed(f"{peer} offers version {sent_version} in the refit to version {version}")
         return _Memory(mmap.mmap(descriptors[0], _SLOTS * slot_bytes), slot_bytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
+def _receive_hello(connection: socket.socket) -> tuple[bytes, list[int]]:
+    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    if not message:
+        raise EOFError
+    return message, descriptors
+
+
 def _receive_number(connection: socket.socket) -> int:
-    message = b""
-    while len(message) < _NUMBER.size:
-        received = connection.recv(_NUMBER.size - len(message))
-        if not received:
-            raise EOFError
-        message += received
+    message = connection.recv(_NUMBER.size)
+    if not message:
+        raise EOFError
     (number,) = _NUMBER.unpack(message)
     return int(number)
 

@@ -1,0 +1,208 @@
+"""Both sides of an exchange in threads and in processes, behind the protocols that the driver calls."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+from nemorl.weights.endpoints import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    SendReport,
+    WeightReceiver,
+    WeightSender,
+)
+from nemorl.weights.session import RefitSession
+from nemorl.weights.shared_memory import BucketReceiver
+from tests.weights.layouts import whole
+
+SHAPE = ModelShape(
+    family="qwen2",
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    vocab_size=101,
+    tied_embeddings=True,
+    rope_theta=1e4,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    qkv_bias=True,
+    qk_norm=False,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_ids=(1,),
+    torch_dtype="float32",
+)
+TP2_PP2 = [PolicyRank(tp, 2, pp, 2) for pp in range(2) for tp in range(2)]
+
+
+def model(seed: int) -> dict[str, Tensor]:
+    """The HF tensors of a version, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in hf_tensors(SHAPE).items()}
+
+
+def box(part: TensorSlice) -> tuple[slice, ...]:
+    return tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+
+
+def allocate(slices: Sequence[TensorSlice], dtype: torch.dtype) -> dict[str, Tensor]:
+    sizes: dict[str, int] = {}
+    for part in slices:
+        sizes[part.param] = max(sizes.get(part.param, 0), part.offset + part.num_elements)
+    return {param: torch.zeros(size, dtype=dtype) for param, size in sizes.items()}
+
+
+class PolicySide:
+    """One policy rank that trains by taking another seed."""
+
+    def __init__(self, rank: int, layout: PolicyRank) -> None:
+        self._slices = policy_slices(SHAPE, layout)
+        self._parameters = allocate(self._slices, torch.float32)
+        self.exchange = WeightSender(rank, self._slices, lambda: self._parameters)
+
+    def train(self, seed: int) -> None:
+        tensors = model(seed)
+        for part in self._slices:
+            local_view(self._parameters, part).copy_(tensors[part.name][box(part)])
+
+
+class EngineSide:
+    """One generation rank that holds whole tensors, twice: in use and staged."""
+
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+        slices = [whole(name, shape) for name, shape in hf_tensors(SHAPE).items()]
+        self.weights, self._staging = (
+            {name: torch.zeros(shape, dtype=dtype) for name, shape in hf_tensors(SHAPE).items()} for _ in "12"
+        )
+        self.version = 0
+        self.exchange = WeightReceiver(rank, slices, lambda: self._staging, self._swap)
+
+    def _swap(self, version: int) -> None:
+        self.weights, self._staging = self._staging, self.weights
+        self.version = version
+
+    def hang_at_bucket(self, number: int) -> None:
+        """From now on, take no bucket after this one."""
+        taken = BucketReceiver.taken
+
+        def hang(channel: BucketReceiver, sender: int, taken_number: int) -> None:
+            if taken_number == number:
+                time.sleep(3600)
+            taken(channel, sender, taken_number)
+
+        BucketReceiver.taken = hang  # type: ignore[method-assign]
+
+    def state(self) -> tuple[int, Mapping[str, Tensor]]:
+        return self.version, self.weights
+
+
+@dataclass
+class Threads:
+    """Every rank in a thread of this process."""
+
+    ranks: Sequence[Any]
+    calls: list[str] = field(default_factory=list)
+
+    def describe(self) -> list[Any]:
+        return self._all("describe", [()] * len(self.ranks))
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        self._all("prepare", [(part,) for part in parts])
+
+    def send(self, session: RefitSession) -> list[SendReport]:
+        return self._all("send", [(session,)] * len(self.ranks))
+
+    def receive(self, session: RefitSession) -> list[ReceiveReport]:
+        return self._all("receive", [(session,)] * len(self.ranks))
+
+    def commit(self, version: int) -> None:
+        self._all("commit", [(version,)] * len(self.ranks))
+
+    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append(method)
+        pool = ThreadPoolExecutor(len(self.ranks))
+        calls = [
+            pool.submit(getattr(rank.exchange, method), *given)
+            for rank, given in zip(self.ranks, arguments, strict=True)
+        ]
+        pool.shutdown(wait=False)  # like a cluster, fail with the first rank, while others still work
+        for call in as_completed(calls):
+            call.result()
+        return [call.result() for call in calls]
+
+
+class Remote:
+    """A rank in a process of its own; `exchange` and everything else is called over a pipe."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.weights.ranks"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.exchange = self
+
+    def call(self, target: str, *arguments: Any) -> Any:
+        try:
+            self._pipe.send((target, arguments))
+            error, result = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise WorkerGone(f"process {self.process.pid} ended during {target}") from None
+        if error is not None:
+            raise error
+        return result
+
+    def describe(self) -> ReceiverLayout | tuple[TensorSlice, ...]:
+        return self.call("exchange.describe")  # type: ignore[no-any-return]
+
+    def prepare(self, part: Part) -> None:
+        self.call("exchange.prepare", part)
+
+    def send(self, session: RefitSession) -> SendReport:
+        return self.call("exchange.send", session)  # type: ignore[no-any-return]
+
+    def receive(self, session: RefitSession) -> ReceiveReport:
+        return self.call("exchange.receive", session)  # type: ignore[no-any-return]
+
+    def commit(self, version: int) -> None:
+        self.call("exchange.commit", version)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+class WorkerGone(RuntimeError):
+    """What a cluster says of a dead worker."""
+
+
+def _serve(make: Callable[[], Any], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    rank = make()
+    while True:
+        target, arguments = pipe.recv()
+        method: Any = rank
+        for name in target.split("."):
+            method = getattr(method, name)
+        try:
+            answer = (None, method(*arguments))
+        except (RuntimeError, ValueError) as error:
+            answer = (error, None)
+        pipe.send(answer)

@@ -1,0 +1,104 @@
+"""The checksum is the same however a tensor is cut up, and changes with any bit and any exchange."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemorl.weights.fingerprint import combine, fingerprint
+
+MASK = 2**64 - 1
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole(values: torch.Tensor) -> int:
+    return fingerprint(values, (0,) * values.ndim, tuple(values.shape))
+
+
+def weight(axis: int, index: int) -> int:
+    """The weight of one position of one axis, in Python's own integers."""
+    state = ((index + 1) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03 * (axis + 1)) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return (state ^ (state >> 31)) | 1
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4)])
+def test_it_is_the_written_out_sum(shape: tuple[int, ...]) -> None:
+    values = tensor(shape)
+    expected = 0
+    for index in itertools.product(*map(range, shape)):
+        term = int(values[index].numpy().view(np.int32))
+        for axis, position in enumerate(index):
+            term *= weight(axis, position)
+        expected += term
+    assert whole(values) == expected & MASK
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+def test_boxes_add_up_to_the_tensor(data: st.DataObject, dtype: torch.dtype) -> None:
+    shape = data.draw(st.lists(st.integers(2, 9), min_size=1, max_size=3).map(tuple))
+    values = tensor(shape, dtype)
+    cuts = [data.draw(st.integers(1, extent - 1)) for extent in shape]
+    found = []
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        start = tuple(cut if c else 0 for c, cut in zip(corner, cuts, strict=True))
+        ends = (extent if c else cut for c, cut, extent in zip(corner, cuts, shape, strict=True))
+        box = values[tuple(slice(s, e) for s, e in zip(start, ends, strict=True))]
+        found.append(fingerprint(box, start, shape))
+    assert combine(found) == whole(values)
+
+
+def test_it_does_not_depend_on_chunks_or_strides() -> None:
+    values = tensor((700, 300))  # more than one chunk
+    rows = [fingerprint(values[i : i + 1], (i, 0), (700, 300)) for i in range(700)]
+    assert combine(rows) == whole(values) == whole(values.t().contiguous().t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_single_bit_shows(dtype: torch.dtype) -> None:
+    values = tensor((6, 5), dtype)
+    clean = whole(values)
+    integer = torch.int32 if dtype is torch.float32 else torch.int16
+    bits = values.view(integer)
+    for row, column, bit in itertools.product(range(6), range(5), range(8 * dtype.itemsize)):
+        kept = bits[row, column].item()
+        bits[row, column] ^= torch.tensor(1).bitwise_left_shift(torch.tensor(bit)).to(integer)
+        assert whole(values) != clean
+        bits[row, column] = kept
+    assert whole(values) == clean
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_exchanged_elements_rows_and_columns_show(data: st.DataObject) -> None:
+    values = tensor((8, 8))
+    clean = whole(values)
+    i, j = data.draw(
+        st.tuples(st.integers(0, 63), st.integers(0, 63)).filter(lambda pair: pair[0] != pair[1])
+    )
+    flat = values.clone().view(-1)
+    flat[[i, j]] = flat[[j, i]]
+    assert whole(flat.view(8, 8)) != clean
+    if i % 8 != j % 8:
+        order = list(range(8))
+        order[i % 8], order[j % 8] = order[j % 8], order[i % 8]
+        assert whole(values[order]) != clean
+        assert whole(values[:, order]) != clean
+
+
+def test_minus_zero_is_not_zero() -> None:
+    assert whole(torch.tensor([0.0])) != whole(torch.tensor([-0.0]))
+
+
+def test_a_shifted_tensor_shows() -> None:
+    values = tensor((4, 4))
+    assert fingerprint(values, (0, 0), (8, 4)) != fingerprint(values, (4, 0), (8, 4))

@@ -1,0 +1,231 @@
+"""Every needed element comes once, from a holder, whatever the layouts of both sides."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+from nemorl.weights.boxes import Box, difference, intersection, split
+from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox, plan_transfers
+from tests.weights.layouts import Case, cases, part, whole
+
+SHAPE = ModelShape(
+    family="qwen2",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    vocab_size=101,
+    tied_embeddings=True,
+    rope_theta=1e4,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    qkv_bias=True,
+    qk_norm=False,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_ids=(1,),
+    torch_dtype="float32",
+)
+
+
+def elements(part: TensorSlice) -> list[tuple[tuple[int, ...], int]]:
+    """Brute force: each element's place in the HF tensor, and in the holder's parameter."""
+    return [
+        (
+            tuple(s + i for s, i in zip(part.start, index, strict=True)),
+            part.offset + sum(i * stride for i, stride in zip(index, part.strides, strict=True)),
+        )
+        for index in itertools.product(*map(range, part.size))
+    ]
+
+
+def held(slices: list[TensorSlice]) -> set[tuple[str, tuple[int, ...], str, int]]:
+    return {(s.name, place, s.param, offset) for s in slices for place, offset in elements(s)}
+
+
+def sent_bytes(plan: TransferPlan, num_senders: int) -> list[int]:
+    sent = [0] * num_senders
+    for bucket in plan.buckets:
+        sent[bucket.sender] += bucket.num_elements * plan.itemsize
+    return sent
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), bucket_elements=st.integers(1, 50))
+def test_every_needed_element_is_delivered_exactly_once(case: Case, bucket_elements: int) -> None:
+    plan = plan_transfers(case.senders, case.receivers, itemsize=4, bucket_bytes=4 * bucket_elements)
+    delivered: list[Counter[tuple[str, tuple[int, ...], str, int]]] = [Counter() for _ in case.receivers]
+    senders = [held(slices) for slices in case.senders]
+    for bucket in plan.buckets:
+        assert 0 < bucket.num_elements <= bucket_elements
+        for transfer in bucket.transfers:
+            source, target = transfer.source, transfer.target
+            assert (source.name, source.start, source.size) == (target.name, target.start, target.size)
+            assert held([source]) <= senders[bucket.sender]
+            delivered[bucket.receiver].update(list(held([target])))
+    for rank, slices in enumerate(case.receivers):
+        assert delivered[rank] == Counter(held(slices))
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases())
+def test_the_plan_is_deterministic(case: Case) -> None:
+    assert plan_transfers(case.senders, case.receivers, 4, 64) == plan_transfers(
+        case.senders, case.receivers, 4, 64
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases(), copies=st.integers(2, 4), bucket_elements=st.integers(1, 20))
+def test_copies_share_the_load(case: Case, copies: int, bucket_elements: int) -> None:
+    """Where all senders hold everything, none sends more than another by more than one bucket."""
+    everything = [whole(name, shape) for name, shape in case.tensors.items()]
+    plan = plan_transfers([everything] * copies, case.receivers, 4, 4 * bucket_elements)
+    sent = sent_bytes(plan, copies)
+    assert max(sent) - min(sent) <= 4 * bucket_elements
+
+
+def test_holders_without_a_choice_are_spared() -> None:
+    """Sender 0 alone holds `a`; so `b`, which both hold, comes from sender 1, though it was wanted first."""
+    a, b = whole("a", (10,)), whole("b", (10,))
+    plan = plan_transfers([[b, a], [b]], [[b, a]], itemsize=4, bucket_bytes=1000)
+    assert {t.source.name: bucket.sender for bucket in plan.buckets for t in bucket.transfers} == {
+        "a": 0,
+        "b": 1,
+    }
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), bucket_elements=st.integers(1, 20))
+def test_both_sides_see_the_same_buckets_in_the_same_order(case: Case, bucket_elements: int) -> None:
+    plan = plan_transfers(case.senders, case.receivers, 4, 4 * bucket_elements)
+    for sender, receiver in itertools.product(range(len(case.senders)), range(len(case.receivers))):
+        outgoing = [b for b in plan.sender_part(sender) if b.peer == receiver]
+        incoming = [b for b in plan.receiver_part(receiver) if b.peer == sender]
+        assert len(outgoing) == len(incoming)
+        for sent, received in zip(outgoing, incoming, strict=True):
+            assert [(s.name, s.start) for s in sent.slices] == [(s.name, s.start) for s in received.slices]
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), bucket_elements=st.integers(1, 20))
+def test_two_slots_per_sender_never_deadlock(case: Case, bucket_elements: int) -> None:
+    """Play the protocol: a sender is at most two buckets ahead; whoever can move moves, until all is done."""
+    plan = plan_transfers(case.senders, case.receivers, 4, 4 * bucket_elements)
+    outgoing = [list(plan.sender_part(rank)) for rank in range(len(case.senders))]
+    incoming = [list(plan.receiver_part(rank)) for rank in range(len(case.receivers))]
+    slots: list[list[int]] = [[] for _ in case.senders]  # receivers of the buckets in flight
+    moved = True
+    while moved:
+        moved = False
+        for sender, todo in enumerate(outgoing):
+            if todo and len(slots[sender]) < 2:
+                slots[sender].append(todo.pop(0).peer)
+                moved = True
+        for receiver, todo in enumerate(incoming):
+            # a slot is reused in the order of the buckets, so only the oldest one frees it
+            if todo and slots[todo[0].peer] and slots[todo[0].peer][0] == receiver:
+                slots[todo.pop(0).peer].pop(0)
+                moved = True
+    assert not any(outgoing)
+    assert not any(incoming)
+
+
+def test_a_transfer_larger_than_a_bucket_is_cut_along_its_rows() -> None:
+    plan = plan_transfers([[whole("w", (10, 4))]], [[whole("w", (10, 4))]], itemsize=2, bucket_bytes=2 * 12)
+    boxes = [(t.target.start, t.target.size) for b in plan.buckets for t in b.transfers]
+    assert boxes == [((0, 0), (3, 4)), ((3, 0), (3, 4)), ((6, 0), (3, 4)), ((9, 0), (1, 4))]
+
+
+def test_each_sender_begins_with_another_receiver() -> None:
+    everything = [whole("w", (8, 8))]
+    plan = plan_transfers([everything] * 2, [everything] * 2, itemsize=4, bucket_bytes=4 * 16)
+    assert {bucket.receiver for bucket in plan.buckets[:2]} == {0, 1}
+    assert {bucket.sender for bucket in plan.buckets[:2]} == {0, 1}
+
+
+def test_a_policy_of_any_layout_serves_whole_tensors_and_another_layout() -> None:
+    """TP2 x PP2 with 2 copies of data parallelism to one whole engine and to a TP4 engine."""
+    policy = [
+        policy_slices(SHAPE, PolicyRank(tp, 2, pp, 2)) for pp in range(2) for _ in range(2) for tp in range(2)
+    ]
+    engine = [whole(name, shape) for name, shape in hf_tensors(SHAPE).items()]
+    sharded = [policy_slices(SHAPE, PolicyRank(tp, 4)) for tp in range(4)]
+    plan = plan_transfers(policy, [engine, *sharded], itemsize=2, bucket_bytes=4096)
+    needed = [sum(s.num_elements for s in slices) for slices in (engine, *sharded)]
+    assert plan.num_bytes == 2 * sum(needed)
+    per_receiver = Counter(dict.fromkeys(range(5), 0))
+    for bucket in plan.buckets:
+        per_receiver[bucket.receiver] += bucket.num_elements
+    assert [per_receiver[rank] for rank in range(5)] == needed
+    sent = sent_bytes(plan, len(policy))
+    assert max(sent) < 1.1 * min(sent)
+
+
+def test_what_nobody_holds_is_named() -> None:
+    top = part("w", (4, 6), start=(0, 0), size=(2, 6), param="p")
+    message = r"no sender holds w\[2:4, 0:6\], which receiver 1 needs"
+    with pytest.raises(UnservedBox, match=message):
+        plan_transfers([[top]], [[top], [whole("w", (4, 6))]], itemsize=4, bucket_bytes=100)
+    with pytest.raises(UnservedBox, match=r"no sender holds v\[0:3\], which receiver 0 needs"):
+        plan_transfers([[top]], [[whole("v", (3,))]], itemsize=4, bucket_bytes=100)
+
+
+def test_different_shapes_of_one_tensor_are_named() -> None:
+    message = r"w has shape \(4, 6\) at sender 0 and \(5, 6\) at the receiver"
+    with pytest.raises(UnservedBox, match=message):
+        plan_transfers([[whole("w", (4, 6))]], [[whole("w", (5, 6))]], itemsize=4, bucket_bytes=100)
+
+
+def test_a_bucket_holds_at_least_one_element() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes is 3, less than one element of 4 bytes"):
+        plan_transfers([[whole("w", (2,))]], [[whole("w", (2,))]], itemsize=4, bucket_bytes=3)
+
+
+boxes = (
+    st.integers(1, 3)
+    .flatmap(lambda rank: st.tuples(*[st.tuples(st.integers(0, 3), st.integers(1, 5)) for _ in range(rank)]))
+    .map(lambda spans: Box(tuple(s for s, _ in spans), tuple(n for _, n in spans)))
+)
+
+
+def points(box: Box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(s, s + n) for s, n in zip(box.start, box.size, strict=True))))
+
+
+@given(box=boxes, max_elements=st.integers(1, 30))
+def test_split_boxes_tile_the_box(box: Box, max_elements: int) -> None:
+    pieces = list(split(box, max_elements))
+    assert all(piece.num_elements <= max_elements for piece in pieces)
+    assert [point for piece in pieces for point in points(piece)] == sorted(points(box))
+
+
+@given(box=boxes, data=st.data())
+def test_difference_and_intersection_tile_the_box(box: Box, data: st.DataObject) -> None:
+    other = Box(
+        tuple(data.draw(st.integers(0, 6)) for _ in box.size),
+        tuple(data.draw(st.integers(1, 6)) for _ in box.size),
+    )
+    shared = intersection(box, other)
+    common = set(points(box)) & set(points(other))
+    assert set(points(shared) if shared else ()) == common
+    if shared:
+        rest = [point for piece in difference(box, shared) for point in points(piece)]
+        assert sorted(rest) == sorted(set(points(box)) - common)
+
+
+def test_transfers_are_the_same_elements_on_both_sides() -> None:
+    """A column shard of a [4, 6] tensor, out of a matrix stored row by row, into one stored transposed."""
+    source = whole("w", (4, 6))
+    target = TensorSlice("w", (4, 6), start=(0, 2), size=(4, 2), param="t", offset=5, strides=(1, 4))
+    plan = plan_transfers([[source]], [[target]], itemsize=4, bucket_bytes=100)
+    expected = TensorSlice("w", (4, 6), start=(0, 2), size=(4, 2), param="w", offset=2, strides=(6, 1))
+    assert plan.buckets[0].transfers == (Transfer(expected, target),)

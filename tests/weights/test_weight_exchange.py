@@ -1,0 +1,214 @@
+"""A refit from the driver's point of view, every rank a thread."""
+
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.models.layout import PolicyRank
+from nemorl.weights.exchange import CorruptWeights, WeightExchange
+from nemorl.weights.plan import UnservedBox
+from nemorl.weights.session import PeerClosed, RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.shared_memory import BucketReceiver, BucketSender
+from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, model
+
+BUCKET = 4096  # bytes; the embedding has 26 kilobytes
+
+
+@pytest.fixture(autouse=True)
+def _short_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of one test in a folder of its own, so that the test can look for what is left behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert list(Path(folder).iterdir()) == []
+
+
+class Setup:
+    """A policy of TP2 x PP2 and two engines."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, deadline_seconds: float = 30.0) -> None:
+        self.policy = [PolicySide(rank, layout) for rank, layout in enumerate(TP2_PP2)]
+        self.engines = [EngineSide(rank, dtype) for rank in range(2)]
+        self.senders, self.receivers = Threads(self.policy), Threads(self.engines)
+        self.exchange = WeightExchange(self.senders, self.receivers, BUCKET, deadline_seconds)
+
+    def train(self, seed: int) -> None:
+        for rank in self.policy:
+            rank.train(seed)
+
+
+def assert_holds(engine: EngineSide, version: int, expected: Mapping[str, Tensor]) -> None:
+    assert engine.version == version
+    for name, tensor in expected.items():
+        assert torch.equal(engine.weights[name], tensor.to(engine.weights[name].dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engines_get_the_policys_weights_in_their_own_type(dtype: torch.dtype) -> None:
+    setup = Setup(dtype)
+    setup.train(seed=1)
+    stats = setup.exchange.refit(1)
+    for engine in setup.engines:
+        assert_holds(engine, 1, model(seed=1))
+    elements = sum(tensor.numel() for tensor in model(1).values())
+    assert (stats.version, stats.num_bytes) == (1, 2 * elements * dtype.itemsize)
+    assert stats.num_buckets >= stats.num_bytes / BUCKET
+    assert stats.extra_bytes <= len(TP2_PP2) * 2 * BUCKET
+    assert 0 < stats.seconds_transfer <= stats.seconds
+    assert stats.gigabytes_per_second == pytest.approx(stats.num_bytes / stats.seconds_transfer / 1e9)
+
+
+def test_versions_follow_each_other_on_one_plan() -> None:
+    setup = Setup()
+    for version in (1, 2, 3):
+        setup.train(seed=version)
+        setup.exchange.refit(version)
+        assert_holds(setup.engines[0], version, model(seed=version))
+    assert setup.senders.calls == ["describe", "prepare", "send", "send", "send"]
+    setup.exchange.layout_changed()
+    setup.exchange.refit(4)
+    assert setup.senders.calls[-3:] == ["describe", "prepare", "send"]
+
+
+def test_a_flipped_bit_is_found_and_the_old_version_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    setup.train(seed=1)
+    setup.exchange.refit(1)
+    setup.train(seed=2)
+    publish = BucketSender.publish
+
+    def flip_one_bit(self: BucketSender, number: int, receiver: int) -> None:
+        if number == 0 and receiver == 1:
+            memory = self._memory.mapping
+            memory[17] ^= 1
+        publish(self, number, receiver)
+
+    monkeypatch.setattr(BucketSender, "publish", flip_one_bit)
+    with pytest.raises(
+        CorruptWeights, match=r"refit to version 2: \d tensors did not .* at generation rank 1"
+    ):
+        setup.exchange.refit(2)
+    for engine in setup.engines:
+        assert_holds(engine, 1, model(seed=1))
+    monkeypatch.undo()
+    setup.exchange.refit(2)
+    for engine in setup.engines:
+        assert_holds(engine, 2, model(seed=2))
+
+
+def test_the_tensor_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine writes one tensor wrongly, after the transport has done its work."""
+    setup = Setup()
+    setup.train(seed=1)
+    engine = setup.engines[0]
+    next_bucket = BucketReceiver.next_bucket
+
+    def spoil(self: BucketReceiver, sender: int, num_elements: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+        engine._staging["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 64)
+        return next_bucket(self, sender, num_elements, dtype)
+
+    monkeypatch.setattr(BucketReceiver, "next_bucket", spoil)
+    message = r"1 tensors did not arrive .* first model\.layers\.1\.mlp\.up_proj\.weight at generation rank 0"
+    with pytest.raises(CorruptWeights, match=message):
+        setup.exchange.refit(1)
+    assert engine.version == 0
+
+
+def test_a_receiver_that_never_comes_is_named() -> None:
+    setup = Setup(deadline_seconds=0.3)
+    setup.exchange.refit(1)
+    setup.engines[1].exchange.receive = lambda session: None  # type: ignore[assignment,method-assign]
+    message = (
+        r"refit to version 2: policy rank \d waits for generation rank 1 to connect "
+        r"since \d\d:\d\d:\d\d \(0\.[3-9] s\); the deadline is 0\.3 s"
+    )
+    with pytest.raises(RefitDeadline, match=message):
+        setup.exchange.refit(2)
+
+
+def test_a_sender_that_never_comes_is_named() -> None:
+    setup = Setup(deadline_seconds=0.3)
+    setup.exchange.refit(1)
+    setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
+    with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to listen since"):
+        setup.exchange.refit(2)
+
+
+def test_a_receiver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(deadline_seconds=0.5)
+    setup.exchange.refit(1)
+    released = threading.Event()
+    taken = BucketReceiver.taken
+
+    def hang(self: BucketReceiver, sender: int, number: int) -> None:
+        if number == 3:
+            released.wait(2.0)
+        taken(self, sender, number)
+
+    monkeypatch.setattr(BucketReceiver, "taken", hang)
+    with pytest.raises(
+        RefitDeadline, match=r"policy rank \d waits for generation rank \d to take bucket 3 since"
+    ):
+        setup.exchange.refit(2)
+    released.set()
+    assert [engine.version for engine in setup.engines] == [1, 1]
+
+
+def test_an_error_of_one_rank_is_the_cause_and_ends_the_others_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup(deadline_seconds=30.0)
+    setup.exchange.refit(1)
+    setup.engines[0]._staging.pop("model.norm.weight")
+    with pytest.raises(ValueError, match="there is no local parameter 'model") as caught:
+        setup.exchange.refit(2)
+    assert any("generation rank 0 closed its connection" in note for note in caught.value.__notes__)
+    assert setup.engines[1].version == 1
+
+
+def test_only_what_was_received_can_be_committed() -> None:
+    setup = Setup()
+    with pytest.raises(RefitFailed, match="generation rank 0 was told to use version 5, but has nothing"):
+        setup.engines[0].exchange.commit(5)
+    setup.exchange.refit(1)
+    with pytest.raises(RefitFailed, match="told to use version 1, but has nothing"):
+        setup.engines[0].exchange.commit(1)
+
+
+def test_a_rank_without_its_part_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RefitFailed, match="before it was given its part of the plan"):
+        PolicySide(0, PolicyRank()).exchange.send(RefitSession(1, tmp_path, 1.0))
+
+
+def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
+    setup = Setup()
+    setup.exchange.refit(1)
+    with pytest.raises(
+        PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
+    ):
+        setup.engines[0].exchange.receive(RefitSession(2, tmp_path / "gone", 30.0))
+
+
+def test_engines_of_different_types_are_refused() -> None:
+    setup = Setup()
+    setup.receivers.ranks = [EngineSide(0, torch.float32), EngineSide(1, torch.bfloat16)]
+    with pytest.raises(ValueError, match=r"different types: \['torch.bfloat16', 'torch.float32'\]"):
+        setup.exchange.refit(1)
+    mixed = EngineSide(0, torch.float32)
+    mixed._staging["model.norm.weight"] = torch.zeros(SHAPE.hidden_size, dtype=torch.float16)
+    with pytest.raises(ValueError, match="generation rank 0 keeps weights of the types"):
+        mixed.exchange.describe()
+
+
+def test_a_policy_that_lacks_a_stage_is_refused_before_anything_moves() -> None:
+    setup = Setup()
+    senders = Threads(setup.policy[:2])
+    exchange = WeightExchange(senders, setup.receivers, BUCKET, 30.0)
+    with pytest.raises(UnservedBox, match=r"no sender holds model\.layers\.1\."):
+        exchange.refit(1)
+    assert "send" not in senders.calls
