@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from nemorl.cluster.worker import Worker
 from nemorl.config.algorithm import GrpoConfig
 from nemorl.config.experiment import Experiment
 from nemorl.rollout.dispatch import RunGroups
+from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import WeightExchange
 
 from .policy import Policy
@@ -80,7 +80,9 @@ async def open_session(
             stack.push_async_callback(engines.shutdown_async)
             rollout = await starter.rollout(engines.workers)
             stack.push_async_callback(rollout.shutdown_async)
-            session.rollout = [starter.run_groups(worker) for worker in rollout.workers]
+            session.rollout = [
+                groups_of(worker, experiment.cluster.deadlines.generation) for worker in rollout.workers
+            ]
         if session.policy is not None and session.generation is not None:
             session.exchange = starter.exchange(session.policy.group, session.generation)
         yield session
@@ -145,20 +147,15 @@ class _Starter:
             concurrent=True,
         )
 
-    async def rollout(self, replicas: Sequence[Worker]) -> WorkerGroup:
+    async def rollout(self, engines: Sequence[Worker]) -> WorkerGroup:
         count = self.experiment.cluster.rollout_workers
         return await self._start(
             "rollout",
-            "nemorl.session.rollout_host:RolloutHost",
-            [{"experiment": self.experiment, "replicas": list(replicas)}] * count,
+            "nemorl.rollout.ray_worker:RayRolloutWorker",
+            [{"experiment": self.experiment, "engines": list(engines)}] * count,
             threads=1,
             concurrent=True,
         )
-
-    def run_groups(self, worker: Worker) -> RunGroups:
-        """A rollout worker as the collector calls it."""
-        seconds = self.experiment.cluster.deadlines.generation
-        return partial(worker.stream, "run_groups", stage="generation", deadline_seconds=seconds)
 
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
         """The way from the one to the other."""
