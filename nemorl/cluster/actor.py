@@ -1,0 +1,185 @@
+"""The processes that host workers: any class by its import path, run synchronously or in an event loop."""
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import ray
+
+from .errors import ClusterError, WorkerFailed
+from .logs import send_output_to
+from .references import references_in, with_values
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a worker is."""
+
+    group: str
+    rank: int
+    log: Path
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What a worker shall do, and what for."""
+
+    method: str
+    stage: str
+    deadline_seconds: float
+    resolve: bool = False  # replace object references inside the arguments by their values
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A worker that wants to release something before its process ends; `close` may be a coroutine."""
+
+    def close(self) -> Any:
+        """Called once, after the last call."""
+        ...
+
+
+class _Running:
+    """One invocation while it runs. What it raises is logged and leaves as `WorkerFailed`."""
+
+    def __init__(self, host: "_Host", invocation: Invocation) -> None:
+        self._host, self._invocation = host, invocation
+
+    def __enter__(self) -> None:
+        self._since, self._thread = time.monotonic(), threading.get_ident()
+        self._host.running.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._host.running.remove(self)
+        if not isinstance(error, Exception):
+            return
+        who, stage = self._host.identity, self._invocation.stage
+        logger.error("%s failed in stage '%s'", self._invocation.method, stage, exc_info=error)
+        if isinstance(error, ClusterError):  # a worker of another group is the cause, and the error names it
+            return
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        raise WorkerFailed(who.group, who.rank, stage, name, str(error), who.log) from error
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._since
+        doing = f"in {self._invocation.method} for {seconds:.1f} s"
+        frame = sys._current_frames().get(self._thread)
+        if self._host.concurrent or frame is None:
+            return doing
+        place = traceback.extract_stack(frame)[-1]
+        return f"{doing}, at {place.filename}:{place.lineno} in {place.name}"
+
+
+class _Host:
+    """What both kinds of host share."""
+
+    concurrent = False  # whether invocations share one thread, whose stack then tells nothing of each
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.running: list[_Running] = []
+        self.target: Any = None
+        send_output_to(identity.log, identity.group, identity.rank)
+
+    def _make_target(self, path: str, kwargs: dict[str, Any]) -> None:
+        module, _, name = path.partition(":")
+        self.target = getattr(importlib.import_module(module), name)(**kwargs)
+
+    def _whereabouts(self) -> str:
+        """What this process is doing now; the stacks of all its threads go to its log."""
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        return "; ".join(map(str, self.running)) or "idle"
+
+
+@ray.remote(concurrency_groups={"control": 1})
+class SyncHost(_Host):
+    """Runs one method at a time, always in the same thread, as collective operations want it."""
+
+    def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
+        """Import the class and make its instance."""
+        with _Running(self, invocation):
+            self._make_target(path, kwargs)
+
+    def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the hosted instance."""
+        with _Running(self, invocation):
+            if invocation.resolve:
+                references = references_in((args, kwargs))
+                values = ray.get(references, timeout=invocation.deadline_seconds)
+                args, kwargs = with_values((args, kwargs), dict(zip(references, values, strict=True)))
+            return getattr(self.target, invocation.method)(*args, **kwargs)
+
+    def close(self, invocation: Invocation) -> None:
+        """Let the hosted instance release what it holds."""
+        with _Running(self, invocation):
+            if isinstance(self.target, Closable):
+                self.target.close()
+
+    @ray.method(concurrency_group="control")
+    def whereabouts(self) -> str:
+        """What this process is doing now; answered while a method runs."""
+        return self._whereabouts()
+
+
+@ray.remote(concurrency_groups={"control": 1})
+class AsyncHost(_Host):
+    """Runs methods concurrently in one event loop; plain methods block that loop while they run."""
+
+    concurrent = True
+
+    async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
+        """Import the class and make its instance, inside the event loop."""
+        with _Running(self, invocation):
+            self._make_target(path, kwargs)
+
+    async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
+        """Run a plain or an async method of the hosted instance."""
+        with _Running(self, invocation):
+            args, kwargs = await _resolved(invocation, args, kwargs)
+            answer = getattr(self.target, invocation.method)(*args, **kwargs)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Run an async generator of the hosted instance and hand out each item as it comes."""
+        with _Running(self, invocation):
+            args, kwargs = await _resolved(invocation, args, kwargs)
+            async for item in getattr(self.target, invocation.method)(*args, **kwargs):
+                yield item
+
+    async def close(self, invocation: Invocation) -> None:
+        """Let the hosted instance release what it holds."""
+        with _Running(self, invocation):
+            if isinstance(self.target, Closable):
+                answer = self.target.close()
+                if inspect.isawaitable(answer):
+                    await answer
+
+    @ray.method(concurrency_group="control")
+    async def whereabouts(self) -> str:
+        """What this process is doing now; answered from another thread than the methods'."""
+        return self._whereabouts()
+
+
+async def _resolved(invocation: Invocation, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if not invocation.resolve:
+        return args, kwargs
+    references = references_in((args, kwargs))
+    async with asyncio.timeout(invocation.deadline_seconds):
+        values = await asyncio.gather(*references)
+    resolved: tuple[Any, Any] = with_values((args, kwargs), dict(zip(references, values, strict=True)))
+    return resolved

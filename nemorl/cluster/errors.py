@@ -1,0 +1,78 @@
+"""What can go wrong between the driver and its workers. Each error names group, rank and stage."""
+
+from pathlib import Path
+
+from nemorl.errors import RunError
+
+
+class ClusterError(RunError):
+    """Base of everything the cluster layer raises."""
+
+
+class ClusterUnavailable(ClusterError):
+    """Ray could not be started or joined."""
+
+
+class PlacementFailed(ClusterError):
+    """The cluster cannot hold the workers that were asked for."""
+
+
+class WorkerFailed(ClusterError):
+    """A method of a worker raised. The traceback is in the worker's log."""
+
+    def __init__(self, group: str, rank: int, stage: str, kind: str, message: str, log: Path) -> None:
+        """`kind` is the full name of the exception's class, such as `builtins.ValueError`."""
+        super().__init__(group, rank, stage, kind, message, log)
+        self.group, self.rank, self.stage = group, rank, stage
+        self.kind, self.message, self.log = kind, message, log
+
+    def __str__(self) -> str:
+        return (
+            f"{self.group} rank {self.rank} failed in stage '{self.stage}' with "
+            f"{self.kind.removeprefix('builtins.')}: {self.message} (traceback in {self.log})"
+        )
+
+
+class WorkerDied(ClusterError):
+    """The process of a worker is gone."""
+
+    def __init__(
+        self, group: str, rank: int, stage: str, reason: str, log: Path, last_lines: tuple[str, ...]
+    ) -> None:
+        """`reason` is Ray's account of the exit; `last_lines` the end of the worker's log."""
+        super().__init__(group, rank, stage, reason, log, last_lines)
+        self.group, self.rank, self.stage = group, rank, stage
+        self.reason, self.log, self.last_lines = reason, log, last_lines
+
+    def __str__(self) -> str:
+        told = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
+        return (
+            f"{self.group} rank {self.rank} died in stage '{self.stage}': {self.reason}\n"
+            f"The last lines of {self.log}:\n{told}"
+        )
+
+
+class DeadlineExceeded(ClusterError):
+    """Some ranks did not answer in time."""
+
+    def __init__(
+        self, group: str, ranks: tuple[int, ...], stage: str, seconds: float, where: tuple[str, ...]
+    ) -> None:
+        """`ranks` have not answered; `where` says for each of them what it was doing."""
+        super().__init__(group, ranks, stage, seconds, where)
+        self.group, self.ranks, self.stage = group, ranks, stage
+        self.seconds, self.where = seconds, where
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        doing = "".join(
+            f"\n  | rank {rank}: {where}" for rank, where in zip(self.ranks, self.where, strict=True)
+        )
+        return (
+            f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s; "
+            f"no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
+        )
+
+
+class GroupEnded(ClusterError):
+    """A call to a group whose processes were ended before, after a failure or by `shutdown`."""

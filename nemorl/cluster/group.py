@@ -1,0 +1,204 @@
+"""Groups of worker processes that are called as one."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+import ray
+
+from .actor import AsyncHost, Identity, Invocation, SyncHost
+from .errors import ClusterError, GroupEnded
+from .logs import log_path
+from .mesh import Mesh
+from .placement import Placement
+from .waiting import answers
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class WorkerGroup:
+    """Ranks of one kind. A call runs on every rank (SPMD) and gives one answer for each.
+
+    A failed call ends the processes of the whole group: its ranks may hang in a collective operation that can
+    no longer complete. Later calls raise `GroupEnded`.
+    """
+
+    def __init__(self, name: str, workers: Sequence[Worker], mesh: Mesh) -> None:
+        """Use `start`."""
+        self.name = name
+        self.workers = tuple(workers)
+        self.mesh = mesh
+        self._ended: str | None = None
+
+    @classmethod
+    def start(
+        cls, name: str, target: str, per_rank_kwargs: Sequence[Mapping[str, Any]], **options: Any
+    ) -> "WorkerGroup":
+        """`start_async` for callers without an event loop."""
+        return blocking(cls.start_async(name, target, per_rank_kwargs, **options))
+
+    @classmethod
+    async def start_async(
+        cls,
+        name: str,
+        target: str,
+        per_rank_kwargs: Sequence[Mapping[str, Any]],
+        *,
+        placement: Placement,
+        threads: int,
+        run_dir: Path,
+        deadline_seconds: float,
+        mesh: Mesh | None = None,
+        concurrent: bool = False,
+        environment: Mapping[str, str] = NOTHING,
+    ) -> "WorkerGroup":
+        """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
+
+        `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
+        it. `name` is the group of the placement. `threads` is each process's number of CPU threads. The mesh
+        is data-parallel only when not given. `concurrent` workers run their methods in an event loop and may
+        stream. Output goes to `run_dir/logs/<name>-<rank>.log`.
+        """
+        ranks = len(per_rank_kwargs)
+        mesh = mesh or Mesh(data=ranks)
+        if mesh.world_size != ranks:
+            raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
+        host: Any = AsyncHost if concurrent else SyncHost
+        variables = {**_thread_environment(threads), **placement.environment, **environment}
+        workers = []
+        for rank in range(ranks):
+            log = log_path(run_dir.absolute(), name, rank)
+            actor = host.options(
+                runtime_env={"env_vars": variables}, max_restarts=0, **placement.options(name, rank)
+            )
+            workers.append(Worker(name, rank, log, actor.remote(Identity(name, rank, log))))
+        group = cls(name, workers, mesh)
+        invocation = Invocation("__init__", f"start {name}", deadline_seconds)
+        made = zip(workers, per_rank_kwargs, strict=True)
+        await group._answers({w.actor.make.remote(invocation, target, **k): w for w, k in made}, invocation)
+        return group
+
+    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """`call_async` for callers without an event loop."""
+        return blocking(self.call_async(method, *args, **options))
+
+    async def call_async(
+        self,
+        method: str,
+        *args: Any,
+        stage: str,
+        deadline_seconds: float,
+        resolve: bool = False,
+        outputs: Literal["all", "output_ranks"] = "all",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run a method with the same arguments on every rank and wait for all.
+
+        `resolve` replaces object references inside the arguments by their values (those that are arguments
+        themselves always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
+        data-parallel rank (first tensor-parallel rank of the last pipeline stage). Raises `WorkerFailed`,
+        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them.
+        """
+        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        return await self._call(invocation, [args] * len(self.workers), kwargs, outputs)
+
+    def call_sharded(self, method: str, shards: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
+        """`call_sharded_async` for callers without an event loop."""
+        return blocking(self.call_sharded_async(method, shards, *args, **options))
+
+    async def call_sharded_async(
+        self,
+        method: str,
+        shards: Sequence[Any],
+        *args: Any,
+        stage: str,
+        deadline_seconds: float,
+        axis: Literal["dp", "rank"] = "dp",
+        resolve: bool = False,
+        outputs: Literal["all", "output_ranks"] = "all",
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Like `call_async`, with a first argument of its own for each data-parallel rank, or for each rank.
+
+        With `axis="dp"` all tensor- and pipeline-parallel ranks of a data-parallel rank get the same shard.
+        """
+        if axis == "dp":
+            # One copy in the object store for all ranks that share the shard.
+            shards = self.mesh.spread([ray.put(shard) for shard in shards])
+        elif len(shards) != len(self.workers):
+            raise ValueError(
+                f"{len(shards)} shards for {len(self.workers)} ranks of {self.name}: give as many."
+            )
+        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        return await self._call(invocation, [(shard, *args) for shard in shards], kwargs, outputs)
+
+    def shutdown(self, deadline_seconds: float = 10.0) -> None:
+        """`shutdown_async` for callers without an event loop."""
+        blocking(self.shutdown_async(deadline_seconds))
+
+    async def shutdown_async(self, deadline_seconds: float = 10.0) -> None:
+        """Call `close` of every worker that has one and end the processes. May be called again."""
+        if self._ended is not None:
+            return
+        invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
+        try:
+            await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
+        except ClusterError as error:
+            logger.warning("%s", error)
+        self._end("it was shut down")
+
+    async def _call(
+        self, invocation: Invocation, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], outputs: str
+    ) -> list[Any]:
+        if self._ended is not None:
+            raise GroupEnded(
+                f"{self.name} cannot run '{invocation.method}' in stage '{invocation.stage}': {self._ended}."
+            )
+        pending = {
+            worker.actor.call.remote(invocation, *own, **kwargs): worker
+            for worker, own in zip(self.workers, args, strict=True)
+        }
+        everything = await self._answers(pending, invocation)
+        return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
+
+    async def _answers(self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation) -> list[Any]:
+        try:
+            return await answers(pending, invocation.stage, invocation.deadline_seconds)
+        except ClusterError as error:
+            self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
+            raise
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        for worker in self.workers:
+            ray.kill(worker.actor)
+
+
+def blocking(waiting: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in a thread that has no event loop; Ctrl-C interrupts it."""
+    if _in_event_loop():
+        waiting.close()
+        raise RuntimeError("This would block the event loop: await the method's _async form instead.")
+    return asyncio.run(waiting)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _thread_environment(threads: int) -> dict[str, str]:
+    """Set before the process imports anything, since the libraries read it when they are loaded."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return dict.fromkeys(names, str(threads)) | {"PYTHONFAULTHANDLER": "1"}

@@ -1,0 +1,54 @@
+"""A worker's log: everything the process says, native code included, and what it said last."""
+
+import faulthandler
+import logging
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+
+START_OF_LOG = "--- worker"
+TAIL_BYTES = 16384
+
+
+def log_path(run_dir: Path, group: str, rank: int) -> Path:
+    """The log of one worker."""
+    return run_dir / "logs" / f"{group}-{rank}.log"
+
+
+def send_output_to(path: Path, group: str, rank: int) -> None:
+    """Let file descriptors 1 and 2, `sys.stdout`, `sys.stderr` and logging of this process end in `path`.
+
+    The descriptors themselves are replaced, so that native libraries and the fault handler write there too;
+    every line is handed to the kernel at once, so that none is lost when the process dies.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    faulthandler.enable(file=2, all_threads=True)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        force=True,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    sys.stderr.write(
+        f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {os.uname().nodename} {started}\n"
+    )
+
+
+def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
+    """The end of a worker's log, of its latest start only. Says so when the file cannot be read from here."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return (f"({path} cannot be read on this machine: {error.strerror})",)
+    starts = [i for i, line in enumerate(lines) if line.startswith(START_OF_LOG)]
+    return tuple(lines[starts[-1] + 1 if starts else 0 :][-count:])

@@ -1,0 +1,137 @@
+"""Where workers run: how many of each group, with which resources, on which machine of the cluster."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemorl.config.experiment import Experiment
+
+from .errors import PlacementFailed
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """Processes of one group. Each takes one of Ray's logical CPUs, whatever the number of its threads."""
+
+    group: str
+    count: int
+    gpus: int = 0  # of each process
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Ray's resources of one process."""
+        return {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
+
+    def __str__(self) -> str:
+        each = f"1 CPU and {self.gpus} GPU" if self.gpus else "1 CPU"
+        return f"{self.count} {self.group} worker{'s' * (self.count > 1)} ({each} each)"
+
+
+def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
+    """The processes of an experiment. Policy ranks and generation replicas get a GPU each, if any."""
+    gpus = 1 if experiment.cluster.gpus_per_node else 0
+    return (
+        WorkerRequest("policy", experiment.policy.layout.world_size, gpus),
+        WorkerRequest("generation", experiment.generation.replicas, gpus),
+        WorkerRequest("rollout", experiment.cluster.rollout_workers),
+    )
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_worker(configured: int | None, workers: int, num_nodes: int) -> int:
+    """CPU threads of each process of a group: as configured, or a machine's cores shared evenly."""
+    per_node = -(-workers // num_nodes)
+    return configured or max(1, available_cores() // per_node)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Reserved places for all workers of a run."""
+
+    group: PlacementGroup
+    bundles: Mapping[str, tuple[int, ...]]  # by worker group, the bundle of each rank
+    requests: Mapping[str, WorkerRequest]
+    environment: Mapping[str, str] = field(default_factory=dict)  # that every worker gets
+
+    def options(self, group: str, rank: int) -> dict[str, Any]:
+        """Ray's options for the actor of one rank."""
+        request = self.requests[group]
+        bundle = self.bundles[group][rank]
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "num_gpus": request.gpus, "scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        """Give the places back; workers that still live there are ended."""
+        remove_placement_group(self.group)
+
+
+def reserve(
+    requests: Sequence[WorkerRequest],
+    *,
+    strategy: str,
+    deadline_seconds: float,
+    can_grow: bool,
+    environment: Mapping[str, str],
+) -> Placement:
+    """Reserve places for all workers at once, or none.
+
+    `strategy` is one of Ray's. A cluster that cannot grow is refused at once when it is too small as a whole;
+    otherwise nodes may join until the deadline. Raises `PlacementFailed`.
+    """
+    if not can_grow and (lacking := _lacking(requests)):
+        raise _failure(requests, strategy, f"{lacking} more than all of it")
+    wanted = [request.bundle for request in requests for _ in range(request.count)]
+    group = placement_group(wanted, strategy=strategy)
+    if not group.wait(timeout_seconds=deadline_seconds):
+        remove_placement_group(group)
+        raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
+    return Placement(group, _bundles_of(requests, group), {r.group: r for r in requests}, environment)
+
+
+def _bundles_of(requests: Sequence[WorkerRequest], group: PlacementGroup) -> dict[str, tuple[int, ...]]:
+    """Bundle of each rank, so that consecutive ranks (tensor-parallel neighbours) share a machine."""
+    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    bundles, first = {}, 0
+    for request in requests:
+        own = range(first, first + request.count)
+        bundles[request.group] = tuple(sorted(own, key=lambda bundle: (node_of[bundle], bundle)))
+        first += request.count
+    return bundles
+
+
+def _lacking(requests: Sequence[WorkerRequest]) -> str:
+    has = ray.cluster_resources()
+    cpus = sum(r.count for r in requests) - has.get("CPU", 0.0)
+    gpus = sum(r.count * r.gpus for r in requests) - has.get("GPU", 0.0)
+    return " and ".join(f"{lack:g} {name}" for lack, name in ((cpus, "CPU"), (gpus, "GPU")) if lack > 0)
+
+
+def _failure(requests: Sequence[WorkerRequest], strategy: str, verdict: str) -> PlacementFailed:
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has = "; ".join(
+        f"{node['NodeManagerHostname']}: {node['Resources'].get('CPU', 0):g} CPU, "
+        f"{node['Resources'].get('GPU', 0):g} GPU"
+        for node in nodes
+    )
+    free = ray.available_resources()
+    return PlacementFailed(
+        f"The workers do not fit into the cluster ({verdict}). Asked for, with strategy {strategy}: "
+        f"{', '.join(map(str, requests))}. The cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} "
+        f"({has}), of which {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU are free. "
+        "Ask for fewer workers (policy.layout, generation.replicas, cluster.rollout_workers), set "
+        "cluster.gpus_per_node to what is there, or join a larger cluster with RAY_ADDRESS."
+    )

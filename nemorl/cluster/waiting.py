@@ -1,0 +1,104 @@
+"""The one way to wait for workers: with a stage, a deadline, and errors that say who and why."""
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from .errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
+from .logs import last_lines
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+# After the first failure of a call the other ranks get this long to answer too. The peers of a dead rank see
+# their connection break and raise before Ray reports the death, which is the cause and the one to report.
+GRACE_SECONDS = 2.0
+WHEREABOUTS_SECONDS = 3.0
+
+Answers = Mapping[ray.ObjectRef, "Worker"]
+
+
+async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list[Any]:
+    """The answers of all workers, in the order of `pending`.
+
+    The first failure ends the waiting: it is raised as `WorkerFailed`, `WorkerDied` or the `ClusterError`
+    that the worker passed on. Raises `DeadlineExceeded` when some have not answered in time.
+    """
+    futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
+    end = time.monotonic() + deadline_seconds
+    waiting: set[asyncio.Future[Any]] = set(futures)
+    failed: list[asyncio.Future[Any]] = []
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            new_failures = [future for future in done if future.exception() is not None]
+            if new_failures and not failed:
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+            failed += new_failures
+    finally:
+        for future in waiting:
+            future.cancel()
+    if failed:
+        raise _cause([typed_error(futures[future], stage, future.exception()) for future in failed])
+    if waiting:
+        late = [worker for future, worker in futures.items() if future in waiting]
+        where = await whereabouts(late)
+        raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, deadline_seconds, where)
+    return [future.result() for future in futures]
+
+
+async def whereabouts(workers: Sequence["Worker"]) -> tuple[str, ...]:
+    """What each of these workers is doing now; their threads' stacks go to their logs."""
+    asked = [asyncio.wrap_future(worker.actor.whereabouts.remote().future()) for worker in workers]
+    await asyncio.wait(asked, timeout=WHEREABOUTS_SECONDS)
+    told = []
+    for future, worker in zip(asked, workers, strict=True):
+        if not future.done():
+            future.cancel()
+            told.append("does not respond; its process is stopped or holds the interpreter's lock")
+        elif (error := future.exception()) is not None:
+            told.append(str(typed_error(worker, "whereabouts", error)))
+        else:
+            told.append(f"{future.result()} (stacks in {worker.log})")
+    return tuple(told)
+
+
+def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
+    """Ray's error as one of ours, without Ray's traceback."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, ClusterError):
+            return error.cause
+        kind = f"{type(error.cause).__module__}.{type(error.cause).__qualname__}"
+        return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error.cause)), worker.log)
+    if isinstance(error, RayActorError):
+        return WorkerDied(
+            worker.group, worker.rank, stage, exit_reason(str(error)), worker.log, last_lines(worker.log)
+        )
+    if isinstance(error, RayError):
+        kind = f"ray.{type(error).__qualname__}"
+        return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error)), worker.log)
+    raise TypeError(f"not an error of Ray: {error!r}")
+
+
+def exit_reason(account: str) -> str:
+    """The sentence that matters in Ray's account of a dead actor, or all of it on one line."""
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*)", account, re.DOTALL)
+    return f"{_one_line(found[2])} ({found[1]})" if found else _one_line(account)
+
+
+def _cause(errors: Sequence[ClusterError]) -> ClusterError:
+    """The error that explains the others: a death before what its peers raise about it, else the first."""
+    return next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

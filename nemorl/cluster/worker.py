@@ -1,0 +1,93 @@
+"""A handle on one worker process. Handles can be given to other workers, which then call it themselves."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from .actor import Invocation
+from .errors import DeadlineExceeded
+from .waiting import answers, typed_error, whereabouts
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process of a group."""
+
+    group: str
+    rank: int
+    log: Path
+    actor: Any  # Ray's handle of a SyncHost or an AsyncHost
+
+    async def call_async(
+        self,
+        method: str,
+        *args: Any,
+        stage: str,
+        deadline_seconds: float,
+        resolve: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a method on this worker alone.
+
+        `resolve` replaces object references inside the arguments by their values. Raises `WorkerFailed`,
+        `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
+        """
+        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        reference = self.actor.call.remote(invocation, *args, **kwargs)
+        return (await answers({reference: self}, stage, deadline_seconds))[0]
+
+    async def stream(
+        self,
+        method: str,
+        *args: Any,
+        stage: str,
+        deadline_seconds: float,
+        resolve: bool = False,
+        pairs: bool = False,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Items of an async generator of the worker as they come; `deadline_seconds` is for all of them.
+
+        With `pairs` its items are taken two by two: the first, which may be large, stays where it is and
+        comes as a reference that this process owns, the second comes as it is.
+        The worker has to be asynchronous. Raises like `call_async`. A consumer that leaves early should close
+        the iterator (`contextlib.aclosing`): this cancels the generator in the worker.
+        """
+        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args, **kwargs)
+        end = time.monotonic() + deadline_seconds
+        running = True
+        try:
+            while True:
+                async with asyncio.timeout(end - time.monotonic()):
+                    item = await (_next_pair(items) if pairs else _next(items))
+                yield item
+        except StopAsyncIteration:
+            running = False
+        except TimeoutError:
+            where = await whereabouts([self])
+            raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None
+        except ray.exceptions.RayError as error:
+            running = False
+            raise typed_error(self, stage, error) from None
+        finally:
+            if running:
+                ray.cancel(items)
+
+
+async def _next(items: Any) -> Any:
+    return await (await anext(items))
+
+
+async def _next_pair(items: Any) -> tuple[Any, Any]:
+    reference = await anext(items)
+    try:
+        return reference, await _next(items)
+    except StopAsyncIteration:
+        await reference  # a generator that fails ends with its error as the last item
+        raise
