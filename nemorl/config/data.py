@@ -44,6 +44,8 @@ class ArithmeticDataset(Config):
     """Seed of the order of all pairs."""
     offset: int = Field(0, ge=0)
     """Tasks of that order to leave out at its start, so that training and validation do not share any."""
+    wrong_answers: float = Field(0.0, ge=0, le=1)
+    """Share of the tasks whose recorded answer is slightly wrong: a sloppy teacher, to learn beyond."""
 
 
 DatasetConfig = Annotated[JsonlDataset | ReasoningGymDataset | ArithmeticDataset, Field(discriminator="name")]

@@ -57,6 +57,10 @@ class LazyTasks(Sequence[Task]):
         return self._make(positions) if isinstance(positions, int) else [self._make(i) for i in positions]
 
 
+# What a tired teacher gets wrong: a unit or two, or the carry.
+SLIPS = (-10, -2, -1, 1, 2, 10)
+
+
 class ArithmeticTasks(LazyTasks):
     """Sums of two numbers of `digits` digits, padded with zeros: `07+34=` is answered by `041`."""
 
@@ -71,12 +75,19 @@ class ArithmeticTasks(LazyTasks):
                 f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
             )
         self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
+        self._seed, self._wrong_answers = config.seed, config.wrong_answers
 
     def _make(self, index: int) -> Task:
-        left, right = divmod(self._pairs[index], self._base)
+        pair = self._pairs[index]
+        left, right = divmod(pair, self._base)
         prompt = f"{left:0{self._digits}d}+{right:0{self._digits}d}="
-        answer = f"{left + right:0{self._digits + 1}d}"
+        answer = f"{(left + right + self._error(pair)) % (2 * self._base):0{self._digits + 1}d}"
         return Task(index, opening(prompt, self._data), answer, {"prompt": prompt})
+
+    def _error(self, pair: int) -> int:
+        """By how much the recorded answer of a pair is off; always the same for the pair."""
+        draw = random.Random(f"{self._seed} {pair}")
+        return draw.choice(SLIPS) if draw.random() < self._wrong_answers else 0
 
 
 class ReasoningGymTasks(LazyTasks):

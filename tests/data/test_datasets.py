@@ -31,6 +31,17 @@ class TestArithmetic:
             left, right = prompt[:-1].split("+")
             assert int(left) + int(right) == int(task.answer)
 
+    def test_a_sloppy_teacher_slips_in_the_given_share_and_always_at_the_same_sums(self):
+        sloppy, right = (
+            [t.answer for t in load_tasks(arithmetic(size=2000, wrong_answers=share), data())]
+            for share in (0.4, 0)
+        )
+        again = [t.answer for t in load_tasks(arithmetic(size=2000, wrong_answers=0.4), data())]
+        assert sloppy == again
+        errors = [int(s) - int(r) for s, r in zip(sloppy, right, strict=True) if s != r]
+        assert 0.35 < len(errors) / 2000 < 0.45
+        assert {abs(e) if abs(e) < 100 else 200 - abs(e) for e in errors} == {1, 2, 10}
+
     def test_training_and_validation_share_no_task(self):
         def prompts(**options):
             return {task.messages[0].content for task in load_tasks(arithmetic(digits=1, **options), data())}

@@ -1,7 +1,6 @@
 """Rollout workers and engines in real processes, with a real environment that has a process of its own."""
 
 import asyncio
-from functools import partial
 
 import pytest
 import ray
@@ -16,6 +15,7 @@ from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
 from nemorl.rollout.collector import Collector, CollectorPlan
+from nemorl.rollout.ray_worker import groups_of
 from tests.rollout.test_worker import experiment
 
 
@@ -43,9 +43,7 @@ def collect(rollout: WorkerGroup, num_groups: int):
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
-        workers = [
-            partial(w.stream, "run_groups", stage="generation", deadline_seconds=60) for w in rollout.workers
-        ]
+        workers = [groups_of(worker, seconds=60) for worker in rollout.workers]
         collector = Collector(workers, TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0), 60)
         collector.advance(0)
         try:
