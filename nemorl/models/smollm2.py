@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from nemorl.errors import NemorlError
+
 from .hf_folder import HfFolder
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
@@ -23,7 +25,7 @@ _DOWNLOAD_SECONDS = 900
 _log = logging.getLogger(__name__)
 
 
-class FetchFailed(RuntimeError):
+class FetchFailed(NemorlError):
     """The model could not be brought here; the message says what failed and what to do."""
 
 
