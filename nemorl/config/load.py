@@ -3,7 +3,7 @@
 file + what it inherits  ->  overrides  ->  ${references}  ->  types  ->  cross-field checks
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,16 @@ from .yaml_tree import Document, FieldPath, Tree, field_path, look_up
 DEFAULT = "default"
 
 
-def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+def load_experiment(
+    path: Path,
+    overrides: Sequence[str] = (),
+    further_checks: Callable[[Experiment], Iterable[Violation]] | None = None,
+) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
-    Raises `ConfigError` with everything that is wrong at once: what the types refuse, and the cross-field
-    checks of the sections that are sound. Nothing outside the files is looked at (see `nemorl.plan.fit`).
+    Raises `ConfigError` with everything that is wrong at once: what the types refuse, the cross-field checks
+    of the sections that are sound, and, where all types are right, what `further_checks` finds outside the
+    configuration (see `nemorl.plan.fit`), of which nothing is looked at here.
     """
     document, violations = interpolate(apply_overrides(read_document(path), overrides))
     experiment, refused = _typed(document.tree)
@@ -36,6 +41,7 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     violations += [violation for violation in refused if violation.field not in unresolved]
     if experiment and not violations:
         sections = {name: getattr(experiment, name) for name in Experiment.model_fields}
+        violations += further_checks(experiment) if further_checks else ()
     else:
         sections = _sound_sections(document.tree, {_section(violation) for violation in violations})
     violations += check_sections(sections)

@@ -1,0 +1,86 @@
+"""The command `nemorl`.
+
+Parsing, `check`, `config` and `train --dry-run` import neither torch nor Ray nor numpy: what a command needs
+beyond that it imports when it runs.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import nemorl
+from nemorl.commands import check, config_help, doctor, evaluate, models, report, train
+from nemorl.commands.exit_codes import ExitCode
+from nemorl.commands.terminal import complain
+from nemorl.errors import ConfigError, NemorlError
+
+COMMANDS = {
+    "train": train,
+    "check": check,
+    "eval": evaluate,
+    "models": models,
+    "report": report,
+    "config": config_help,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status (see `ExitCode`). `argv` is without the program's name."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    _find_modules_here()
+    try:
+        return int(COMMANDS[arguments.command].run(arguments))
+    except NemorlError as error:
+        if arguments.traceback:
+            raise
+        complain(str(error))
+        return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
+    except KeyboardInterrupt:
+        if arguments.traceback:
+            raise
+        complain(f"nemorl {arguments.command} was interrupted")
+        return ExitCode.INTERRUPTED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Ends the process with status 2 for a wrong usage, as argparse does."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes no `a.b=value` that stands behind an option.
+    late_overrides = [word for word in rest if not word.startswith("-")]
+    if len(late_overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if late_overrides:
+        arguments.overrides += late_overrides
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemorl", description=nemorl.__doc__)
+    parser.add_argument("--version", action="version", version=f"nemorl {nemorl.__version__}")
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        default=bool(os.environ.get("NEMORL_TRACEBACK")),
+        help="show where in the code an error came from (also by NEMORL_TRACEBACK=1)",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
+    return parser
+
+
+def _find_modules_here() -> None:
+    """Let `rewards` name functions in files of the current folder, as `python -m` does."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""`nemorl doctor`: what is installed, what this machine offers, and what is missing for what."""
+
+import platform
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+
+from rich.text import Text
+
+from nemorl.commands.exit_codes import ExitCode
+from nemorl.commands.terminal import output, say, table
+from nemorl.plan.machine import Machine, read_machine
+
+HELP = "say what is installed, what works here, and what is missing for what"
+
+
+class State(Enum):
+    """How much a finding matters."""
+
+    GOOD = "good"
+    OPTIONAL = "-"  # missing, and only some runs want it
+    MISSING = "MISSING"  # the main job cannot run
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that nemorl can use."""
+
+    name: str
+    use: str
+    required: bool = False
+
+
+PACKAGES = (
+    Package("torch", "training and the embedded engine", required=True),
+    Package("megatron-core", "policy workers", required=True),
+    Package("ray", "processes over machines", required=True),
+    Package("transformers", "tokenizers", required=True),
+    Package("safetensors", "weights on disk", required=True),
+    Package("math-verify", "the environment `math`", required=True),
+    Package("reasoning-gym", "the environment and datasets `reasoning_gym`", required=True),
+    Package("plotly", "report.html", required=True),
+    Package("tensorboard", "logger.tensorboard (extra `trackers`)"),
+    Package("gguf", "nemorl models fetch smollm2 (extra `smollm2`)"),
+    Package("accelerate", "nemorl models fetch smollm2 (extra `smollm2`)"),
+    Package("vllm", "faster generation; this release has no back end for it yet (extra `vllm`)"),
+    Package("trl", "the comparison of `make bench` (extra `bench`)"),
+    Package("transformer-engine", "faster kernels on NVIDIA GPUs, used where present"),
+    Package("apex", "faster optimizers on NVIDIA GPUs, used where present (NVIDIA's, not PyPI's)"),
+    Package("flash-attn", "faster attention on NVIDIA GPUs, used where present"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table."""
+
+    what: str
+    state: State
+    found: str
+    use: str
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The command takes none."""
+
+
+def run(arguments: Namespace) -> int:
+    """0 when the main job can run here."""
+    findings = [_python(), *map(_package, PACKAGES), *_hardware(read_machine()), _gloo()]
+    rows = table("", ["what", "state", "found", "for"])
+    for finding in findings:
+        cells = (finding.what, finding.state.value, finding.found, finding.use)
+        rows.add_row(*map(Text, cells))
+    output().print(rows, soft_wrap=False)
+    missing = [finding.what for finding in findings if finding.state is State.MISSING]
+    say(f"not ready: {', '.join(missing)}" if missing else "ready to train on this machine")
+    return ExitCode.FAILED if missing else ExitCode.WELL
+
+
+_OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
+_LEAST_MEMORY_BYTES = 4_000_000_000  # for the quickstart
+_LEAST_DISK_BYTES = 2_000_000_000
+_ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_megabytes
+
+
+def _python() -> Finding:
+    supported = _OLDEST_PYTHON <= sys.version_info[:2] < _FIRST_UNTRIED_PYTHON
+    state = State.GOOD if supported else State.MISSING
+    return Finding("python", state, platform.python_version(), "everything; 3.11 and 3.12 are supported")
+
+
+def _package(package: Package) -> Finding:
+    try:
+        version = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        state = State.MISSING if package.required else State.OPTIONAL
+        return Finding(package.name, state, "not installed", package.use)
+    return Finding(package.name, State.GOOD, version, package.use)
+
+
+def _hardware(machine: Machine) -> Iterator[Finding]:
+    yield Finding("CPU cores", State.GOOD, str(machine.cores), "everything")
+    yield _space(
+        "memory", machine.memory_bytes, _LEAST_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart"
+    )
+    shared, use = machine.shared_memory_bytes, "Ray's objects; with less than 0.5 GB it uses the disk"
+    yield _space("/dev/shm", shared or 0, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use)
+    disk = shutil.disk_usage(Path.cwd()).free
+    yield _space("free disk here", disk, _LEAST_DISK_BYTES, State.MISSING, "runs, checkpoints and models")
+    names = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)" for gpu in machine.gpus)
+    state = State.GOOD if names else State.OPTIONAL
+    yield Finding("NVIDIA GPUs", state, names or "none", "speed; everything runs without")
+
+
+def _space(what: str, there: int, wanted: int, otherwise: State, use: str) -> Finding:
+    return Finding(what, State.GOOD if there >= wanted else otherwise, f"{there / 1e9:.1f} GB", use)
+
+
+def _gloo() -> Finding:
+    """Form a group of one process, as policy workers on a CPU do with more."""
+    use = "policy workers on a CPU"
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        return Finding("gloo", State.MISSING, f"torch cannot be imported: {error}", use)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        return Finding("gloo", State.MISSING, str(error), use)
+    dist.destroy_process_group()
+    return Finding("gloo", State.GOOD, "a process group forms", use)

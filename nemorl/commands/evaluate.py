@@ -1,0 +1,29 @@
+"""`nemorl eval`: measure a model on the validation tasks of an experiment."""
+
+from argparse import ArgumentParser, Namespace
+
+from nemorl.commands.arguments import add_experiment
+from nemorl.commands.preflight import prepare
+from nemorl.commands.terminal import output, say, table
+from nemorl.plan.machine import read_machine
+
+HELP = "measure the model of an experiment on its validation tasks"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The command's own arguments."""
+    add_experiment(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Raises NemorlError."""
+    ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
+    from nemorl.algorithms.run import evaluate  # Ray and the engine: not before the checks
+
+    evaluation = evaluate(ready.experiment)
+    figures = table("", ["figure", "value"])
+    for name, value in evaluation.figures.items():
+        figures.add_row(name, f"{value:.6g}")
+    output().print(figures)
+    say(f"samples: {evaluation.samples}")
+    return 0

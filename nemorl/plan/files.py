@@ -1,0 +1,90 @@
+"""The files that an experiment names: whether they are there and hold what is asked of them."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemorl.config.checks.facts import datasets
+from nemorl.config.data import JsonlDataset
+from nemorl.config.experiment import Experiment
+from nemorl.errors import Violation
+
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def file_violations(experiment: Experiment) -> Iterator[Violation]:
+    """Everything that is missing beside the model's own config.json."""
+    yield from _weights(experiment.policy.model_path)
+    yield from _tokenizer(experiment)
+    for path, dataset in datasets(experiment.data):
+        if isinstance(dataset, JsonlDataset):
+            yield from _jsonl(path, dataset)
+    if experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        mend = (
+            "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
+        )
+        yield Violation("logger.tensorboard", True, mend)
+
+
+def _weights(model: Path) -> Iterator[Violation]:
+    if model.is_dir() and not any((model / name).is_file() for name in _WEIGHT_FILES):
+        mend = f"the folder holds no weights: {' or '.join(_WEIGHT_FILES)} is wanted"
+        yield Violation("policy.model_path", str(model), mend)
+
+
+def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
+    config, model = experiment.policy.tokenizer, experiment.policy.model_path
+    folder = config.path or model
+    # A model folder that is missing is told of once, by the check of the model.
+    if (config.path or model.is_dir()) and not (folder / "tokenizer.json").is_file():
+        field = "policy.tokenizer.path" if config.path else "policy.model_path"
+        mend = "the folder holds no tokenizer.json: name a folder that does in policy.tokenizer.path"
+        yield Violation(field, str(folder), mend)
+    elif config.chat_template is not None:
+        if not config.chat_template.is_file():
+            mend = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
+            yield Violation("policy.tokenizer.chat_template", str(config.chat_template), mend)
+    elif experiment.data.chat and folder.is_dir() and not _has_template(folder):
+        mend = (
+            f"the tokenizer in {folder} has no chat template: set this to false for plain text, or name one "
+            "in policy.tokenizer.chat_template"
+        )
+        yield Violation("data.chat", True, mend)
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(settings.get("chat_template"))
+
+
+def _jsonl(path: str, dataset: JsonlDataset) -> Iterator[Violation]:
+    """The first task stands for the others: it shows a wrong file and wrong keys."""
+    try:
+        with dataset.path.open(encoding="utf-8") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), ""))
+    except OSError as error:
+        yield Violation(f"{path}.path", str(dataset.path), f"the file cannot be read: {error.strerror}")
+        return
+    except ValueError:
+        yield Violation(
+            f"{path}.path", str(dataset.path), "the first task is not JSON: one object a line is wanted"
+        )
+        return
+    if not isinstance(first, dict):
+        yield Violation(
+            f"{path}.path", str(dataset.path), "the first task is not a JSON object, with keys and values"
+        )
+        return
+    for field, key in (("prompt_key", dataset.prompt_key), ("answer_key", dataset.answer_key)):
+        if key is not None and key not in first:
+            known = ", ".join(f"`{name}`" for name in first) or "no key at all"
+            yield Violation(
+                f"{path}.{field}", key, f"the first task of {dataset.path} has no such key, but {known}"
+            )

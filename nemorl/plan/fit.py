@@ -1,0 +1,141 @@
+"""Whether an experiment fits its model, its files and this machine, said before a process starts.
+
+Imports no torch.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemorl.config.experiment import Experiment
+from nemorl.errors import Violation
+from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.shape import ModelShape
+
+from .files import file_violations
+from .machine import Machine
+from .memory import ProcessMemory, estimate_memory, memory_parts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would start, and why it cannot."""
+
+    processes: tuple[ProcessMemory, ...]  # empty where the model is missing or does not divide
+    violations: tuple[Violation, ...]
+
+
+def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
+    """Look at the model folder, the files and the machine; `training=False` plans an evaluation."""
+    violations = list(file_violations(experiment))
+    try:
+        shape = ModelShape.load(experiment.policy.model_path)
+    except (BrokenModelFolder, UnsupportedModel) as error:
+        violations.append(_model_violation(experiment, str(error)))
+        return Plan((), tuple(violations))
+    violations += _length_violations(experiment, shape)
+    layout_violations = list(_layout_violations(experiment, shape)) if training else []
+    if layout_violations:
+        return Plan((), (*violations, *layout_violations))
+    processes = estimate_memory(experiment, shape, training)
+    violations += _memory_violations(experiment, processes, machine)
+    return Plan(processes, tuple(violations))
+
+
+def _model_violation(experiment: Experiment, problem: str) -> Violation:
+    path = experiment.policy.model_path
+    if not path.is_dir():
+        problem = (
+            "there is no such folder: name one with config.json and safetensors; `nemorl models fetch` and "
+            "`nemorl models create` make some"
+        )
+    return Violation("policy.model_path", str(path), problem)
+
+
+def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    layout = experiment.policy.layout
+    for field, size, what, count in (
+        ("tensor_parallel_size", layout.tensor_parallel_size, "attention heads", shape.num_attention_heads),
+        ("tensor_parallel_size", layout.tensor_parallel_size, "key-value heads", shape.num_key_value_heads),
+        ("tensor_parallel_size", layout.tensor_parallel_size, "columns of the MLP", shape.ffn_hidden_size),
+        ("pipeline_parallel_size", layout.pipeline_parallel_size, "layers", shape.num_layers),
+    ):
+        if count % size:
+            fitting = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
+            mend = f"it must divide the model's {count} {what}: {fitting} do"
+            yield Violation(f"policy.layout.{field}", size, mend)
+
+
+def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    length = experiment.policy.max_sequence_length
+    if length > shape.max_position_embeddings:
+        mend = f"the model knows positions up to {shape.max_position_embeddings}: take no more than that"
+        yield Violation("policy.max_sequence_length", length, mend)
+    unknown = [token for token in experiment.generation.stop_token_ids if token >= shape.vocab_size]
+    if unknown:
+        mend = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
+        yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), mend)
+
+
+def _memory_violations(
+    experiment: Experiment, processes: tuple[ProcessMemory, ...], machine: Machine
+) -> Iterator[Violation]:
+    if "RAY_ADDRESS" in os.environ:  # the run goes to other machines than this one
+        return
+    if experiment.cluster.gpus_per_node:
+        yield from _gpu_violations(experiment, processes, machine)
+        return
+    needed = sum(process.total * process.count for process in processes)
+    if needed > machine.memory_bytes:
+        yield Violation(
+            "policy.model_path",
+            str(experiment.policy.model_path),
+            f"all processes need about {_gigabytes(needed)}, and this machine has "
+            f"{_gigabytes(machine.memory_bytes)}: {_largest_part(processes)}",
+        )
+
+
+def _gpu_violations(
+    experiment: Experiment, processes: tuple[ProcessMemory, ...], machine: Machine
+) -> Iterator[Violation]:
+    """Without a GPU here the run is meant for another machine, of which nothing is known."""
+    if not machine.gpus:
+        return
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
+    for process in processes:
+        if process.group in ("policy", "generation") and process.total > smallest.memory_bytes:
+            yield Violation(
+                "policy.model_path",
+                str(experiment.policy.model_path),
+                f"a {process.group} process needs about {_gigabytes(process.total)}, and a {smallest.name} "
+                f"has {_gigabytes(smallest.memory_bytes)}: {_largest_part((process,))}",
+            )
+
+
+_SMALLER = {
+    "weights": "take a smaller model, or spread it over more processes (policy.layout)",
+    "gradients": "take a smaller model, or a larger policy.layout.tensor_parallel_size",
+    "optimizer": "raise policy.layout.data_parallel_size, or take a smaller model",
+    "reference": "set algorithm.loss.kl.coefficient to 0, which keeps no reference",
+    "activations": "lower policy.micro_batch_tokens",
+    "logits": "lower policy.logprob_chunk_tokens, or generation.max_batch_size",
+    "kv_cache": "lower generation.max_kv_tokens or generation.max_batch_size",
+    "staging": "take a smaller model, or fewer generation.replicas",
+    "runtime": "start fewer processes, or lower cluster.object_store_megabytes",
+}
+
+
+def _largest_part(processes: tuple[ProcessMemory, ...]) -> str:
+    """What to do about the part that takes the most."""
+    sizes = {
+        (process.group, part): getattr(process, part) * process.count
+        for process in processes
+        for part in memory_parts()
+    }
+    group, part = max(sizes, key=lambda key: sizes[key])
+    name = part.replace("_", " ")
+    return f"{name} of the {group} processes take {_gigabytes(sizes[group, part])} of it; {_SMALLER[part]}"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

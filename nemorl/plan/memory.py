@@ -1,0 +1,139 @@
+"""How much memory each process of an experiment needs: exact for weights, an estimate for the rest."""
+
+from dataclasses import dataclass, fields
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.checks.facts import generates
+from nemorl.config.experiment import Experiment
+from nemorl.config.policy import AdamConfig, PolicyConfig
+from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.shape import ModelShape
+
+# Resident memory of a process with its imports and nothing else, as measured on a CPU.
+_POLICY_RUNTIME = 500_000_000
+_GENERATION_RUNTIME = 400_000_000
+_ROLLOUT_RUNTIME = 500_000_000
+_DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
+
+_FLOAT32 = 4
+_ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+# Logits, their exponentials and the gradient of a chunk exist at one time.
+_LOGITS_COPIES = 3
+_BUCKETS = 2
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """One process of a group at its peak, in bytes."""
+
+    group: str
+    count: int  # processes of this kind
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    reference: int = 0
+    activations: int = 0
+    logits: int = 0
+    kv_cache: int = 0
+    staging: int = 0  # weights on their way to generation
+    runtime: int = 0  # libraries, and for the driver Ray and its object store
+
+    @property
+    def total(self) -> int:
+        """Bytes of one process."""
+        return sum(getattr(self, name) for name in memory_parts())
+
+
+def memory_parts() -> tuple[str, ...]:
+    """Names of the parts, in their order."""
+    return tuple(field.name for field in fields(ProcessMemory) if field.name not in ("group", "count"))
+
+
+def estimate_memory(experiment: Experiment, shape: ModelShape, training: bool) -> tuple[ProcessMemory, ...]:
+    """Every group of processes that the run starts; without `training` there is no policy.
+
+    The layout must divide the model (see `nemorl.plan.fit`).
+    """
+    store = experiment.cluster.object_store_megabytes * 2**20
+    groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
+    if training:
+        groups.append(_policy(experiment, shape))
+    if not training or generates(experiment.algorithm):
+        groups.append(_generation(experiment, shape))
+        groups.append(ProcessMemory("rollout", experiment.cluster.rollout_workers, runtime=_ROLLOUT_RUNTIME))
+    return tuple(groups)
+
+
+def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
+    """The fullest rank; ranks differ by the embedding and the head of the first and last stage."""
+    policy, algorithm = experiment.policy, experiment.algorithm
+    layout, item = policy.layout, _ITEM_SIZE[policy.precision]
+    parameters = max(
+        _num_elements(shape, PolicyRank(0, layout.tensor_parallel_size, stage, layout.pipeline_parallel_size))
+        for stage in range(layout.pipeline_parallel_size)
+    )
+    tokens = min(policy.micro_batch_tokens, _tokens_per_rank(policy, algorithm))
+    chunk = min(policy.logprob_chunk_tokens, tokens)
+    has_reference = isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0
+    return ProcessMemory(
+        "policy",
+        layout.world_size,
+        weights=parameters * item,
+        gradients=parameters * _FLOAT32,  # accumulated in float32 whatever the precision
+        optimizer=parameters * _optimizer_bytes(policy) // layout.data_parallel_size,
+        reference=parameters * item if has_reference else 0,
+        activations=_activations(policy, shape, tokens) * item,
+        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES,
+        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
+        runtime=_POLICY_RUNTIME,
+    )
+
+
+def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
+    config, policy = experiment.generation, experiment.policy
+    item = _ITEM_SIZE[config.precision or policy.precision]
+    weights = _num_elements(shape, PolicyRank()) * item
+    cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
+    return ProcessMemory(
+        "generation",
+        config.replicas,
+        weights=weights,
+        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _LOGITS_COPIES,
+        kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
+        staging=2 * weights,  # what is received, and its copy while the old weights still serve
+        runtime=_GENERATION_RUNTIME,
+    )
+
+
+def _num_elements(shape: ModelShape, rank: PolicyRank) -> int:
+    return sum(part.num_elements for part in policy_slices(shape, rank))
+
+
+def _optimizer_bytes(policy: PolicyConfig) -> int:
+    """Bytes for each parameter: the moments, and float32 weights beside those of bfloat16."""
+    moments = 2 if isinstance(policy.optimizer, AdamConfig) else 1
+    return _FLOAT32 * (moments + (policy.precision != "float32"))
+
+
+def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:
+    """Most tokens of one optimizer step that a data-parallel rank may see."""
+    if isinstance(algorithm, GrpoConfig):
+        sequences = algorithm.trajectories_per_step // algorithm.num_minibatches
+    else:
+        sequences = algorithm.batch_size
+    return -(-sequences // policy.layout.data_parallel_size) * policy.max_sequence_length
+
+
+def _activations(policy: PolicyConfig, shape: ModelShape, tokens: int) -> int:
+    """Elements kept for the backward pass by the first pipeline stage, which holds most of them.
+
+    Per token and layer: the inputs and outputs of both norms on every tensor-parallel rank (shared out under
+    sequence parallelism), and shared out in any case q, k, v before and after rotation, the attention's
+    output and three widths of the MLP. The first of P stages keeps P micro-batches of its 1/P of the layers.
+    """
+    tensor = policy.layout.tensor_parallel_size
+    query = shape.num_attention_heads * shape.head_dim
+    key_value = shape.num_key_value_heads * shape.head_dim
+    around = 4 * shape.hidden_size // (tensor if policy.layout.sequence_parallel else 1)
+    inside = (3 * query + 3 * key_value + 3 * shape.ffn_hidden_size) // tensor
+    return tokens * shape.num_layers * (around + inside)
