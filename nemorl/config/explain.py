@@ -58,7 +58,7 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(field, value, _choice(str(value), known) if known else details["msg"])
         case _ if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
-            return Violation(field, value, f"a value {words} {context[bound]} is wanted")
+            return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
         case _:
             wanted = _WANTED.get(kind.split("_")[0], details["msg"])
             return Violation(field, value, wanted + _help(field))

@@ -79,9 +79,7 @@ def parse_document(text: str, source: str) -> Document:
     if root is None:
         return Document({})
     if not isinstance(root, yaml.MappingNode):
-        raise reader.refused(
-            root, (), None, "a mapping of sections, such as `policy:`, is wanted at the top level"
-        )
+        raise reader.refused(root, (), ABSENT, "sections such as `policy:` are wanted at the top level")
     return Document(reader.mapping(root, ()), reader.origins)
 
 
@@ -147,9 +145,7 @@ class _Reader:
     @contextmanager
     def _inside(self, node: yaml.Node, path: FieldPath) -> Iterator[None]:
         if any(node is outer for outer in self._around):
-            raise self.refused(
-                node, path, None, "an alias (`*name`) stands inside what it repeats: write it out"
-            )
+            raise self.refused(node, path, ABSENT, "an alias stands inside what it repeats: write it out")
         self._around.append(node)
         yield
         self._around.pop()

@@ -40,6 +40,6 @@ def gpus_for_all_processes(
         yield Violation(
             "cluster.gpus_per_node",
             cluster.gpus_per_node,
-            f"{policy.layout.world_size} policy processes and {engines} engines want {wanted} GPUs, have "
-            f"{there}: give more, or take a smaller policy.layout or fewer generation.replicas",
+            f"{there} GPUs are too few for {policy.layout.world_size} policy processes and {engines} "
+            "engines: give more, or take a smaller policy.layout or fewer generation.replicas",
         )

@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+
+from nemorl.config.inherit import read_document
+from nemorl.errors import ConfigError, Violation
+from tests.config.experiments import write
+
+
+def refused(file: Path) -> Violation:
+    with pytest.raises(ConfigError) as error:
+        read_document(file)
+    (violation,) = error.value.violations
+    return violation
+
+
+def test_the_file_wins_over_what_it_inherits(tmp_path: Path) -> None:
+    write(tmp_path, "seed: 1\npolicy: {precision: float32, max_sequence_length: 64}\n", "base.yaml")
+    file = write(tmp_path, "defaults: base.yaml\npolicy: {max_sequence_length: 128}\n")
+
+    document = read_document(file)
+
+    assert document.tree == {"seed": 1, "policy": {"precision": "float32", "max_sequence_length": 128}}
+    assert document.origins["policy", "precision"] == f"{tmp_path / 'base.yaml'}:2"
+    assert document.origins["policy", "max_sequence_length"] == f"{file}:2"
+
+
+def test_parents_are_read_depth_first_and_later_ones_win(tmp_path: Path) -> None:
+    write(tmp_path, "a: root\nb: root\nc: root\nd: root\n", "root.yaml")
+    write(tmp_path, "defaults: ../root.yaml\nb: left\nc: left\nd: left\n", "parents/left.yaml")
+    write(tmp_path, "c: right\nd: right\n", "parents/right.yaml")
+    file = write(tmp_path, "defaults: [parents/left.yaml, parents/right.yaml]\nd: file\n")
+
+    assert read_document(file).tree == {"a": "root", "b": "left", "c": "right", "d": "file"}
+
+
+def test_one_parent_may_come_by_two_ways(tmp_path: Path) -> None:
+    write(tmp_path, "seed: 1\n", "root.yaml")
+    write(tmp_path, "defaults: root.yaml\na: 1\n", "left.yaml")
+    write(tmp_path, "defaults: root.yaml\nb: 2\n", "right.yaml")
+    file = write(tmp_path, "defaults: [left.yaml, right.yaml]\n")
+
+    assert read_document(file).tree == {"seed": 1, "a": 1, "b": 2}
+
+
+def test_lists_are_replaced(tmp_path: Path) -> None:
+    write(tmp_path, "rewards: [{function: a}, {function: b}]\n", "base.yaml")
+    file = write(tmp_path, "defaults: base.yaml\nrewards: [{function: c}]\n")
+
+    assert read_document(file).tree == {"rewards": [{"function": "c"}]}
+
+
+def test_another_variant_keeps_no_key_of_the_old_one(tmp_path: Path) -> None:
+    write(tmp_path, "algorithm: {name: grpo, num_steps: 9, num_minibatches: 2}\n", "base.yaml")
+    file = write(tmp_path, "defaults: base.yaml\nalgorithm: {name: sft, batch_size: 4}\n")
+
+    assert read_document(file).tree == {"algorithm": {"name": "sft", "batch_size": 4}}
+
+
+def test_the_same_variant_keeps_its_keys(tmp_path: Path) -> None:
+    write(tmp_path, "algorithm: {name: grpo, num_steps: 9}\n", "base.yaml")
+    file = write(tmp_path, "defaults: base.yaml\nalgorithm: {name: grpo, num_minibatches: 2}\n")
+
+    assert read_document(file).tree == {"algorithm": {"name": "grpo", "num_steps": 9, "num_minibatches": 2}}
+
+
+def test_a_circle_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "defaults: b.yaml\n", "a.yaml")
+    write(tmp_path, "defaults: ./a.yaml\n", "b.yaml")
+
+    violation = refused(tmp_path / "a.yaml")
+
+    assert violation.field == "defaults"
+    assert f"{tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml" in violation.mend
+
+
+def test_a_file_that_is_its_own_parent_is_a_circle(tmp_path: Path) -> None:
+    assert "in a circle" in refused(write(tmp_path, "defaults: experiment.yaml\n")).mend
+
+
+def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
+    file = write(tmp_path, "defaults: nowhere.yaml\n")
+
+    violation = refused(file)
+
+    assert (violation.field, violation.value) == ("defaults", str(tmp_path / "nowhere.yaml"))
+    assert violation.mend == f"there is no such file; `defaults` of {file} names it"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    violation = refused(tmp_path / "nowhere.yaml")
+
+    assert (violation.value, violation.mend) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
+
+
+def test_a_folder_is_no_experiment(tmp_path: Path) -> None:
+    assert refused(tmp_path).mend == "the file cannot be read: Is a directory"
+
+
+def test_a_binary_file_is_no_experiment(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+
+    assert "not UTF-8 text" in refused(tmp_path / "x.yaml").mend
+
+
+def test_defaults_are_paths(tmp_path: Path) -> None:
+    violation = refused(write(tmp_path, "seed: 1\ndefaults: {a: b}\n"))
+
+    assert violation.mend == "a path or a list of paths is wanted, relative to this file"
+    assert violation.origin.endswith("experiment.yaml:2")

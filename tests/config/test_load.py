@@ -1,0 +1,128 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.load import load_experiment, to_yaml
+from nemorl.config.policy import SgdConfig
+from nemorl.errors import ABSENT, ConfigError, Violation
+from tests.config.experiments import GRPO, violations_of, write
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
+    """Types, references, and the checks between the sections in which nothing else is wrong."""
+    file = write(tmp_path, GRPO + "  max_stalness: 1\ncluster: {num_nodes: x}\nseed: ${nothing}\n")
+
+    violations = violations_of(file, "generation.max_kv_tokens=8", "data.prompt_template=Think!")
+
+    assert {violation.field: violation.value for violation in violations} == {
+        "seed": "${nothing}",
+        "algorithm.max_stalness": 1,
+        "cluster.num_nodes": "x",
+        "data.prompt_template": "Think!",
+    }
+
+
+def test_checks_of_sound_sections_are_made_beside_a_broken_one(sound: Path) -> None:
+    fields = [
+        violation.field
+        for violation in violations_of(sound, "logger.console=loud", "algorithm.max_staleness=1", "seed=-1")
+    ]
+
+    assert sorted(fields) == ["algorithm.max_staleness", "logger.console", "seed"]
+
+
+def test_a_message_names_file_and_line_of_each_violation(tmp_path: Path) -> None:
+    write(tmp_path, GRPO, "base.yaml")
+    file = write(tmp_path, "defaults: base.yaml\npolicy:\n  layout: {data_parallel_size: 5}\n")
+
+    with pytest.raises(ConfigError) as refused:
+        load_experiment(file, ["generation.sampling.temperature=0"])
+
+    assert (
+        str(refused.value)
+        == f"""\
+{file} is refused: 2 violations
+  policy.layout.data_parallel_size = 5  ({file}:3)
+      it must divide the trajectories of an optimizer step; there are 32 trajectories \
+(4 prompts x 8 generations) in a step
+  generation.sampling.temperature = 0.0  (command line)
+      greedy samples of a task are all alike and teach nothing: take more than 0, such as 1.0 \
+(validation has its own, algorithm.validation.sampling)"""
+    )
+
+
+def test_a_value_that_nobody_wrote_is_called_a_default(sound: Path) -> None:
+    (violation,) = violations_of(
+        sound, "policy.max_sequence_length=100000", "policy.micro_batch_tokens=100000"
+    )
+
+    assert (violation.field, violation.value, violation.origin) == (
+        "generation.max_kv_tokens",
+        65536,
+        "default",
+    )
+
+
+def test_a_field_left_out_points_to_its_section(tmp_path: Path) -> None:
+    (violation,) = violations_of(write(tmp_path, GRPO.replace("  num_steps: 10\n", "")))
+
+    assert (violation.field, violation.value) == ("algorithm.num_steps", ABSENT)
+    assert violation.origin.endswith("experiment.yaml:15")
+
+
+def test_further_checks_join_the_others(sound: Path) -> None:
+    def disk(experiment: Experiment) -> list[Violation]:
+        return [Violation("run_dir", str(experiment.run_dir), "the disk is full")]
+
+    with pytest.raises(ConfigError) as refused:
+        load_experiment(sound, ["algorithm.max_staleness=1"], disk)
+
+    assert [violation.field for violation in refused.value.violations] == [
+        "run_dir",
+        "algorithm.max_staleness",
+    ]
+    assert refused.value.violations[0].origin == f"{sound}:1"
+
+
+def test_references_see_overrides_and_keep_their_type(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, GRPO.replace("micro_batch_tokens: 512", "micro_batch_tokens: ${policy.max_sequence_length}")
+    )
+
+    experiment = load_experiment(
+        file, ["policy.max_sequence_length=256", "run_dir=runs/seed-${algorithm.num_steps}"]
+    )
+
+    assert experiment.policy.micro_batch_tokens == 256
+    assert experiment.run_dir == Path("runs/seed-10")
+
+
+def test_a_variant_is_changed_from_the_command_line(sound: Path) -> None:
+    experiment = load_experiment(sound, ["policy.optimizer={name: sgd, lr: 1e-2}"])
+
+    assert experiment.policy.optimizer == SgdConfig(name="sgd", lr=0.01)
+
+
+def test_the_resolved_experiment_reads_back_the_same(sound: Path, tmp_path: Path) -> None:
+    overrides = ["data.prompt_template='{prompt} costs $${x}?'", "policy.optimizer.lr=1e-6", "seed=7"]
+    experiment = load_experiment(sound, overrides)
+    assert experiment.data.prompt_template == "{prompt} costs ${x}?"
+
+    again = load_experiment(write(tmp_path, to_yaml(experiment), "resolved.yaml"))
+
+    assert again == experiment
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(min_size=1))
+def test_any_text_survives_the_resolved_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    tree = yaml.safe_load(GRPO) | {"run_dir": str(folder)}
+    tree["data"]["prompt_template"] = "{prompt}" + text
+    experiment = Experiment.model_validate(tree)
+
+    assert load_experiment(write(folder, to_yaml(experiment))) == experiment

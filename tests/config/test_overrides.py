@@ -1,0 +1,92 @@
+from typing import Any
+
+import pytest
+
+from nemorl.config.overrides import apply_overrides
+from nemorl.config.yaml_tree import parse_document
+from nemorl.errors import ConfigError, Violation
+
+TEXT = """\
+seed: 1
+policy: {precision: float32, optimizer: {name: adam, lr: 0.1}}
+rewards: [{function: a, weight: 1}, {function: b}]
+algorithm: {name: grpo, num_steps: 3, num_minibatches: 2}
+"""
+
+
+def overridden(*overrides: str) -> dict[str, Any]:
+    return apply_overrides(parse_document(TEXT, "x.yaml"), overrides).tree
+
+
+def refused(*overrides: str) -> Violation:
+    with pytest.raises(ConfigError) as error:
+        overridden(*overrides)
+    (violation,) = error.value.violations
+    return violation
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("null", None), ("1e-6", 1e-6), ("[1, 2]", [1, 2]), ("true", True), ("", None), ("a=b", "a=b")],
+)
+def test_the_value_is_yaml(text: str, value: Any) -> None:
+    assert overridden(f"policy.precision={text}")["policy"]["precision"] == value
+
+
+def test_a_section_is_merged() -> None:
+    assert overridden("policy.optimizer={lr: 0.2}")["policy"]["optimizer"] == {"name": "adam", "lr": 0.2}
+
+
+def test_new_sections_come_into_being() -> None:
+    assert overridden("cluster.deadlines.start=5")["cluster"] == {"deadlines": {"start": 5}}
+
+
+def test_the_later_of_two_wins() -> None:
+    assert overridden("seed=2", "seed=3")["seed"] == 3
+
+
+def test_a_number_is_a_place_in_a_list() -> None:
+    assert overridden("rewards.1.weight=2", "rewards.0.function=c")["rewards"] == [
+        {"function": "c", "weight": 1},
+        {"function": "b", "weight": 2},
+    ]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_another_variant_drops_the_old_keys_whatever_the_order(turned: bool) -> None:
+    overrides = ["algorithm.name=sft", "algorithm.batch_size=4"]
+
+    tree = overridden(*(reversed(overrides) if turned else overrides))
+
+    assert tree["algorithm"] == {"name": "sft", "batch_size": 4}
+
+
+def test_the_document_is_left_as_it_was() -> None:
+    document = parse_document(TEXT, "x.yaml")
+
+    apply_overrides(document, ["policy.optimizer.lr=5", "rewards.0.weight=7"])
+
+    assert document.tree == parse_document(TEXT, "x.yaml").tree
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "policy..precision=3", ".seed=1"])
+def test_an_override_without_field_or_value_is_refused(override: str) -> None:
+    violation = refused(override)
+
+    assert violation.value == override
+    assert "such as `algorithm.num_steps=20`" in violation.mend
+
+
+def test_a_place_that_a_list_does_not_have_is_refused() -> None:
+    violation = refused("rewards.2.weight=1")
+
+    assert (violation.field, violation.mend) == (
+        "rewards.2",
+        "the list has places 0 to 1: name one of them, or give the whole list as `[...]`",
+    )
+
+
+def test_broken_yaml_names_the_field() -> None:
+    assert refused("generation.stop_token_ids=[1, 2").origin.startswith(
+        "command line, generation.stop_token_ids"
+    )

@@ -1,0 +1,415 @@
+"""What users get wrong: each refusal names the field, the value and the mend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.config.load import load_experiment
+from nemorl.errors import ABSENT
+from tests.config.experiments import GRPO, violations_of, write
+
+SFT = ["algorithm.name=sft", "algorithm.num_steps=5", "algorithm.batch_size=8"]
+CHAT = ["data.chat=true"]
+JSONL = ["data.train={name: jsonl, path: tasks.jsonl, answer_key: null}", "data.validation=null"]
+PUZZLES = [
+    "env.name=reasoning_gym",
+    "data.train={name: reasoning_gym, task: chain_sum, size: 100}",
+    "data.validation={name: reasoning_gym, task: chain_sum, size: 20, seed: 1000}",
+]
+DECAY = "policy.schedule={name: cosine, decay_steps: 100, warmup_steps: 10}"
+VALIDATION = "algorithm.validation."
+
+# overrides that spoil the experiment, the field that is named, its value, a part of the mend
+TYPES: dict[str, tuple[list[str], str, Any, str]] = {
+    "a field misspelled": (
+        ["policy.precison=float32"],
+        "policy.precison",
+        "float32",
+        "did you mean `precision`?",
+    ),
+    "a field in the wrong section": (
+        ["policy.lr=1e-5"],
+        "policy.lr",
+        1e-5,
+        "did you mean `policy.optimizer.lr`?",
+    ),
+    "a field nobody knows": (
+        ["logger.zzz=1"],
+        "logger.zzz",
+        1,
+        "known here are `console`, `samples_per_step`",
+    ),
+    "a section nobody knows": (["polcy.seed=1"], "polcy", {"seed": 1}, "did you mean `policy`?"),
+    "a key of another algorithm": (
+        [*SFT, "algorithm.num_minibatches=1"],
+        "algorithm.num_minibatches",
+        1,
+        "there is no such field",
+    ),
+    "an algorithm misspelled": (["algorithm.name=gpro"], "algorithm.name", "gpro", "did you mean `grpo`?"),
+    "an algorithm nobody knows": (
+        ["algorithm.name=ppo2"],
+        "algorithm.name",
+        "ppo2",
+        "known are `grpo`, `sft`",
+    ),
+    "a schedule misspelled": (
+        ["policy.schedule.name=cosin"],
+        "policy.schedule.name",
+        "cosin",
+        "mean `cosine`?",
+    ),
+    "a choice misspelled": (
+        ["algorithm.loss.aggregation=token_mean"],
+        "algorithm.loss.aggregation",
+        "token_mean",
+        "did you mean `token-mean`?",
+    ),
+    "a choice of another library": (
+        ["policy.precision=fp8"],
+        "policy.precision",
+        "fp8",
+        "known are `float32`, `bfloat16`",
+    ),
+    "a text for a number": (
+        ["algorithm.num_steps=ten"],
+        "algorithm.num_steps",
+        "ten",
+        "a whole number is wanted",
+    ),
+    "a fraction of a step": (
+        ["algorithm.num_steps=1.5"],
+        "algorithm.num_steps",
+        1.5,
+        "a whole number is wanted",
+    ),
+    "no steps": (["algorithm.num_steps=0"], "algorithm.num_steps", 0, "a value at least 1 is wanted"),
+    "a negative rate": (["policy.optimizer.lr=-1e-6"], "policy.optimizer.lr", -1e-6, "a value more than 0"),
+    "an infinite rate": (
+        ["policy.optimizer.lr=.inf"],
+        "policy.optimizer.lr",
+        float("inf"),
+        "a finite number",
+    ),
+    "a mode of more than 1": (
+        ["generation.sampling.top_p=1.2"],
+        "generation.sampling.top_p",
+        1.2,
+        "a value at most 1 is wanted",
+    ),
+    "a number for a switch": (["data.shuffle=7"], "data.shuffle", 7, "true or false is wanted"),
+    "a number for a text": (["data.system_prompt=5"], "data.system_prompt", 5, "put the value into quotes"),
+    "one number for a list": (
+        ["algorithm.validation.pass_at_k=4"],
+        "algorithm.validation.pass_at_k",
+        4,
+        "a list is wanted",
+    ),
+    "a value for a section": (["policy.layout=2"], "policy.layout", 2, "a section with fields of its own"),
+    "an empty stop string": (
+        ["generation.stop_strings=['']"],
+        "generation.stop_strings.0",
+        "",
+        "of a length of at least 1",
+    ),
+    "a required field left out": (
+        ["data.train={name: jsonl}"],
+        "data.train.path",
+        ABSENT,
+        "this field is required: The file.",
+    ),
+}
+
+RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
+    "stale samples": (["algorithm.max_staleness=1"], "algorithm.max_staleness", 1, "set it to 0"),
+    "minibatches that do not divide": (
+        ["algorithm.num_minibatches=3"],
+        "algorithm.num_minibatches",
+        3,
+        "it must divide the 32 trajectories (4 prompts x 8 generations) of a step",
+    ),
+    "too many copies": (
+        ["policy.layout.data_parallel_size=5"],
+        "policy.layout.data_parallel_size",
+        5,
+        "it must divide the trajectories of an optimizer step; there are 32 trajectories",
+    ),
+    "copies that do not divide a minibatch": (
+        ["policy.layout.data_parallel_size=32", "algorithm.num_minibatches=4"],
+        "policy.layout.data_parallel_size",
+        32,
+        "in 4 minibatches of 8",
+    ),
+    "copies that do not divide the SFT batch": (
+        [*SFT, "policy.layout.data_parallel_size=3"],
+        "algorithm.batch_size",
+        8,
+        "policy.layout.data_parallel_size, 3, must divide it",
+    ),
+    "a group of one": (
+        ["algorithm.num_generations_per_prompt=1"],
+        "algorithm.num_generations_per_prompt",
+        1,
+        "take 2 or more",
+    ),
+    "a norm without its length": (
+        ["algorithm.loss.aggregation=seq-mean-token-sum-norm"],
+        "algorithm.loss.aggregation_length",
+        ABSENT,
+        "divides by this length: give it",
+    ),
+    "a length without its norm": (
+        ["algorithm.loss.aggregation_length=8"],
+        "algorithm.loss.aggregation_length",
+        8,
+        "`token-mean` does not use it: remove it",
+    ),
+    "the norm in SFT": (
+        [*SFT, "algorithm.aggregation=seq-mean-token-sum-norm"],
+        "algorithm.aggregation",
+        "seq-mean-token-sum-norm",
+        "take `seq-mean-token-mean` or `token-mean`",
+    ),
+    "a turn as long as the sequence": (
+        ["generation.max_new_tokens=64"],
+        "generation.max_new_tokens",
+        64,
+        "no room for its prompt in policy.max_sequence_length, 64",
+    ),
+    "a cache too small": (
+        ["generation.max_kv_tokens=63"],
+        "generation.max_kv_tokens",
+        63,
+        "give it policy.max_sequence_length, 64, or more",
+    ),
+    "a micro-batch too small": (
+        ["policy.micro_batch_tokens=32"],
+        "policy.micro_batch_tokens",
+        32,
+        "give it policy.max_sequence_length, 64, or more",
+    ),
+    "greedy training": (
+        ["generation.sampling.temperature=0"],
+        "generation.sampling.temperature",
+        0.0,
+        "take more than 0",
+    ),
+    "top-k in training": (
+        ["generation.sampling.top_k=20"],
+        "generation.sampling.top_k",
+        20,
+        "remove it here",
+    ),
+    "top-p in training": (
+        ["generation.sampling.top_p=0.9"],
+        "generation.sampling.top_p",
+        0.9,
+        "remove it here",
+    ),
+    "min-p in training": (
+        ["generation.sampling.min_p=0.1"],
+        "generation.sampling.min_p",
+        0.1,
+        "remove it here",
+    ),
+    "greedy samples of one task": (
+        [VALIDATION + "sampling={temperature: 0}", VALIDATION + "num_generations_per_prompt=4"],
+        "algorithm.validation.num_generations_per_prompt",
+        4,
+        "take 1, or a temperature above 0",
+    ),
+    "a warm-up longer than the decay": (
+        [DECAY, "policy.schedule.warmup_steps=100"],
+        "policy.schedule.decay_steps",
+        100,
+        "it must be more than policy.schedule.warmup_steps, 100",
+    ),
+    "a decay that goes up": (
+        [DECAY, "policy.schedule.min_lr=1e-3"],
+        "policy.schedule.min_lr",
+        1e-3,
+        "the rate decays from policy.optimizer.lr, 1e-06, to this",
+    ),
+    "a template without the prompt": (
+        ["data.prompt_template=Think!"],
+        "data.prompt_template",
+        "Think!",
+        "write `{prompt}` where it belongs",
+    ),
+    "a system prompt without chat": (
+        ["data.system_prompt=Be brief."],
+        "data.system_prompt",
+        "Be brief.",
+        "data.chat is false",
+    ),
+    "a chat template without chat": (
+        ["policy.tokenizer.chat_template=chat.jinja"],
+        "policy.tokenizer.chat_template",
+        "chat.jinja",
+        "data.chat is false",
+    ),
+    "more sums than there are": (
+        ["data.train.digits=1"],
+        "data.train.size",
+        1000,
+        "more than the 100 pairs of 1 digits",
+    ),
+    "SFT without answers": (
+        [*SFT, *JSONL],
+        "data.train.answer_key",
+        None,
+        "SFT learns the answers: name the key",
+    ),
+    "a comparison without answers": (
+        [*JSONL, "env.name=math"],
+        "data.train.answer_key",
+        None,
+        "the environment `math` compares with the task's answer",
+    ),
+    "puzzles of another maker": (
+        ["env.name=reasoning_gym", "data.validation=null"],
+        "data.train.name",
+        "arithmetic",
+        "scores tasks of `reasoning_gym` datasets only",
+    ),
+    "no reward at all": (["rewards=[]"], "rewards", [], "every reward would be 0: name a reward function"),
+    "validation without a reward": (
+        [*SFT, "rewards=[]", VALIDATION + "at_end=true"],
+        "rewards",
+        [],
+        "every reward would be 0",
+    ),
+    "one reward twice": (
+        ["rewards=[{function: exact_match}, {function: mine.sums:exact_match}]"],
+        "rewards.1.function",
+        "mine.sums:exact_match",
+        "another reward is named `exact_match` already",
+    ),
+    "a reward named like the environment's": (
+        ["env.name=math", "rewards=[{function: mine:math}]"],
+        "rewards.0.function",
+        "mine:math",
+        "another reward is named `math` already",
+    ),
+    "a calculator in plain text": (["env.name=calculator"], "data.chat", False, "set data.chat to true"),
+    "validation on nothing": (
+        ["data.validation=null", VALIDATION + "period=2"],
+        "data.validation",
+        ABSENT,
+        "name a dataset",
+    ),
+    "more prompts than tasks": (
+        [VALIDATION + "num_prompts=101"],
+        "algorithm.validation.num_prompts",
+        101,
+        "data.validation has 100 tasks",
+    ),
+    "pass@k of fewer samples": (
+        [VALIDATION + "pass_at_k=[1, 8]", VALIDATION + "num_generations_per_prompt=4"],
+        "algorithm.validation.pass_at_k",
+        [1, 8],
+        "pass@8 wants 8 samples of each task, and there are 4",
+    ),
+    "a best checkpoint that is never measured": (
+        ["checkpointing.metric=validation/reward"],
+        "checkpointing.metric",
+        "validation/reward",
+        "give algorithm.validation.period",
+    ),
+    "a best checkpoint that is never kept": (
+        ["checkpointing.metric=reward/mean", "checkpointing.enabled=false"],
+        "checkpointing.metric",
+        "reward/mean",
+        "checkpointing.enabled is false",
+    ),
+    "the same sums in validation": (
+        ["data.validation.offset=900"],
+        "data.validation.offset",
+        900,
+        "training takes tasks 0 to 999 of the same order: begin at 1000",
+    ),
+    "another order of the same sums": (
+        ["data.validation.seed=7"],
+        "data.validation.seed",
+        7,
+        "take the seed of data.train, 0, and an offset",
+    ),
+    "the same puzzles in validation": (
+        [*PUZZLES, "data.validation.seed=99"],
+        "data.validation.seed",
+        99,
+        "training takes 0 to 99: take 100 or more",
+    ),
+    "the same file in validation": (
+        ["data.train={name: jsonl, path: a.jsonl}", "data.validation={name: jsonl, path: a.jsonl}"],
+        "data.validation.path",
+        "a.jsonl",
+        "training reads the same file",
+    ),
+    "sequence parallelism alone": (
+        ["policy.layout.sequence_parallel=true"],
+        "policy.layout.sequence_parallel",
+        True,
+        "set policy.layout.tensor_parallel_size to 2 or more",
+    ),
+    "two machines": (["cluster.num_nodes=2"], "cluster.num_nodes", 2, "set it to 1"),
+    "too few GPUs": (
+        ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],
+        "cluster.gpus_per_node",
+        4,
+        "4 GPUs are too few for 4 policy processes and 1 engines",
+    ),
+}
+
+WRONG = TYPES | RELATIONS
+
+
+@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_refused_with_field_value_and_mend(
+    sound: Path, overrides: list[str], field: str, value: Any, mend: str
+) -> None:
+    violations = violations_of(sound, *overrides)
+
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].value == value
+    assert mend in violations[0].mend
+
+
+def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
+    file = write(tmp_path, GRPO.replace("train: {name: arithmetic, ", "train: {"))
+
+    (violation,) = violations_of(file)
+
+    assert (violation.field, violation.value) == ("data.train.name", ABSENT)
+    assert violation.mend == "say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`"
+
+
+# What looks like the mistakes above and is none.
+RIGHT: dict[str, list[str]] = {
+    "as it is": [],
+    "filters in validation": [VALIDATION + "sampling={top_k: 20, top_p: 0.9}", VALIDATION + "period=2"],
+    "greedy validation of one sample": [VALIDATION + "sampling={temperature: 0}"],
+    "filters in SFT's validation": [*SFT, "generation.sampling.top_p=0.9", VALIDATION + "at_end=true"],
+    "SFT without a reward": [*SFT, "rewards=[]"],
+    "SFT with a turn too long that is never taken": [*SFT, "generation.max_new_tokens=64"],
+    "SFT on two machines": [*SFT, "cluster.num_nodes=2"],
+    "validation data for `nemorl eval`": [VALIDATION + "num_prompts=100"],
+    "an environment that pays": ["env.name=math", "rewards=[]"],
+    "the calculator in a chat": ["env.name=calculator", *CHAT],
+    "near sums of other sizes": ["data.validation={name: arithmetic, digits: 3, size: 100}"],
+    "far puzzles": [*PUZZLES, "data.validation.seed=100"],
+    "other puzzles of the same seed": [*PUZZLES, "data.validation={task: basic_arithmetic, seed: 0}"],
+    "GPUs for all": ["cluster.gpus_per_node=5", "policy.layout.tensor_parallel_size=4"],
+    "a norm with its length": [
+        "algorithm.loss.aggregation=seq-mean-token-sum-norm",
+        "algorithm.loss.aggregation_length=8",
+    ],
+    "a best checkpoint by a training figure": ["checkpointing.metric=reward/mean"],
+    "an optimizer that does not repeat its default name": ["policy.optimizer={lr: 1e-5}"],
+}
+
+
+@pytest.mark.parametrize("overrides", RIGHT.values(), ids=RIGHT.keys())
+def test_it_is_taken(sound: Path, overrides: list[str]) -> None:
+    load_experiment(sound, overrides)
