@@ -39,7 +39,7 @@ def test_the_arithmetic_model_loads_in_transformers(arithmetic: Path) -> None:
     logits = model(torch.tensor([[2, 3, 4]])).logits
     assert logits.shape == (1, 3, 15)
     residual = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
-    assert residual.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
+    assert residual.std().item() == pytest.approx((128 * 2 * 4) ** -0.5, rel=0.02)
 
 
 def test_its_tokenizer_has_one_token_per_character(arithmetic: Path) -> None:
