@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cache import KVCache
+from .cache import KVCache, keys_to_read
 
-_KEY_STEP = 64  # tokens; the keys read are a multiple of this, so that kernels see few different shapes
 _QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
 
 
@@ -59,7 +58,7 @@ class DecodeAttention:
         self._cache = cache
         self._num_rows = len(positions)
         device = positions.device
-        self._keys = min(-(-longest // _KEY_STEP) * _KEY_STEP, cache.length)
+        self._keys = min(keys_to_read(longest), cache.length)
         self._slots = torch.arange(self._num_rows, device=device) * cache.length + positions
         visible = torch.arange(self._keys, device=device) <= positions.unsqueeze(1)
         mask = torch.zeros(visible.shape, device=device, dtype=dtype).masked_fill_(~visible, float("-inf"))

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 
 import torch
 
-_LENGTH_STEP = 64  # tokens; rows grow in these steps, so that growing stays rare
+# Numbers of keys that the attention kernel reads, within each of its blocks of 512. The CPU kernel sums a row
+# over all keys that are read, those beyond the row's end as zeros; with 256 or 320 keys its matrix product
+# splits the sum at another place, and a sequence's rounding would depend on the longest one in the batch (seen
+# with MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
+_KEY_BLOCK = 512
+_KEYS_IN_BLOCK = (64, 128, 192, 384, 448, 512)
+
+
+def keys_to_read(length: int) -> int:
+    """The least number of keys, at least `length`, for which every row sums in the same order."""
+    whole, rest = divmod(length - 1, _KEY_BLOCK)
+    return whole * _KEY_BLOCK + next(keys for keys in _KEYS_IN_BLOCK if keys > rest)
 
 
 class KVCache:
@@ -63,11 +74,11 @@ class KVCache:
         """The wanted size, with what it may grow into where the limit leaves room for that."""
         if self._rows > rows and self.fits(self._rows, length):
             rows = self._rows
-        steps = -(-length // _LENGTH_STEP) * _LENGTH_STEP
-        for roomy in (max(steps, self._length + self._length // 2), max(steps, self._length), steps):
+        grown = max(length, self._length + self._length // 2)
+        for roomy in (keys_to_read(grown), max(keys_to_read(length), self._length), keys_to_read(length)):
             if self.fits(rows, roomy):
                 return rows, roomy
-        return rows, max(length, self._max_tokens // rows // _LENGTH_STEP * _LENGTH_STEP)
+        return rows, self._max_tokens // rows
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""

@@ -115,31 +115,37 @@ class _Filters:
     def draw(self, logits: Tensor, uniforms: Tensor) -> Sampled:
         """Draw among the most likely tokens of each row that pass the filters."""
         logsumexp = logits.logsumexp(-1, keepdim=True)
+        sampled = Sampled(logits.new_zeros(len(logits), dtype=torch.int64), logits.new_zeros(len(logits)))
         vocabulary = logits.shape[-1]
+        rows = torch.arange(len(logits), device=logits.device)
         count = min(self._candidates, vocabulary)
-        while True:
-            ranked, tokens = logits.topk(count, dim=-1)
-            keep = self._keep(ranked, logsumexp)
+        # Sorting a vocabulary is slow and few rows need more than its beginning: those are tried again.
+        while len(rows):
+            ranked, candidates = logits[rows].topk(count, dim=-1)
+            keep = self._keep(ranked, logsumexp[rows], rows)
+            probabilities = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
+            ranks = _invert(probabilities, uniforms[rows])
+            sampled.tokens[rows] = candidates.gather(1, ranks).squeeze(1)
+            sampled.logprobs[rows] = probabilities.gather(1, ranks).log().squeeze(1)
             # What is kept is a prefix: where the last candidate fell out, nothing behind it can be in.
-            if count == vocabulary or not bool(keep[:, -1].any()):
-                break
+            rows = rows[keep[:, -1]] if count < vocabulary else rows[:0]
             count = min(count * _CANDIDATE_GROWTH, vocabulary)
-        probabilities = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
-        ranks = _invert(probabilities, uniforms)
-        return Sampled(tokens.gather(1, ranks).squeeze(1), probabilities.gather(1, ranks).log().squeeze(1))
+        return sampled
 
-    def _keep(self, ranked: Tensor, logsumexp: Tensor) -> Tensor:
+    def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
         """Which of `ranked` [n, k], logits in descending order, stay: a prefix of each row, [n, k].
 
-        `logsumexp` [n, 1] is that of the whole row, of which `ranked` may be a beginning only.
+        `logsumexp` [n, 1] is that of the whole row, of which `ranked` may be a beginning only; `rows` [n]
+        says whose filters count.
         """
-        by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k) | ~self._has_top_k
+        has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
+        by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
         # Top-p acts on what top-k left, renormalised.
         mass_of_top_k = ranked.masked_fill(~by_rank, float("-inf")).logsumexp(-1, keepdim=True)
-        probabilities = (ranked - torch.where(self._has_top_k, mass_of_top_k, logsumexp)).exp()
+        probabilities = (ranked - torch.where(has_top_k, mass_of_top_k, logsumexp)).exp()
         before = _cumulative(probabilities) - probabilities
-        by_mass = (before < self._top_p) | (self._top_p >= 1)
-        by_ratio = ranked >= ranked[:, :1] + self._log_min_p
+        by_mass = (before < top_p) | (top_p >= 1)
+        by_ratio = ranked >= ranked[:, :1] + self._log_min_p[rows]
         keep = by_rank & by_mass & by_ratio
         keep[:, 0] = True  # rounding must not leave a row with nothing
         return keep

@@ -10,6 +10,7 @@ import torch
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.torch_engine import TorchEngine
+from nemorl.generation.torch_engine.linear import packs
 from nemorl.generation.types import SamplingParams
 from nemorl.models.shape import ModelShape
 from nemorl.rollout.types import StopReason
@@ -122,9 +123,17 @@ def test_results_do_not_depend_on_the_batch(max_batch_size):
     assert_same(serve(small_engine(max_batch_size=max_batch_size), requests[::-1]), alone)
 
 
-def test_logprobs_are_equal_to_the_bit_whoever_shares_the_batch():
-    requests = mixed_requests(24, seed=2)
-    small, large = small_engine(max_batch_size=3), small_engine(max_batch_size=24)
+@pytest.mark.skipif(
+    not packs(torch.device("cpu"), torch.float32), reason="only oneDNN's products are known to be row by row"
+)
+@pytest.mark.parametrize("longest", [40, 380])
+def test_logprobs_are_equal_to_the_bit_whoever_shares_the_batch(longest):
+    requests = [
+        request(prompt, f"{i}", SAMPLINGS[i % len(SAMPLINGS)], 1 + (7 * i) % 23, seed=i)
+        for i, prompt in enumerate(Prompts(2).several(24, 1, longest))
+    ]
+    small = small_engine(max_batch_size=3, max_sequence_length=500)
+    large = small_engine(max_batch_size=24, max_sequence_length=500)
     left, right = serve(small, requests), serve(large, requests[::-1])
     for name, completion in left.items():
         assert np.array_equal(completion.logprobs, right[name].logprobs), name
