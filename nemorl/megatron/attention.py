@@ -17,8 +17,8 @@ from torch import Tensor
 from .device import AttentionKernel
 from .rotary import rotate
 
-# Sequences share a bucket while the shortest is at least this fraction of the longest: padding is computed for
-# nothing, but each bucket costs several kernel launches per layer.
+# Sequences share a bucket while the shortest is at least this fraction of the longest: padding is computed
+# for nothing, but each bucket costs several kernel launches per layer.
 SIMILAR = 0.75
 # Below this many tokens the launches always cost more than the padding.
 SHORT = 32
@@ -52,7 +52,8 @@ def packed_layout(
 ) -> PackedLayout:
     """Layout of sequences laid end to end; neighbours should be of similar length (sort them).
 
-    `kernel(q, k, v, cu_seqlens, max_seqlen)` is a causal variable-length attention; without one buckets are made.
+    `kernel(q, k, v, cu_seqlens, max_seqlen)` is a causal variable-length attention; without one buckets are
+    made.
     """
     device = rotary[0].device
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -110,7 +111,7 @@ class PackedAttention(torch.nn.Module):
         assert layout.rotary is not None, "a packed layout carries its rotary angles"
         query, key = rotate(query, *layout.rotary), rotate(key, *layout.rotary)
         if layout.kernel is not None:
-            out = layout.kernel(query, key, value, layout.cu_seqlens_q, layout.max_seqlen_q)
+            out: Tensor = layout.kernel(query, key, value, layout.cu_seqlens_q, layout.max_seqlen_q)
             return out.flatten(1)
         parts = [_dense_attention(query, key, value, bucket) for bucket in layout.buckets]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -119,7 +120,8 @@ class PackedAttention(torch.nn.Module):
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
     """Attention of one bucket -> [its tokens, heads * dim].
 
-    Padding stands at the end of a row, where no real query looks, so the causal mask is all the mask there is.
+    Padding stands at the end of a row, where no real query looks, so the causal mask is all the mask there
+    is.
     """
     q, k, v = (_to_dense(x[bucket.start : bucket.end], bucket) for x in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

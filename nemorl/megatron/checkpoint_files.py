@@ -5,12 +5,12 @@
                                      optimizer): of each local parameter the run of elements that it updates
     random_<rank>.safetensors        states of the random generators
 
-A rank's parameters are described in HF coordinates by `policy_slices`, those of the writing layout as well as those
-of the reading one, so reading is copying boxes, whatever the two layouts are.
+A rank's parameters are described in HF coordinates by `policy_slices`, those of the writing layout as well as
+those of the reading one, so reading is copying boxes, whatever the two layouts are.
 
-Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening somebody's checkpoint
-runs their code; it starts a manager process and forks writers inside the worker; and its distributed optimizer
-formats know Adam's states only. Seen with megatron-core 0.16.1.
+Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening somebody's
+checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
+distributed optimizer formats know Adam's states only. Seen with megatron-core 0.16.1.
 """
 
 import json
@@ -91,7 +91,9 @@ class SavedState:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
-            raise UnfitCheckpoint(f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}")
+            raise UnfitCheckpoint(
+                f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
+            )
         _check_same_model(folder, index["tensors"], hf_tensors(shape))
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
@@ -111,7 +113,9 @@ class SavedState:
                     continue
                 parameter = self._parameter(state, source.tp_rank, source.pp_rank, source.part.param)
                 held = local_view({source.part.param: parameter}, source.part)
-                target[_within(overlap, part)] = held[_within(overlap, source.part)].to(target.device, target.dtype)
+                target[_within(overlap, part)] = held[_within(overlap, source.part)].to(
+                    target.device, target.dtype
+                )
                 copied.add(overlap)
 
     def hf_tensor(self, name: str) -> Tensor:
@@ -169,6 +173,6 @@ def _check_same_model(folder: Path, there: Mapping[str, Any], here: Mapping[str,
     for name in here.keys() | there.keys():
         if tuple(there.get(name, ())) != here.get(name, ()):
             raise UnfitCheckpoint(
-                f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} in the "
-                "model of policy.model_path"
+                f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} in "
+                "the model of policy.model_path"
             )

@@ -150,7 +150,7 @@ class CheckpointStore:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """The manifest, after every file was found as written; raises `DamagedCheckpoint` naming the first that is not."""
+    """The manifest, once every file was found as written; else `DamagedCheckpoint` naming the first."""
     manifest = Manifest.read(checkpoint)
     for expected in manifest.files:
         path = checkpoint / expected.path

@@ -35,7 +35,9 @@ def from_last_stage(values: Tensor) -> Tensor:
     return values
 
 
-def _over_data_parallel(figures: list[dict[str, Tensor]], reduce: Any, op: dist.ReduceOp) -> dict[str, float]:
+def _over_data_parallel(
+    figures: list[dict[str, Tensor]], reduce: Any, op: dist.ReduceOp.RedOpType
+) -> dict[str, float]:
     names = sorted(figures[0])
     if not names:
         return {}
@@ -45,7 +47,7 @@ def _over_data_parallel(figures: list[dict[str, Tensor]], reduce: Any, op: dist.
 
 
 def _broadcast_json(value: Any, device: torch.device) -> Any:
-    """A JSON value of the last stage on all its stages. JSON and not `broadcast_object_list`, which pickles."""
+    """A JSON value of the last stage on all stages; `broadcast_object_list` would pickle it."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
     text = bytearray(json.dumps(value), "utf-8")

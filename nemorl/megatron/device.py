@@ -1,10 +1,11 @@
 """The device: the only module that asks about CUDA.
 
-Megatron 0.16 names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU these
-places are answered here, each as narrowly as it allows: functions of `torch.cuda` that would raise without a GPU
-are replaced for the process, three modules that create tensors with `device="cuda"` get a view of `torch` that
-creates them on the CPU, and the two methods of `Tensor` that matter only while a model is built are replaced for
-that time (`building`). A global `TorchFunctionMode` would need none of this knowledge but slows every operation.
+Megatron 0.16 names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU
+these places are answered here, each as narrowly as it allows: functions of `torch.cuda` that would raise
+without a GPU are replaced for the process, a few modules that create tensors with `device="cuda"` get a view
+of `torch` that creates them on the CPU, and the two methods of `Tensor` that matter only while a model is
+built are replaced for that time (`building`). A global `TorchFunctionMode` would need none of this knowledge
+but slows every operation.
 """
 
 import importlib
@@ -35,18 +36,19 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor")
 def select_device(kind: DeviceKind, rank: int) -> torch.device:
     """The device of a process, made current; on a CPU Megatron is taught to use it.
 
-    A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs takes
-    the one of its rank. Raises `RuntimeError` when CUDA is asked for and there is none.
+    A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs
+    takes the one of its rank. Raises `RuntimeError` when CUDA is asked for and there is none.
     """
-    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns wherever this is not set.
+    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns wherever this is not
+    # set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if kind == "cpu":
         _teach_megatron_the_cpu()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
-            f"policy rank {rank} was placed on a GPU but this process sees none: set cluster.gpus_per_node to 0 "
-            "to run on the CPU, or check CUDA_VISIBLE_DEVICES and the driver"
+            f"policy rank {rank} was placed on a GPU but this process sees none: set cluster.gpus_per_node "
+            "to 0 to run on the CPU, or check CUDA_VISIBLE_DEVICES and the driver"
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -74,7 +76,7 @@ AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 
 def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, AttentionKernel | None]:
-    """Name and function of the variable-length attention of this device and type; none where there is none."""
+    """Name and, where there is one, function of the variable-length attention of a device and type."""
     if kind == "cpu" or dtype == torch.float32:
         return "torch scaled_dot_product_attention in buckets", None
     if importlib.util.find_spec("flash_attn") is not None:
@@ -88,22 +90,23 @@ def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, 
 
 @contextmanager
 def building(kind: DeviceKind) -> Iterator[None]:
-    """While Megatron builds a model or an optimizer: on a CPU, `Tensor.cuda` and `Tensor.type` answer as on a GPU."""
+    """While Megatron builds something on a CPU, `Tensor.cuda` and `Tensor.type` answer as on a GPU."""
     if kind == "cuda":
         yield
         return
-    cuda, type_ = torch.Tensor.cuda, torch.Tensor.type
+    tensor: Any = torch.Tensor
+    cuda, type_ = tensor.cuda, tensor.type
 
     def type_as_on_a_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
-    torch.Tensor.type = type_as_on_a_gpu  # type: ignore[assignment]
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.type = type_as_on_a_gpu
     try:
         yield
     finally:
-        torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign]
+        tensor.cuda, tensor.type = cuda, type_
 
 
 def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
@@ -144,18 +147,19 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @lru_cache(maxsize=1)
 def _teach_megatron_the_cpu() -> None:
-    cuda = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
-    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     view = _TorchOnCpu()
     for name in _MODULES_THAT_NAME_CUDA:
-        importlib.import_module(name).torch = view  # type: ignore[attr-defined]
+        module: Any = importlib.import_module(name)
+        module.torch = view
 
 
 def _version(package: str) -> str:

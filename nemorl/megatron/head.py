@@ -1,6 +1,9 @@
-"""From hidden states to logprobs and entropies, vocab-parallel and in chunks: the logits of a batch never exist.
+"""From hidden states to logprobs and entropies, vocab-parallel and in chunks.
 
-With logits `z` (already divided by the temperature) over the whole vocabulary, spread over the TP ranks by columns:
+The logits of a whole batch never exist.
+
+With logits `z` (already divided by the temperature) over the whole vocabulary, spread over the TP ranks by
+columns:
 
     logprob of y:  z_y - lse(z)                      d/dz_j = 1[j = y] - p_j
     entropy:       lse(z) - sum_j p_j z_j            d/dz_j = -p_j (z_j - lse(z) + entropy)
@@ -41,8 +44,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs of `labels` [M] and, if asked for, entropies [M]; float32, equal on all tensor-parallel ranks.
 
-    `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its own
-    columns only: the caller sums it over the tensor-parallel ranks.
+    `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its
+    own columns only: the caller sums it over the tensor-parallel ranks.
     """
     logprobs, entropies = _TokenLogprobs.apply(
         hidden, weight, labels, shard, temperature, chunk_tokens, entropy
@@ -134,9 +137,9 @@ def _reduce(
     exponentials = shifted.exp()
     column, is_mine = _local_column(labels, shard)
     label_logit = shifted.gather(1, column).squeeze(1) * is_mine
-    weighted = (exponentials * shifted).sum(-1) if wants_entropy else torch.zeros_like(label_logit)
-    sums = torch.stack((exponentials.sum(-1), label_logit, weighted))
-    total, label_logit, weighted = _sum_over_ranks(sums, shard)
+    total = exponentials.sum(-1)
+    weighted = exponentials.mul_(shifted).sum(-1) if wants_entropy else torch.zeros_like(total)
+    total, label_logit, weighted = _sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
     log_sum = total.log()
     entropies = log_sum - weighted / total if wants_entropy else weighted
     return _Chunk(shifted, log_sum), label_logit - log_sum, entropies
@@ -150,17 +153,18 @@ def _grad_logits(
     grad_entropies: Tensor | None,
     shard: VocabularyShard,
 ) -> Tensor:
-    """Gradient [m, V / TP] of the (temperature-divided) logits."""
-    log_p = chunk.shifted - chunk.log_sum.unsqueeze(1)
-    p = log_p.exp()
-    grad = torch.zeros_like(p)
-    if grad_entropies is not None:
-        grad -= (log_p + entropies.unsqueeze(1)).mul_(p).mul_(grad_entropies.unsqueeze(1))
-    if grad_logprobs is not None:
-        grad -= p.mul_(grad_logprobs.unsqueeze(1))
-        column, is_mine = _local_column(labels, shard)
-        grad.scatter_add_(1, column, (grad_logprobs * is_mine).unsqueeze(1))
-    return grad
+    """Gradient [m, V / TP] of the (temperature-divided) logits; takes the chunk's memory for it."""
+    log_p = chunk.shifted.sub_(chunk.log_sum.unsqueeze(1))
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(entropies)
+    if grad_entropies is None:
+        grad = log_p.exp_().mul_(grad_logprobs.neg().unsqueeze(1))
+    else:
+        p = log_p.exp()
+        grad = log_p.add_(entropies.unsqueeze(1)).mul_(grad_entropies.unsqueeze(1))
+        grad = grad.add_(grad_logprobs.unsqueeze(1)).mul_(p).neg_()
+    column, is_mine = _local_column(labels, shard)
+    return grad.scatter_add_(1, column, (grad_logprobs * is_mine).unsqueeze(1))
 
 
 def _local_column(labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from .rotary import RotaryTable
 class MicroBatch:
     """Sequences of one forward pass, shortest first.
 
-    `tokens` and `position_ids` may end in a few tokens of padding, a sequence of its own that nothing looks at:
-    sequence parallelism wants a multiple of the tensor-parallel size.
+    `tokens` and `position_ids` may end in a few tokens of padding, a sequence of its own that nothing looks
+    at: sequence parallelism wants a multiple of the tensor-parallel size.
     """
 
     batch: PackedBatch  # [N]
@@ -50,9 +50,7 @@ class MicroBatchMaker:
         positions = torch.cat((selected.position_ids, torch.arange(padding)))
         tokens = torch.nn.functional.pad(selected.tokens, (0, padding))
         positions = positions.to(self.device)
-        layout = packed_layout(
-            lengths + [padding] * (padding > 0), self.rotary.at(positions), self.kernel
-        )
+        layout = packed_layout(lengths + [padding] * (padding > 0), self.rotary.at(positions), self.kernel)
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,
@@ -67,7 +65,9 @@ def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:
     """Refuse what the model cannot take, with the sequence and the reason."""
     starts = batch.cu_seqlens.tolist()
     if not starts or starts[0] != 0 or starts[-1] != batch.num_tokens:
-        raise ValueError(f"cu_seqlens {starts} does not run from 0 to the {batch.num_tokens} tokens of the batch")
+        raise ValueError(
+            f"cu_seqlens {starts} does not run from 0 to the {batch.num_tokens} tokens of the batch"
+        )
     for sequence, (start, end) in enumerate(pairwise(starts)):
         if not 0 < end - start <= max_sequence_length:
             raise ValueError(

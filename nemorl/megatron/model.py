@@ -1,4 +1,4 @@
-"""The policy's model: Megatron's GPTModel with our norm, our attention and an output layer that defers its logits."""
+"""The policy's model: Megatron's GPTModel with our norm, our attention and deferred logits."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ from .micro_batch import MicroBatch
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm that works under sequence parallelism, which Megatron's wrapper of torch's refuses."""
+    """Root mean square norm; unlike Megatron's wrapper of torch's it takes sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -54,11 +54,12 @@ class RMSNorm(torch.nn.Module):
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
+class PolicyModel(GPTModel):
     """One pipeline stage of a policy.
 
-    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs without ever holding
-    the logits of a batch. Position embeddings are rotary and live in the attention, hence `none` here.
+    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs without ever
+    holding the logits of a batch. Position embeddings are rotary and live in the attention, hence `none`
+    here.
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig) -> None:
@@ -79,7 +80,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self._clear_padding_rows()
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """Hidden states [N + padding, 1, H] after this stage; split over TP by tokens under sequence parallelism."""
+        """Hidden states [N + padding, 1, H] after this stage; of N / TP tokens under sequence parallelism."""
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=micro.tokens, position_ids=micro.position_ids)
@@ -90,7 +91,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
-        The position before a token predicts it, and only positions that predict a masked-in token are computed.
+        The position before a token predicts it, and only positions that predict a masked-in token are
+        computed.
         """
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
@@ -117,9 +119,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return self.output_layer.weight  # type: ignore[no-any-return]
 
     def _mark_sharded_weights(self) -> None:
-        """Tell Megatron which weights are shards and not copies, lest the gradient norm counts one rank's only.
+        """Tell Megatron which weights are shards, not copies, or the gradient norm counts one rank's only.
 
-        Megatron does this as part of drawing random weights, which we skip.
+        It does this by itself when it draws random weights, which we skip.
         """
         for module in self.modules():
             for kind, dim in _SHARDED_DIM.items():
@@ -134,9 +136,27 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
                 parameter[self.vocabulary.num_real :] = 0
 
 
+class PolicyParallel(DistributedDataParallel):
+    """Data parallelism with the distributed optimizer.
+
+    With a single data-parallel rank Megatron would copy every gradient and every weight onto itself, step by
+    step.
+    """
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Sum the gradients over the data-parallel ranks; each keeps the shard that it updates."""
+        if self.dp_group.size() > 1:
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def start_param_sync(self, *_: Any, **options: bool) -> None:
+        """Collect the updated shards from the data-parallel ranks."""
+        if self.dp_group.size() > 1:
+            super().start_param_sync(**options)
+
+
 def build_model(
     shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device
-) -> DistributedDataParallel:
+) -> PolicyParallel:
     """This rank's part of the model, with room for gradients; its weights are not loaded yet."""
     config = transformer_config(family_of(shape).megatron_arguments(shape), policy, kind)
     with building(kind):
@@ -144,7 +164,7 @@ def build_model(
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
         )
-        return DistributedDataParallel(config, ddp_config, model)
+        return PolicyParallel(config, ddp_config, model)
 
 
 def transformer_config(
@@ -194,7 +214,7 @@ def transformer_config(
 
 
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
-    """Megatron's reduction of gradients over DP, SP and tied embeddings, without its division by a token count."""
+    """Megatron's reduction of gradients over DP, SP and tied embeddings, not divided by a token count."""
     finalize_model_grads(models, None, **groups)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a policy: Megatron's distributed optimizer, a learning-rate schedule and the guard against NaN."""
+"""The optimizer of a policy: Megatron's distributed one, a schedule and the guard against NaN."""
 
 import logging
 import math
@@ -10,7 +10,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-
 from torch import Tensor
 
 from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
@@ -84,8 +83,8 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """One update from the gradients in the model's buffers.
 
-        A non-finite norm leaves weights and optimizer state untouched; the norm is global, so all ranks agree.
-        Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row.
+        A non-finite norm leaves weights and optimizer state untouched; the norm is global, so all ranks
+        agree. Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
@@ -132,8 +131,8 @@ class PolicyOptimizer:
         if saved != self.state_names:
             raise UnfitCheckpoint(
                 f"{where} holds the optimizer states {', '.join(saved)}; policy.optimizer "
-                f"{self._config.optimizer.name!r} wants {', '.join(self.state_names)}: resume with the optimizer "
-                "the run began with"
+                f"{self._config.optimizer.name!r} wants {', '.join(self.state_names)}: resume with the "
+                "optimizer the run began with"
             )
 
     def resume(self, progress: OptimizerProgress) -> None:
@@ -148,7 +147,7 @@ class PolicyOptimizer:
 
     @property
     def _torch(self) -> torch.optim.Optimizer:
-        return self.megatron.optimizer
+        return self.megatron.optimizer  # type: ignore[no-any-return]
 
     def _moments(self) -> tuple[str, ...]:
         optimizer = self._config.optimizer
@@ -157,15 +156,16 @@ class PolicyOptimizer:
         return ("momentum_buffer",) if optimizer.momentum else ()
 
     def _replace_by_sgd(self, config: SgdConfig) -> None:
-        """Megatron's distributed optimizer takes only Adam, because its checkpoints know no other; ours do."""
+        """Megatron's distributed optimizer takes only Adam because its checkpoints know no other; ours do."""
         (distributed,) = self.megatron.chained_optimizers
         sgd = torch.optim.SGD([torch.zeros(())], config.lr, momentum=config.momentum)
-        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for non-leaves.
+        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
+        # non-leaves.
         sgd.param_groups = [{**group, **sgd.defaults} for group in distributed.optimizer.param_groups]
         distributed.optimizer = sgd
 
     def _prepare_groups(self) -> None:
-        """Weight decay, and the moments: now and not at the first step, so that a checkpoint can be read into them."""
+        """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
         is_torch_adam = isinstance(self._torch, torch.optim.AdamW)
         for group in self._torch.param_groups:
             # 0 for norms and biases, else 1; Megatron leaves multiplying to whoever schedules.
@@ -202,9 +202,9 @@ class PolicyOptimizer:
         )
         if self.progress.skipped_in_a_row > self._config.max_skipped_steps:
             raise TooManySkippedSteps(
-                f"the gradient norm was not finite in {self.progress.skipped_in_a_row} optimizer steps in a row "
-                f"(policy.max_skipped_steps is {self._config.max_skipped_steps}): lower policy.optimizer.lr, "
-                "or look at the rewards and logprobs of these steps for infinities"
+                f"the gradient norm was not finite in {self.progress.skipped_in_a_row} optimizer steps in a "
+                f"row (policy.max_skipped_steps is {self._config.max_skipped_steps}): lower "
+                "policy.optimizer.lr, or look at the rewards and logprobs of these steps for infinities"
             )
 
 

@@ -1,7 +1,7 @@
 """Running micro-batches through the pipeline with Megatron's schedules.
 
-Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums over
-micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
+Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums
+over micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
 `model.finalize_sums` keeps it from dividing by a token count at the end.
 """
 
@@ -9,18 +9,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemorl.data.losses import Loss, LossOutput
 
 from .micro_batch import MicroBatch
-from .model import PolicyModel
+from .model import PolicyModel, PolicyParallel
 
 
 def run_training(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
+    model: PolicyParallel, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
 ) -> list[LossOutput]:
     """Forward and backward of all micro-batches; gradients are complete afterwards.
 
@@ -32,7 +31,9 @@ def run_training(
         micro = next(batches)
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs, entropy = policy.score(hidden, micro, temperature=temperature, entropy=loss.needs_entropy)
+            logprobs, entropy = policy.score(
+                hidden, micro, temperature=temperature, entropy=loss.needs_entropy
+            )
             output = loss(micro.batch, logprobs, entropy)
             # The count would divide the loss; see the module's docstring.
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
@@ -44,7 +45,7 @@ def run_training(
 
 @torch.no_grad()
 def run_logprobs(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], temperature: float
+    model: PolicyParallel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor]:
     """Logprobs [N] of each micro-batch on ranks of the last pipeline stage, nothing elsewhere."""
     policy: PolicyModel = model.module
@@ -61,7 +62,7 @@ def run_logprobs(
 
 
 def _run(
-    model: DistributedDataParallel, forward_step: Any, micro_batches: Sequence[MicroBatch], *, forward_only: bool
+    model: PolicyParallel, forward_step: Any, micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> list[Any]:
     run = get_forward_backward_func()
     outputs = run(

@@ -1,6 +1,7 @@
 """The policy worker: one process of the policy, driven by method calls that all its processes get alike.
 
-    load_hf ─▶ [ load_batch ─▶ compute_logprobs ─▶ train ... ─▶ slices/parameters to the weight exchange ] ─▶ checkpoint
+load_hf ─▶ [ load_batch ─▶ compute_logprobs ─▶ train ... ─▶ slices/parameters to the weight exchange ] ─▶
+checkpoint
 """
 
 import logging
@@ -70,7 +71,7 @@ class PolicyWorker:
         keep_reference: bool,
         deadline_seconds: float,
     ) -> None:
-        """Joins the other ranks at `rendezvous` (see `parallel.join`) and builds the model without its weights."""
+        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model, without weights."""
         if threads is not None:
             torch.set_num_threads(threads)
         self._config = config
@@ -88,7 +89,7 @@ class PolicyWorker:
         )
         self._shape = ModelShape.load(config.model_path)
         self._model = build_model(self._shape, config, device, self._device)
-        self._optimizer = PolicyOptimizer(config, self._model, device)
+        self.optimizer = PolicyOptimizer(config, self._model, device)
         self._maker = self._micro_batch_maker()
         self._reference: ReferenceWeights | None = None
         self._batch: PackedBatch | None = None
@@ -115,7 +116,7 @@ class PolicyWorker:
         A resumed run calls this first, for the reference, and then `load_checkpoint`.
         """
         HfFolder(folder).load_into(self.parameters(), self.slices())
-        self._optimizer.weights_changed()
+        self.optimizer.weights_changed()
         if self._keep_reference:
             self._reference = ReferenceWeights(self._policy)
 
@@ -139,10 +140,8 @@ class PolicyWorker:
         check_batch(batch, self._config.max_sequence_length)
         self._batch = batch.to(torch.device("cpu"))
 
-    def compute_logprobs(
-        self, micro_batches: list[list[int]], *, old: bool, reference: bool
-    ) -> LogprobStats:
-        """Fill `old_logprobs` (of the current weights) and `reference_logprobs` of the batch, where the mask is set.
+    def compute_logprobs(self, micro_batches: list[list[int]], *, old: bool, reference: bool) -> LogprobStats:
+        """Fill `old_logprobs` (of the current weights) and `reference_logprobs`, where the mask is set.
 
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
@@ -150,7 +149,9 @@ class PolicyWorker:
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         if reference:
             if self._reference is None:
-                raise RuntimeError("no reference weights are kept: start the worker with keep_reference and load_hf")
+                raise RuntimeError(
+                    "no reference weights are kept: start the worker with keep_reference and load_hf"
+                )
             with self._reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, made))
         if old:
@@ -159,12 +160,12 @@ class PolicyWorker:
         return self._gap(batch, batch.old_logprobs if old else None)
 
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
-        """One optimizer step over these sequences of the batch (lists of indices, one list a forward pass)."""
+        """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         outputs = run_training(self._model, made, loss, self._temperature)
-        step = self._optimizer.step()
+        step = self.optimizer.step()
         sums, maxima = global_figures(outputs, self._device)
         tokens = torch.tensor([sum(micro.batch.num_tokens for micro in made)], device=self._device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
@@ -177,7 +178,7 @@ class PolicyWorker:
             rank=dist.get_rank(),
             shape=self._shape,
             layout=self._config.layout,
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             device=self._kind,
         )
 
@@ -190,7 +191,7 @@ class PolicyWorker:
             layout=self._config.layout,
             slices=self.slices(),
             parameters=self.parameters(),
-            optimizer=self._optimizer,
+            optimizer=self.optimizer,
             device=self._kind,
         )
 
@@ -210,7 +211,7 @@ class PolicyWorker:
         return self._batch
 
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
-        """Logprobs [N] of the whole batch under the weights in place, on the CPU; 0 in sequences not named."""
+        """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
         values = torch.zeros(batch.num_tokens)
         outputs = run_logprobs(self._model, made, self._temperature)
         scored = [micro.places[micro.scored.cpu()] for micro in made]

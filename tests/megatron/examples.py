@@ -1,5 +1,6 @@
 """Tiny random models of each family and ragged batches of sequences."""
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -108,7 +109,7 @@ def reference_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: 
     """Logprobs [N] by transformers, one sequence at a time, 0 where the loss mask is False."""
     logprobs = torch.zeros(batch.num_tokens)
     bounds = batch.cu_seqlens.tolist()
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         tokens = batch.tokens[start:end]
         logits = model(tokens.unsqueeze(0)).logits[0] / temperature
         log_softmax = logits[:-1].float().log_softmax(-1)

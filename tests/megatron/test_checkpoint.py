@@ -1,4 +1,4 @@
-"""A loaded state continues as the run that was saved: bit by bit, or under another layout as closely as layouts agree."""
+"""A loaded state continues the run that was saved: bit by bit, or as closely as layouts agree."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,9 @@ def test_another_optimizer_or_model_is_refused(pool, model, tmp_path):
     folder = model("llama")[1]
     pool.run(1, save_untrained, policy_config(folder, optimizer=AdamConfig()), tmp_path)
 
-    (error,) = pool.run(1, load_error, policy_config(folder, optimizer=SgdConfig(name="sgd", lr=0.1)), tmp_path)
+    (error,) = pool.run(
+        1, load_error, policy_config(folder, optimizer=SgdConfig(name="sgd", lr=0.1)), tmp_path
+    )
     assert "holds the optimizer states weight, exp_avg, exp_avg_sq" in error
     assert "'sgd' wants weight, momentum_buffer" in error
 

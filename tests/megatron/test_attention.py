@@ -1,0 +1,100 @@
+"""Packed attention against one sequence at a time; the rotary embedding against complex numbers."""
+
+import cmath
+
+import pytest
+import torch
+
+from nemorl.megatron.attention import PackedAttention, packed_layout
+from nemorl.megatron.rotary import RotaryTable, inverse_frequencies, rotate
+
+HEADS, KV_HEADS, DIM = 4, 2, 6
+
+
+def table(max_positions=64):
+    return RotaryTable(
+        dim=DIM,
+        theta=100.0,
+        scaling=None,
+        max_positions=max_positions,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def one_by_one(q, k, v, lengths):
+    """Masked softmax attention of each sequence, in float64."""
+    outputs, start = [], 0
+    for length in lengths:
+        cos_sin = table().at(torch.arange(length))
+        rows = slice(start, start + length)
+        turned = rotate(q[rows], *cos_sin), rotate(k[rows], *cos_sin), v[rows]
+        qs, ks, vs = (x.double().transpose(0, 1) for x in turned)
+        ks, vs = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (ks, vs))
+        scores = qs @ ks.transpose(1, 2) / DIM**0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        outputs.append((scores.softmax(-1) @ vs).transpose(0, 1).flatten(1))
+        start += length
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "buckets"),
+    [
+        ([5, 5, 5], [(3, 5, False)]),  # equal lengths lie densely as they are
+        ([1, 2, 7], [(3, 7, True)]),  # short ones always share
+        ([32, 40, 41, 60], [(3, 41, True), (1, 60, False)]),  # 32 is too short for 60
+        ([3, 50], [(1, 3, False), (1, 50, False)]),
+    ],
+)
+def test_ragged_sequences_forward_and_backward(lengths, buckets):
+    torch.manual_seed(0)
+    num_tokens = sum(lengths)
+    q = torch.randn(num_tokens, HEADS, DIM, requires_grad=True)
+    k = torch.randn(num_tokens, KV_HEADS, DIM, requires_grad=True)
+    v = torch.randn(num_tokens, KV_HEADS, DIM, requires_grad=True)
+    upstream = torch.randn(num_tokens, HEADS * DIM)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    layout = packed_layout(lengths, table().at(positions), kernel=None)
+    assert [(b.count, b.length, b.index is not None) for b in layout.buckets] == buckets
+
+    out = PackedAttention()(q, k, v, None, attn_mask_type=None, attention_bias=None, packed_seq_params=layout)
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+
+    expected = one_by_one(q, k, v, lengths)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+    for mine, its in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-4)
+
+
+def test_a_kernel_gets_the_packed_tensors_as_they_are():
+    seen = {}
+
+    def kernel(q, k, v, cu_seqlens, max_seqlen):
+        seen.update(cu_seqlens=cu_seqlens.tolist(), max_seqlen=max_seqlen, k=tuple(k.shape))
+        return q
+
+    layout = packed_layout([2, 3], table().at(torch.tensor([0, 1, 0, 1, 2])), kernel)
+    q, kv = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
+    out = PackedAttention()(
+        q, kv, kv, None, attn_mask_type=None, attention_bias=None, packed_seq_params=layout
+    )
+    assert out.shape == (5, HEADS * DIM)
+    assert seen == {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "k": (5, KV_HEADS, DIM)}
+
+
+def test_rotary_turns_pairs_as_complex_numbers():
+    x = torch.randn(1, 1, DIM)
+    position, theta = 9, 100.0
+    turned = rotate(x, *table().at(torch.tensor([position]))).flatten().tolist()
+    values = x.flatten().tolist()
+    for i in range(DIM // 2):
+        angle = position * theta ** (-2 * i / DIM)
+        expected = complex(values[i], values[i + DIM // 2]) * cmath.exp(1j * angle)
+        assert turned[i] == pytest.approx(expected.real, abs=1e-5)
+        assert turned[i + DIM // 2] == pytest.approx(expected.imag, abs=1e-5)
+
+
+def test_frequencies_without_scaling():
+    assert inverse_frequencies(4, 100.0, None).tolist() == pytest.approx([1.0, 0.1])

@@ -1,0 +1,106 @@
+"""A checkpoint is complete or absent; a damaged one is named and the one before is used."""
+
+import json
+
+import pytest
+
+from nemorl.megatron.checkpoint_store import CheckpointStore, DamagedCheckpoint, verify
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def write(store, step, **metrics):
+    folder = store.begin(step)
+    (folder / "driver.json").write_text(json.dumps({"step": step}))
+    (folder / "policy").mkdir()
+    (folder / "policy" / "weight_00000.safetensors").write_bytes(bytes(range(256)) * 100)
+    return store.commit(step, metrics)
+
+
+def test_an_empty_store_has_no_checkpoint(store):
+    assert store.latest_valid() is None
+
+
+def test_the_newest_is_found_with_its_metrics(store):
+    write(store, 9, reward=0.5)
+    path = write(store, 10, reward=0.25)
+    found = store.latest_valid()
+    assert (found.step, found.path, found.metrics, found.skipped) == (10, path, {"reward": 0.25}, ())
+    assert {f.path: f.size for f in verify(path).files} == {
+        "driver.json": 12,
+        "policy/weight_00000.safetensors": 25600,
+    }
+
+
+def test_what_was_begun_but_not_committed_does_not_count(store):
+    write(store, 1)
+    (store.begin(2) / "weights").write_text("half")
+    assert store.latest_valid().step == 1
+    assert store.steps() == [1]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "weight_00000.safetensors has 25599 bytes where 25600 were written"),
+        (flip_a_bit, "weight_00000.safetensors has other contents than were written"),
+        (lambda path: path.unlink(), "weight_00000.safetensors is missing"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(store, caplog, damage, message):
+    write(store, 1)
+    newest = write(store, 2)
+    damage(newest / "policy" / "weight_00000.safetensors")
+    found = store.latest_valid()
+    assert found.step == 1
+    assert [message in reason for reason in found.skipped] == [True]
+    assert "checkpoint of step 2 is not used" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"step": 1, "metrics": {}, "files": [{"path": "x"}]}'])
+def test_a_manifest_that_is_missing_or_broken_is_damage(store, content):
+    path = write(store, 1)
+    (path / "manifest.json").unlink()
+    if content is not None:
+        (path / "manifest.json").write_text(content)
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
+        verify(path)
+    assert store.latest_valid() is None
+
+
+def test_a_step_written_again_replaces_the_old_one(store):
+    write(store, 3, reward=1.0)
+    write(store, 3, reward=2.0)
+    assert store.latest_valid().metrics == {"reward": 2.0}
+    assert [p.name for p in store.folder.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher", "left"),
+    [(None, True, [4, 5]), ("reward", True, [2, 4, 5]), ("loss", False, [3, 4, 5]), ("absent", True, [4, 5])],
+)
+def test_pruning_keeps_the_newest_and_the_best(store, metric, higher, left):
+    for step, (reward, loss) in enumerate([(0, 9), (5, 8), (1, 2), (2, 7), (3, 7)], start=1):
+        write(store, step, reward=float(reward), loss=float(loss))
+    store.begin(6)
+    store.prune(2, metric, higher)
+    assert sorted(p.name for p in store.folder.iterdir()) == [f"step_{step:08d}" for step in left]
+
+
+def test_an_empty_checkpoint_is_refused(store):
+    store.begin(1)
+    with pytest.raises(ValueError, match="nothing was written"):
+        store.commit(1, {})

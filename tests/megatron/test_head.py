@@ -1,0 +1,102 @@
+"""Logprobs, entropies and their gradients against log_softmax of the whole logits in float64."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemorl.megatron.head import VocabularyShard, token_logprobs
+
+TOKENS, HIDDEN, VOCABULARY, PADDED = 13, 8, 21, 24
+WHOLE = VocabularyShard(start=0, num_real=VOCABULARY, group=None)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator) * 2
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    grads = torch.randn(2, TOKENS, generator=generator)
+    return hidden, weight, labels, grads
+
+
+def expected(temperature):
+    """Logprobs, entropies, and gradients of hidden states and weight, by autograd in float64."""
+    hidden, weight, labels, grads = inputs()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (hidden @ weight[:VOCABULARY].t() / temperature).log_softmax(-1)
+    logprobs = log_p.gather(1, labels[:, None]).squeeze(1)
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    (grads[0] * logprobs + grads[1] * entropies).sum().backward()
+    return logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
+def test_any_chunk_size_equals_log_softmax(chunk_tokens, temperature):
+    hidden, weight, labels, grads = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropies = token_logprobs(
+        hidden, weight, labels, WHOLE, temperature=temperature, chunk_tokens=chunk_tokens, entropy=True
+    )
+    (grads[0] * logprobs + grads[1] * entropies).sum().backward()
+
+    for mine, its in zip((logprobs, entropies, hidden.grad, weight.grad), expected(temperature), strict=True):
+        torch.testing.assert_close(mine.double(), its, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 13])
+def test_without_entropy_only_logprobs_have_gradients(chunk_tokens):
+    hidden, weight, labels, grads = inputs()
+    hidden.requires_grad_()
+    logprobs, entropies = token_logprobs(
+        hidden, weight, labels, WHOLE, temperature=1.0, chunk_tokens=chunk_tokens, entropy=False
+    )
+    assert entropies is None
+    (grads[0] * logprobs).sum().backward()
+
+    exact = inputs()[0].double().requires_grad_()
+    log_p = (exact @ weight[:VOCABULARY].double().t()).log_softmax(-1)
+    (grads[0] * log_p.gather(1, labels[:, None]).squeeze(1)).sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=2e-5, rtol=1e-5)
+
+
+def test_no_tokens_give_no_logprobs_and_zero_gradients():
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(PADDED, HIDDEN, requires_grad=True)
+    labels = torch.zeros(0, dtype=torch.long)
+    logprobs, _ = token_logprobs(
+        hidden, weight, labels, WHOLE, temperature=1.0, chunk_tokens=4, entropy=False
+    )
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert not weight.grad.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_logits_exist_for_one_chunk_only():
+    tokens, vocabulary, chunk = 512, 300, 16
+    hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocabulary, HIDDEN, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    shard = VocabularyShard(0, vocabulary, None)
+    with LargestTensor() as largest:
+        logprobs, entropies = token_logprobs(
+            hidden, weight, labels, shard, temperature=1.0, chunk_tokens=chunk, entropy=True
+        )
+        (logprobs.sum() + entropies.sum()).backward()
+    # Beside a chunk's logits there are hidden states and weights, which are smaller here.
+    assert max(tokens, vocabulary) * HIDDEN < chunk * vocabulary < tokens * vocabulary
+    assert largest.elements == chunk * vocabulary
