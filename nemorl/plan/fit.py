@@ -107,8 +107,8 @@ def _gpu_violations(
             yield Violation(
                 "policy.model_path",
                 str(experiment.policy.model_path),
-                f"a {process.group} process needs about {_gigabytes(process.total)}, and a {smallest.name} "
-                f"has {_gigabytes(smallest.memory_bytes)}: {_largest_part((process,))}",
+                f"a {process.group} process needs about {_gigabytes(process.total)}, and the "
+                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}: {_largest_part((process,))}",
             )
 
 

@@ -1,0 +1,149 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import nemorl as package
+from nemorl.commands import doctor
+from tests.cli.conftest import Nemorl, Trainer
+from tests.config.experiments import write
+
+
+def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
+    broken = write(tmp_path, "seed: -1\n", "broken.yaml")
+
+    outcome = nemorl("check", broken, tmp_path / "nowhere.yaml", experiment)
+
+    assert outcome.status == 2
+    assert outcome.out == f"{experiment} is sound\n"
+    assert f"{broken} is refused: 5 violations" in outcome.err
+    assert "nowhere.yaml is refused: 1 violation" in outcome.err
+    assert "policy x 1" in outcome.err
+
+
+def test_check_of_a_sound_file(nemorl: Nemorl, experiment: Path) -> None:
+    assert nemorl("check", experiment).status == 0
+
+
+def test_eval_prints_figures(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    outcome = nemorl("eval", experiment, "seed=7")
+
+    assert outcome.status == 0
+    assert trainer.calls == [("evaluate", 7)]
+    assert "validation/reward  0.75" in outcome.out
+    assert "samples: samples.jsonl" in outcome.out
+
+
+def test_eval_wants_validation_tasks(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    outcome = nemorl("eval", experiment, "data.validation=null")
+
+    assert outcome.status == 2
+    assert "data.validation is not given" in outcome.err
+
+
+def test_models_export_hands_over_both_folders(nemorl: Nemorl, trainer: Trainer) -> None:
+    assert nemorl("models", "export", "runs/x/checkpoints/step_10", "out").status == 0
+    assert trainer.calls == [("export", (Path("runs/x/checkpoints/step_10"), Path("out")))]
+
+
+def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:
+    """With the real thing: a tiny model is written, taken in, and refused where a folder stands already."""
+    assert nemorl("models", "create", "arithmetic", "tiny", "--seed", "3").out == "model: tiny\n"
+
+    imported = nemorl("models", "import", "tiny", "again")
+    twice = nemorl("models", "import", "tiny", "again")
+
+    assert imported.status == 0
+    assert "family: llama" in imported.out
+    assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert twice.status == 1
+    assert twice.err == "again exists already: name another folder, or remove it\n"
+
+
+def test_a_folder_that_is_no_model_is_a_sentence(nemorl: Nemorl) -> None:
+    outcome = nemorl("models", "import", "nowhere", "out")
+
+    assert outcome.status == 1
+    assert "nowhere/config.json" in outcome.err
+
+
+def test_a_report_of_nothing_is_refused(nemorl: Nemorl) -> None:
+    outcome = nemorl("report", "nowhere")
+
+    assert outcome.status == 1
+    assert "nowhere holds no run" in outcome.err
+
+
+def test_config_shows_type_default_and_help(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    outcome = nemorl("config", "policy.layout")
+
+    assert outcome.status == 0
+    (line,) = [line for line in outcome.out.splitlines() if "pipeline_parallel_size" in line]
+    assert "whole number >= 1" in line
+    assert "Stages that share the layers (PP). Divides the number of layers." in line
+
+
+def test_config_knows_all_fields(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    out = nemorl("config").out
+
+    assert "algorithm.loss.kl.estimator [grpo]" in out
+    assert "policy.schedule.decay_steps [linear|cosine]" in out
+
+
+def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:
+    outcome = nemorl("config", "policy.optimiser")
+
+    assert outcome.status == 1
+    assert "did you mean `policy.optimizer`?" in outcome.err
+
+
+def test_doctor_is_content_here(nemorl: Nemorl) -> None:
+    outcome = nemorl("doctor")
+
+    assert outcome.status == 0
+    assert "ready to train on this machine" in outcome.out
+
+
+def test_doctor_names_what_is_missing(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = doctor.Package("megatron-kore", "policy workers", required=True)
+    unused = doctor.Package("flash-atten", "speed")
+    monkeypatch.setattr(doctor, "PACKAGES", (missing, unused))
+
+    outcome = nemorl("doctor")
+
+    assert outcome.status == 1
+    assert outcome.out.endswith("not ready: megatron-kore\n")
+
+
+def test_the_version(nemorl: Nemorl) -> None:
+    assert nemorl("--version").out == f"nemorl {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["trian"],
+        ["train"],
+        ["train", "x.yaml", "--reseume"],
+        ["check", "x.yaml", "--dry-run"],
+        ["models"],
+        ["models", "fetch", "gpt", "out"],
+        ["report", "a", "b"],
+    ],
+)
+def test_wrong_usage_is_status_2(nemorl: Nemorl, words: list[str]) -> None:
+    outcome = nemorl(*words)
+
+    assert outcome.status == 2
+    assert outcome.err.startswith("usage: nemorl")
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval", "models", "report", "config", "doctor"])
+def test_every_command_has_help(nemorl: Nemorl, command: str) -> None:
+    assert nemorl(command, "--help").status == 0
+    assert f"    {command} " in nemorl("--help").out

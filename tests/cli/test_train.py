@@ -1,0 +1,152 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemorl.config.load import load_experiment
+from nemorl.errors import RunError
+from tests.cli.conftest import Nemorl, Trainer
+from tests.config.experiments import GRPO, write
+
+
+def test_a_run_that_ends_well(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    outcome = nemorl("train", experiment)
+
+    assert outcome.status == 0
+    assert outcome.out == "run: runs/sums\nreport: runs/sums/report.html\n"
+    assert trainer.calls == [("train", 10)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.num_steps=3", "seed=1", "--resume"],
+        ["--resume", "algorithm.num_steps=3", "seed=1"],
+        ["algorithm.num_steps=3", "--resume", "seed=1"],
+    ],
+)
+def test_overrides_and_options_come_in_any_order(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, words: list[str]
+) -> None:
+    assert nemorl("train", experiment, *words).status == 0
+    assert trainer.calls == [("resume", 3)]
+
+
+def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    outcome = nemorl("train", experiment, "algorithm.num_steps=0", "policy.layout.tensor_parallel_size=3")
+
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[:3] == [
+        f"{experiment} is refused: 1 violation",
+        "  algorithm.num_steps = 0  (command line)",
+        "      a value at least 1 is wanted",
+    ]
+    assert trainer.calls == []
+
+
+def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl(
+        "train",
+        experiment,
+        "policy.layout={tensor_parallel_size: 8, sequence_parallel: true}",
+        "algorithm.max_staleness=2",
+        "data.train={name: jsonl, path: nowhere.jsonl}",
+        "rewards=[{function: exact_mach}, {function: nowhere.at_all:f}]",
+    )
+
+    assert outcome.status == 2
+    for part in (
+        "5 violations",
+        "policy.layout.tensor_parallel_size = 8",
+        "algorithm.max_staleness = 2",
+        "data.train.path = nowhere.jsonl",
+        "rewards.0.function = exact_mach",
+        "built in are `exact_match`, `format_tags`",
+        "there is no package `nowhere` here",
+    ):
+        assert part in outcome.err
+
+
+def test_a_reward_in_the_current_folder_is_found(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own_sums.py").write_text("def close(completions, **columns): ...\n", encoding="utf-8")
+
+    assert nemorl("train", experiment, "rewards=[{function: own_sums:close}]").status == 0
+
+
+def test_a_failed_run_is_a_sentence(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    trainer.failure = RunError("policy rank 1 died in stage 'training'")
+
+    outcome = nemorl("train", experiment)
+
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == "policy rank 1 died in stage 'training'\n"
+
+
+def test_developers_may_see_where_it_failed(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.failure = RunError("it failed")
+
+    with pytest.raises(RunError):
+        nemorl("--traceback", "train", experiment)
+    monkeypatch.setenv("NEMORL_TRACEBACK", "1")
+    with pytest.raises(RunError):
+        nemorl("train", experiment)
+
+
+def test_an_interrupted_run_says_so(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    trainer.failure = KeyboardInterrupt()
+
+    outcome = nemorl("train", experiment)
+
+    assert (outcome.status, outcome.err) == (130, "nemorl train was interrupted\n")
+
+
+def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs/sums").mkdir(parents=True)
+    (tmp_path / "runs/sums/metrics.jsonl").touch()
+
+    refused = nemorl("train", experiment)
+
+    assert refused.status == 2
+    assert "run_dir = runs/sums" in refused.err
+    assert "go on with --resume, or name another folder" in refused.err
+    assert nemorl("train", experiment, "--dry-run").status == 0
+    assert nemorl("train", experiment, "--resume").status == 0
+
+
+def test_a_run_folder_that_is_a_file_is_refused(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("train", experiment, f"run_dir={experiment}")
+
+    assert outcome.status == 2
+    assert "this is a file" in outcome.err
+
+
+def test_a_dry_run_shows_the_experiment_and_the_plan_and_writes_nothing(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+
+    outcome = nemorl("train", experiment, "--dry-run", "policy.optimizer.lr=1e-5", "generation.replicas=3")
+
+    assert outcome.status == 0
+    assert trainer.calls == []
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "generation x 3" in outcome.err
+    assert yaml.safe_load(outcome.out)["policy"]["optimizer"]["weight_decay"] == 0.0
+    resolved = write(tmp_path, outcome.out, "resolved.yaml")
+    expected = load_experiment(experiment, ["policy.optimizer.lr=1e-5", "generation.replicas=3"])
+    assert load_experiment(resolved) == expected
+
+
+def test_text_with_square_brackets_is_shown_as_it_is(nemorl: Nemorl, tmp_path: Path) -> None:
+    """rich would take `[red]` for a colour."""
+    file = write(tmp_path, GRPO)
+
+    outcome = nemorl("train", file, "data.prompt_template='[red]no place[/red]'")
+
+    assert "data.prompt_template = [red]no place[/red]" in outcome.err

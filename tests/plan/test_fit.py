@@ -1,0 +1,218 @@
+"""What is wrong beyond the configuration: the model, the files it names, the machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.errors import Violation
+from nemorl.plan.fit import plan_run
+from nemorl.plan.machine import Gpu, Machine
+from tests.plan.conftest import Configure
+from tests.plan.models import write_model
+
+ROOMY = Machine(cores=8, memory_bytes=10**11, shared_memory_bytes=10**10, gpus=())
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def only_violation(configure: Configure, *overrides: str, machine: Machine = ROOMY) -> Violation:
+    (violation,) = plan_run(configure(*overrides), machine).violations
+    return violation
+
+
+def test_a_sound_experiment_fits(configure: Configure) -> None:
+    plan = plan_run(configure(), ROOMY)
+
+    assert plan.violations == ()
+    assert [process.group for process in plan.processes] == ["driver", "policy", "generation", "rollout"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "value", "mend"),
+    [
+        (
+            ["policy.layout.tensor_parallel_size=8"],
+            "policy.layout.tensor_parallel_size",
+            8,
+            "it must divide the model's 4 key-value heads: 1, 2, 4 do",
+        ),
+        (
+            ["policy.layout.pipeline_parallel_size=4"],
+            "policy.layout.pipeline_parallel_size",
+            4,
+            "it must divide the model's 6 layers: 1, 2, 3, 6 do",
+        ),
+        (
+            ["policy.max_sequence_length=4096", "policy.micro_batch_tokens=4096"],
+            "policy.max_sequence_length",
+            4096,
+            "the model knows positions up to 2048",
+        ),
+        (
+            ["generation.stop_token_ids=[5, 1000]"],
+            "generation.stop_token_ids",
+            [5, 1000],
+            "the model's vocabulary ends at 999: remove 1000",
+        ),
+        (["data.chat=true"], "data.chat", True, "has no chat template: set this to false for plain text"),
+        (
+            ["data.chat=true", "policy.tokenizer.chat_template=nowhere.jinja"],
+            "policy.tokenizer.chat_template",
+            "nowhere.jinja",
+            "there is no such file",
+        ),
+        (
+            ["policy.tokenizer.path=nowhere"],
+            "policy.tokenizer.path",
+            "nowhere",
+            "the folder holds no tokenizer.json",
+        ),
+        (
+            ["data.train={name: jsonl, path: nowhere.jsonl}"],
+            "data.train.path",
+            "nowhere.jsonl",
+            "the file cannot be read: No such file or directory",
+        ),
+    ],
+)
+def test_it_is_refused_with_field_value_and_mend(
+    configure: Configure, overrides: list[str], field: str, value: Any, mend: str
+) -> None:
+    violation = only_violation(configure, *overrides)
+
+    assert (violation.field, violation.value) == (field, value)
+    assert mend in violation.mend
+
+
+def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
+    experiment = configure(
+        "policy.layout.tensor_parallel_size=3",
+        "policy.layout.pipeline_parallel_size=5",
+        "data.train={name: jsonl, path: nowhere.jsonl}",
+    )
+
+    plan = plan_run(experiment, ROOMY)
+
+    # three attention heads, key-value heads: 3 divides the MLP's 384
+    assert [violation.field for violation in plan.violations] == [
+        "data.train.path",
+        "policy.layout.tensor_parallel_size",
+        "policy.layout.tensor_parallel_size",
+        "policy.layout.pipeline_parallel_size",
+    ]
+    assert plan.processes == ()
+
+
+def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
+    violation = only_violation(configure, "policy.model_path=nowhere")
+
+    assert (violation.field, violation.value) == ("policy.model_path", "nowhere")
+    assert violation.mend.startswith("there is no such folder")
+
+
+def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mixtral", architectures=["MixtralForCausalLM"])
+
+    violation = only_violation(configure, f"policy.model_path={folder}")
+
+    assert violation.field == "policy.model_path"
+    assert "MixtralForCausalLM" in violation.mend
+
+
+def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+    assert "the folder holds no weights" in only_violation(configure).mend
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_chat_template_is_found_where_tokenizers_keep_it(
+    configure: Configure, model: Path, place: str
+) -> None:
+    text = (
+        json.dumps({"chat_template": "{{ messages }}"}) if place.endswith("config.json") else "{{ messages }}"
+    )
+    (model / place).write_text(text, encoding="utf-8")
+
+    assert plan_run(configure("data.chat=true"), ROOMY).violations == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "mend"),
+    [
+        ('{"prompt": "1+1=", "answer": "2"}', None, ""),
+        ('\n{"prompt": "1+1=", "answer": "2"}', None, ""),
+        ('{"question": "1+1=", "answer": "2"}', "data.train.prompt_key", "but `question`, `answer`"),
+        ('{"prompt": "1+1="}', "data.train.answer_key", "but `prompt`"),
+        ('["1+1=", "2"]', "data.train.path", "not a JSON object"),
+        ("prompt,answer", "data.train.path", "not JSON"),
+        ("", "data.train.path", "not JSON"),
+    ],
+)
+def test_the_first_task_shows_wrong_files_and_keys(
+    configure: Configure, tmp_path: Path, line: str, field: str | None, mend: str
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(line + "\n", encoding="utf-8")
+
+    violations = plan_run(configure(f"data.train={{name: jsonl, path: {file}}}"), ROOMY).violations
+
+    assert [violation.field for violation in violations] == ([field] if field else [])
+    assert all(mend in violation.mend for violation in violations)
+
+
+SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, gpus=())
+
+
+def test_more_memory_than_there_is(configure: Configure) -> None:
+    violation = only_violation(configure, "generation.replicas=8", machine=SMALL)
+
+    assert violation.field == "policy.model_path"
+    assert "this machine has 3.0 GB" in violation.mend
+    assert "runtime of the generation processes take 3.2 GB of it; start fewer processes" in violation.mend
+
+
+def test_another_machines_memory_is_not_known(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+
+    assert plan_run(configure("generation.replicas=8"), SMALL).violations == ()
+
+
+def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
+    gpu_run = [
+        "cluster.gpus_per_node=2",
+        "policy.micro_batch_tokens=100000",
+        "policy.max_sequence_length=2000",
+    ]
+    tiny_gpu = Machine(2, 10**11, 10**9, (Gpu("Tiny 1000", 1_000_000_000),))
+
+    violation = only_violation(configure, *gpu_run, machine=tiny_gpu)
+
+    assert "a policy process needs about" in violation.mend
+    assert "the Tiny 1000 has 1.0 GB" in violation.mend
+    assert "lower policy.micro_batch_tokens" in violation.mend
+
+
+def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:
+    assert plan_run(configure("cluster.gpus_per_node=2"), SMALL).violations == ()
+
+
+def test_an_evaluation_needs_no_layout(configure: Configure) -> None:
+    plan = plan_run(configure("policy.layout.tensor_parallel_size=3"), ROOMY, training=False)
+
+    assert plan.violations == ()
+    assert [process.group for process in plan.processes] == ["driver", "generation", "rollout"]
+
+
+def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    violation = only_violation(configure, "logger.tensorboard=true")
+
+    assert (violation.field, violation.value) == ("logger.tensorboard", True)
+    assert "pip install 'nemorl[trackers]'" in violation.mend

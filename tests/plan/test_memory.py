@@ -1,0 +1,110 @@
+"""Memory against figures worked out by hand for the model of `tests.plan.models`."""
+
+import pytest
+
+from nemorl.models.shape import ModelShape
+from nemorl.plan.memory import ProcessMemory, estimate_memory
+from tests.plan.conftest import Configure
+from tests.plan.models import CONFIG
+
+SHAPE = ModelShape.from_config(CONFIG, "config.json")
+EMBEDDING = 1000 * 128
+# norms; q and output; k and v; gate, up and down
+LAYER = 2 * 128 + 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128
+WHOLE = 2 * EMBEDDING + 6 * LAYER + 128
+
+
+def group(name: str, processes: tuple[ProcessMemory, ...]) -> ProcessMemory:
+    return next(process for process in processes if process.group == name)
+
+
+def test_one_process_in_float32(configure: Configure) -> None:
+    policy = group("policy", estimate_memory(configure(), SHAPE, training=True))
+
+    assert policy.count == 1
+    assert (policy.weights, policy.gradients, policy.optimizer) == (4 * WHOLE, 4 * WHOLE, 8 * WHOLE)
+    assert policy.reference == 0
+
+
+def test_bfloat16_keeps_float32_weights_in_the_optimizer(configure: Configure) -> None:
+    policy = group("policy", estimate_memory(configure("policy.precision=bfloat16"), SHAPE, training=True))
+
+    assert (policy.weights, policy.gradients, policy.optimizer) == (2 * WHOLE, 4 * WHOLE, 12 * WHOLE)
+
+
+def test_sgd_has_one_moment(configure: Configure) -> None:
+    experiment = configure("policy.optimizer={name: sgd, lr: 0.1}")
+
+    assert group("policy", estimate_memory(experiment, SHAPE, training=True)).optimizer == 4 * WHOLE
+
+
+def test_a_reference_is_another_copy(configure: Configure) -> None:
+    experiment = configure("algorithm.loss.kl.coefficient=0.01")
+
+    assert group("policy", estimate_memory(experiment, SHAPE, training=True)).reference == 4 * WHOLE
+
+
+def test_parallel_sizes_share_the_weights(configure: Configure) -> None:
+    experiment = configure(
+        "policy.layout={tensor_parallel_size: 2, pipeline_parallel_size: 3, data_parallel_size: 2}"
+    )
+
+    policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
+
+    # The last stage is the fullest: two of six layers, the head and the final norm; norms are on every rank.
+    matrices = EMBEDDING + 2 * (LAYER - 2 * 128)
+    local = matrices // 2 + (2 * 2 + 1) * 128
+    assert policy.count == 12
+    assert policy.weights == 4 * local
+    assert policy.optimizer == 8 * local // 2
+
+
+def test_the_engine_keeps_keys_values_and_arriving_weights(configure: Configure) -> None:
+    experiment = configure("generation.max_kv_tokens=3000", "generation.replicas=2")
+
+    engine = group("generation", estimate_memory(experiment, SHAPE, training=True))
+
+    assert engine.count == 2
+    assert engine.kv_cache == 3000 * 2 * 6 * 64 * 4
+    assert (engine.weights, engine.staging) == (4 * WHOLE, 8 * WHOLE)
+
+
+def test_the_cache_is_no_larger_than_what_can_run(configure: Configure) -> None:
+    """64 sequences of 64 tokens at a time, whatever max_kv_tokens allows."""
+    engine = group("generation", estimate_memory(configure(), SHAPE, training=True))
+
+    assert engine.kv_cache == 64 * 64 * 2 * 6 * 64 * 4
+
+
+@pytest.mark.parametrize(("tokens", "chunk"), [(512, 512), (100, 100), (5000, 2048)])
+def test_logits_exist_for_a_chunk_at_a_time(configure: Configure, tokens: int, chunk: int) -> None:
+    """32 trajectories of 64 tokens are 2048, so no chunk is longer."""
+    experiment = configure("policy.micro_batch_tokens=8192", f"policy.logprob_chunk_tokens={tokens}")
+
+    policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
+
+    assert policy.logits == chunk * 1000 * 4 * 3
+
+
+def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelism(
+    configure: Configure,
+) -> None:
+    def activations(*overrides: str) -> int:
+        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True)).activations
+
+    # per token and layer: 4 hidden, 3 query, 3 key-value and 3 MLP widths
+    assert activations() == 512 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
+    assert activations("policy.micro_batch_tokens=1024") == 2 * activations()
+    both = "policy.layout={tensor_parallel_size: 2, sequence_parallel: true}"
+    assert activations(both) == activations() // 2
+
+
+def test_which_groups_there_are(configure: Configure) -> None:
+    sft = configure("algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=4")
+
+    def groups(*args: object, training: bool) -> list[str]:
+        return [process.group for process in estimate_memory(*args, SHAPE, training=training)]  # type: ignore[arg-type]
+
+    assert groups(configure(), training=True) == ["driver", "policy", "generation", "rollout"]
+    assert groups(sft, training=True) == ["driver", "policy"]
+    assert groups(sft, training=False) == ["driver", "generation", "rollout"]
