@@ -15,7 +15,6 @@ _RETRY_SECONDS = 0.005
 _LOOK_UP_SECONDS = 0.1  # how often a wait looks whether the session is over
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
 
-
 T = TypeVar("T")
 
 

@@ -8,32 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
-from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.boxes import Box, difference, intersection, split
 from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox, plan_transfers
 from tests.weights.layouts import Case, cases, part, whole
-
-SHAPE = ModelShape(
-    family="qwen2",
-    num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=96,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=8,
-    vocab_size=101,
-    tied_embeddings=True,
-    rope_theta=1e4,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    qkv_bias=True,
-    qk_norm=False,
-    max_position_embeddings=128,
-    bos_token_id=None,
-    eos_token_ids=(1,),
-    torch_dtype="float32",
-)
+from tests.weights.ranks import SHAPE
 
 
 def elements(part: TensorSlice) -> list[tuple[tuple[int, ...], int]]:

@@ -212,3 +212,15 @@ def test_a_policy_that_lacks_a_stage_is_refused_before_anything_moves() -> None:
     with pytest.raises(UnservedBox, match=r"no sender holds model\.layers\.1\."):
         exchange.refit(1)
     assert "send" not in senders.calls
+
+
+def test_a_temporary_folder_with_a_long_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes socket paths of 107 characters at most."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(RefitFailed, match=r"too long a path for sockets .* set TMPDIR to a shorter one"):
+        Setup().exchange.refit(1)
+    assert list(long.iterdir()) == []
