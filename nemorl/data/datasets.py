@@ -12,12 +12,13 @@ from nemorl.config.data import (
     JsonlDataset,
     ReasoningGymDataset,
 )
+from nemorl.errors import NemorlError
 from nemorl.rollout.types import Message, Task
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class DatasetError(ValueError):
+class DatasetError(NemorlError, ValueError):
     """A dataset that cannot be read or made; the message names the file, line and key or the option."""
 
 

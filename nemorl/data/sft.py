@@ -5,13 +5,14 @@ from typing import Literal
 
 import numpy as np
 
+from nemorl.errors import NemorlError
 from nemorl.rollout.types import BoolArray, Int32Array, Task
 
 from .prompts import Prompts
 from .tokenizer import Tokenizer
 
 
-class ExampleError(ValueError):
+class ExampleError(NemorlError, ValueError):
     """A task that is no example to learn from; the message names the task."""
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.config.policy import PolicyConfig
+from nemorl.errors import NemorlError
 from nemorl.rollout.types import Message
 
 # Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
 PLACEHOLDER = "nemorl-turn-placeholder"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(NemorlError, ValueError):
     """A tokenizer or chat template that cannot be used; the message names the file or the template."""
 
 

@@ -17,13 +17,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nemorl.errors import RunError
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(RunError, ValueError):
     """A checkpoint that is not what its manifest says; the message names the file."""
 
 
