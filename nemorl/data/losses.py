@@ -28,5 +28,8 @@ class Loss(Protocol):
         ...
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`logprobs` [N] float32, 0 at first tokens; `entropy` [N] float32 before each token."""
+        """`logprobs` [N] and `entropy` [N] of the distribution before each token; float32.
+
+        Both are computed for the tokens of `loss_mask` only, and 0 elsewhere.
+        """
         ...

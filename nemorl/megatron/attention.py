@@ -133,4 +133,4 @@ def _to_dense(x: Tensor, bucket: Bucket) -> Tensor:
     """[tokens, heads, dim] -> [count, heads, length, dim]."""
     if bucket.index is not None:
         x = x.new_zeros(bucket.count * bucket.length, *x.shape[1:]).index_copy(0, bucket.index, x)
-    return x.unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
+    return x.reshape(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2)

@@ -92,6 +92,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, labels, entropies = ctx.saved_tensors
         shard, temperature, chunk_tokens, kept = ctx.options
         grad_logprobs, grad_entropies = grads
+        if grad_entropies is not None and not grad_entropies.any():
+            grad_entropies = None  # a loss that reports the entropy but weighs it by zero
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight)
         for rows in _rows(labels.shape[0], chunk_tokens):

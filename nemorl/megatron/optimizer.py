@@ -138,12 +138,13 @@ class PolicyOptimizer:
     def resume(self, progress: OptimizerProgress) -> None:
         """Go on from here, after the shards were set."""
         self.progress = progress
-        for group in self._torch.param_groups:
-            if "step" in group:  # Transformer Engine's and apex's Adam
-                group["step"] = progress.updates
-        for state in self._torch.state.values():
-            if "step" in state:  # torch's
+        if isinstance(self._torch, torch.optim.AdamW):
+            for state in self._torch.state.values():
                 state["step"].fill_(progress.updates)
+        else:
+            # Transformer Engine's and apex's Adam count by group; SGD does not count.
+            for group in self._torch.param_groups:
+                group["step"] = progress.updates
 
     @property
     def _torch(self) -> torch.optim.Optimizer:
