@@ -3,13 +3,11 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import GrpoConfig, SftConfig
@@ -20,7 +18,6 @@ from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
 from nemorl.data.sft import sft_example
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
 from nemorl.observe.files import write_whole
 from nemorl.observe.observer import Observer
@@ -28,17 +25,13 @@ from nemorl.observe.run_folder import RunFolder
 from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.rollout.dispatch import RolloutFailed
 from nemorl.session.session import Session, open_session
-from nemorl.weights.session import RefitFailed
 
 from .bookkeeping import Bookkeeper, Progress, samples_of
 from .evaluate import validate
 from .grpo import Grpo
 from .online import OnlineLoop
 from .sft import SftLoop
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,19 +62,19 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     else:
         folder = RunFolder.create(experiment.run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return _run_to_end(_train(experiment, observer, store, found))
+        return asyncio.run(_train(experiment, observer, store, found))
 
 
 def evaluate(experiment: Experiment) -> Evaluation:
     """Measure the model on the validation tasks, without training it. Raises NemorlError."""
-    return _run_to_end(_evaluate(experiment))
+    return asyncio.run(_evaluate(experiment))
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, in the layout it was trained in."""
     verify(checkpoint)
     experiment = load_experiment(checkpoint.absolute().parents[1] / "config.yaml")
-    _run_to_end(_export(experiment, checkpoint, out))
+    asyncio.run(_export(experiment, checkpoint, out))
 
 
 async def _train(
@@ -167,14 +160,6 @@ async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> A
                 yield session
         finally:
             placement.release()
-
-
-def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run it; what can go wrong between processes becomes a sentence for the person."""
-    try:
-        return asyncio.run(work)
-    except (ClusterError, RolloutFailed, RefitFailed) as error:
-        raise RunError(str(error)) from error
 
 
 def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) -> dict[str, str]:

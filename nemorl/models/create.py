@@ -22,9 +22,9 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 def create_arithmetic_model(
     folder: str | Path,
     *,
-    hidden: int = 128,
-    ffn: int = 384,
-    layers: int = 4,
+    hidden: int = 192,
+    ffn: int = 512,
+    layers: int = 2,
     heads: int = 8,
     kv_heads: int = 8,
     tied: bool = False,

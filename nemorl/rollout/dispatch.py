@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+from nemorl.errors import RunError
+
 from .groups import GroupAssignment, GroupSummary
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
 Progress = Callable[[int], None]
 
 
-class RolloutFailed(RuntimeError):
+class RolloutFailed(RunError):
     """Groups that will not come; the message names them and their workers."""
 
 

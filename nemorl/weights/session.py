@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from nemorl.errors import RunError
+
 _RETRY_SECONDS = 0.005
 _LOOK_UP_SECONDS = 0.1  # how often a wait looks whether the session is over
 _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
@@ -18,7 +20,7 @@ _MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
 T = TypeVar("T")
 
 
-class RefitFailed(RuntimeError):
+class RefitFailed(RunError):
     """A refit did not finish. Receivers still have the version they had before."""
 
 
