@@ -11,7 +11,7 @@ import torch
 
 # Numbers of keys that the attention kernel reads, within each of its blocks of 512. The CPU kernel sums a row
 # over all keys that are read, those beyond the row's end as zeros; with 256 or 320 keys its matrix product
-# splits the sum at another place, and a sequence's rounding would depend on the longest one in the batch (seen
+# splits the sum elsewhere, and a sequence's rounding would depend on the longest one in the batch (seen
 # with MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
 _KEY_BLOCK = 512
 _KEYS_IN_BLOCK = (64, 128, 192, 384, 448, 512)

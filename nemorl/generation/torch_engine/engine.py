@@ -35,9 +35,10 @@ class TorchEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
     What is sampled for a request depends on its prompt, its parameters, its seed and the weights; who shares
-    the batch changes it by rounding at most. A sequence whose weights change in flight keeps the keys and
-    values it has; `Completion.versions` tells its tokens apart. Nothing ends a turn but what its request
-    names: the model's own end token is for the caller to pass. Not thread-safe.
+    the batch changes it by rounding at most, and where oneDNN computes, not at all. A sequence whose weights
+    change in flight keeps the keys and values it has; `Completion.versions` tells its tokens apart. Nothing
+    ends a turn but what its request names: the model's own end token is for the caller to pass. Not
+    thread-safe.
     """
 
     def __init__(
