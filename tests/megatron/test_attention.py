@@ -96,5 +96,11 @@ def test_rotary_turns_pairs_as_complex_numbers():
         assert turned[i + DIM // 2] == pytest.approx(expected.imag, abs=1e-5)
 
 
+def test_rotary_has_the_gradient_of_a_rotation():
+    cos, sin = (angles.double() for angles in table().at(torch.tensor([0, 3, 11])))
+    x = torch.randn(3, HEADS, DIM, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
+
+
 def test_frequencies_without_scaling():
     assert inverse_frequencies(4, 100.0, None).tolist() == pytest.approx([1.0, 0.1])
