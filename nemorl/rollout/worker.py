@@ -1,7 +1,7 @@
 """A rollout worker: samples groups, lets them be paid, keeps the trajectories, answers with summaries."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from nemorl.config.experiment import Experiment
@@ -52,7 +52,7 @@ class RolloutWorker:
         )
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
-    async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
+    async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncGenerator[GroupSummary, None]:
         """Sample all assignments at once; yield each group's summary when its last trajectory has ended.
 
         Raises what ends a run: a failure of the generator, RewardError.

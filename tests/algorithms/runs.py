@@ -1,0 +1,86 @@
+"""Whole runs for tests: a tiny model, the command line in a process of its own, and what it leaves behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemorl.models.create import create_arithmetic_model
+from nemorl.observe.metrics import StepMetrics, read_metrics
+
+# Time differs from run to run; everything else must not.
+CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second")
+
+
+def tiny_model(folder: Path) -> Path:
+    """An untrained model that two tensor-parallel processes can share."""
+    create_arithmetic_model(folder, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    return folder
+
+
+def write_experiment(folder: Path, model: Path, name: str, **changes: Any) -> Path:
+    """A small GRPO experiment over two policy processes, with `section={...}` changes; its run is `name`."""
+    tree: dict[str, Any] = {
+        "run_dir": str(folder / name),
+        "policy": {
+            "model_path": str(model),
+            "precision": "float32",
+            "max_sequence_length": 16,
+            "micro_batch_tokens": 128,
+            "layout": {"tensor_parallel_size": 2},
+            "optimizer": {"name": "adam", "lr": 1e-3},
+        },
+        "generation": {"max_new_tokens": 6, "max_batch_size": 32},
+        "data": {
+            "chat": False,
+            "train": {"name": "arithmetic", "digits": 1, "size": 60, "offset": 20},
+            "validation": {"name": "arithmetic", "digits": 1, "size": 20},
+        },
+        # Paid for the first digit, so that an untrained model has something to learn from.
+        "rewards": [{"function": "tests.algorithms.rewards:starts_right"}],
+        "algorithm": {
+            "name": "grpo",
+            "num_steps": 6,
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "loss": {"kl": {"coefficient": 0.01}},
+            "validation": {"period": 3},
+        },
+        "checkpointing": {"period": 2},
+        "logger": {"console": "plain"},
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree[section], **values} if isinstance(values, dict) else values
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def start(*arguments: str | Path) -> "subprocess.Popen[str]":
+    """`nemorl` with these arguments, running."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "nemorl.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int, str]:
+    """Exit status and everything it said."""
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+def lines(run: Path) -> list[StepMetrics]:
+    """The steps that a run has recorded so far."""
+    return read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+
+
+def timeless(metrics: StepMetrics) -> dict[str, float]:
+    """What must be the same in a run that was interrupted and in one that was not."""
+    return {key: value for key, value in metrics.values.items() if not key.startswith(CLOCKS)}

@@ -1,0 +1,152 @@
+"""Whole runs through the command line: real Ray, Megatron over gloo, the weight exchange, the engine."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all runs of this file."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """The model that all runs start from."""
+    return tiny_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path, model: Path) -> Path:
+    """The folder of a run that nothing disturbed."""
+    status, output = finish(start("train", write_experiment(folder, model, "uninterrupted")))
+    assert status == 0, output
+    return folder / "uninterrupted"
+
+
+def worker_pid(log: Path) -> int:
+    """The process that a worker's log names in its first line."""
+    return int(log.read_text().partition("process ")[2].split()[0])
+
+
+def test_a_run_leaves_its_story(uninterrupted: Path) -> None:
+    steps = lines(uninterrupted)
+    assert [s.step for s in steps] == [1, 2, 3, 4, 5, 6]
+    expected = {
+        "reward/mean", "reward/std", "loss/policy", "kl/reference", "entropy", "grad_norm",
+        "logprob_gap/mean", "logprob_gap/max", "tokens/generated", "tokens/trained",
+        "time/generation", "time/environment", "time/logprobs", "time/training", "time/refit", "time/step",
+        "throughput/tokens_per_second",
+    }  # fmt: skip
+    assert all(expected <= set(s.values) for s in steps)
+    assert [s.step for s in steps if "validation/pass@1" in s.values] == [3, 6]
+    assert {p.name for p in uninterrupted.iterdir()} >= {
+        "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.json", "report.html", "header.json",
+        "logs",
+    }  # fmt: skip
+    assert sorted(p.name for p in (uninterrupted / "checkpoints").iterdir()) == [
+        "step_00000004",
+        "step_00000006",
+    ]
+
+
+def test_engine_and_trainer_agree_at_every_step(uninterrupted: Path) -> None:
+    assert max(s.values["logprob_gap/max"] for s in lines(uninterrupted)) < 1e-4
+
+
+def test_the_policy_learns(uninterrupted: Path) -> None:
+    steps = lines(uninterrupted)
+    assert all(s.values["grad_norm"] > 0 for s in steps)
+    assert steps[0].values["kl/reference"] == 0
+    assert steps[-1].values["kl/reference"] > 0
+
+
+def test_a_killed_driver_resumes_to_the_run_that_would_have_been(
+    folder: Path, model: Path, uninterrupted: Path
+) -> None:
+    config = write_experiment(folder, model, "killed")
+    driver = start("train", config)
+    while len(lines(folder / "killed")) < 3:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.05)
+    workers = [psutil.Process(worker_pid(log)) for log in (folder / "killed" / "logs").glob("*-[0-9].log")]
+    os.kill(driver.pid, signal.SIGKILL)  # in the middle of step 4, one step beyond the checkpoint of step 2
+    driver.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive, "workers of a killed driver live on"
+
+    status, output = finish(start("train", config, "--resume"))
+    assert status == 0, output
+    resumed = lines(folder / "killed")
+    assert [s.step for s in resumed] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(resumed, lines(uninterrupted), strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
+    folder: Path, model: Path, uninterrupted: Path
+) -> None:
+    newest = uninterrupted / "checkpoints" / "step_00000006"
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(victim, victim.stat().st_size // 2)
+    before = lines(uninterrupted)
+    status, output = finish(start("train", folder / "uninterrupted.yaml", "--resume"))
+    assert status == 0, output
+    assert victim.name in output
+    assert "step_00000004" in output or "step 4" in output
+    for ours, theirs in zip(lines(uninterrupted), before, strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+
+
+def test_a_killed_policy_worker_ends_the_run_with_a_sentence(folder: Path, model: Path) -> None:
+    driver = start("train", write_experiment(folder, model, "bereft"))
+    while len(lines(folder / "bereft")) < 1:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.05)
+    os.kill(worker_pid(folder / "bereft" / "logs" / "policy-1.log"), signal.SIGKILL)
+    status, output = finish(driver)
+    assert status == 1
+    assert "policy rank 1 died in stage" in output
+    assert "The last lines of" in output
+    assert "Traceback" not in output
+
+
+def test_a_run_is_not_written_over(folder: Path, uninterrupted: Path) -> None:
+    status, output = finish(start("train", folder / "uninterrupted.yaml"))
+    assert status == 2
+    assert "--resume" in output
+
+
+def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> None:
+    sft = {"name": "sft", "num_steps": 12, "batch_size": 16, "validation": {"at_end": True}}
+    layout = {"pipeline_parallel_size": 2}
+    config = write_experiment(folder, model, "sft", checkpointing={"save_hf": True, "period": 12})
+    tree = yaml.safe_load(config.read_text())
+    tree["algorithm"], tree["policy"]["layout"] = sft, layout
+    config.write_text(yaml.safe_dump(tree))
+    status, output = finish(start("train", config))
+    assert status == 0, output
+    steps = lines(folder / "sft")
+    assert steps[-1].values["loss/sft"] < 0.8 * steps[0].values["loss/sft"]
+    assert steps[-1].values["validation/accuracy"] >= 0
+
+    exported = folder / "exported"
+    status, output = finish(
+        start("models", "export", folder / "sft" / "checkpoints" / "step_00000012", exported)
+    )
+    assert status == 0, output
+    assert (exported / "model.safetensors").read_bytes() == (
+        folder / "sft" / "hf" / "model.safetensors"
+    ).read_bytes()
+
+    status, output = finish(start("eval", config, f"policy.model_path={exported}"))
+    assert status == 0, output
+    assert f"{steps[-1].values['validation/reward']:.6g}" in output
