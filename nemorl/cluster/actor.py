@@ -119,9 +119,7 @@ class SyncHost(_Host):
         """Run a method of the hosted instance."""
         with _Running(self, invocation):
             if invocation.resolve:
-                references = references_in((args, kwargs))
-                values = ray.get(references, timeout=invocation.deadline_seconds)
-                args, kwargs = with_values((args, kwargs), dict(zip(references, values, strict=True)))
+                args, kwargs = _resolved(args, kwargs, invocation.deadline_seconds)
             return getattr(self.target, invocation.method)(*args, **kwargs)
 
     def close(self, invocation: Invocation) -> None:
@@ -150,14 +148,16 @@ class AsyncHost(_Host):
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
         """Run a plain or an async method of the hosted instance."""
         with _Running(self, invocation):
-            args, kwargs = await _resolved(invocation, args, kwargs)
+            if invocation.resolve:
+                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
             answer = getattr(self.target, invocation.method)(*args, **kwargs)
             return await answer if inspect.isawaitable(answer) else answer
 
     async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Run an async generator of the hosted instance and hand out each item as it comes."""
         with _Running(self, invocation):
-            args, kwargs = await _resolved(invocation, args, kwargs)
+            if invocation.resolve:
+                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
             async for item in getattr(self.target, invocation.method)(*args, **kwargs):
                 yield item
 
@@ -175,11 +175,9 @@ class AsyncHost(_Host):
         return self._whereabouts()
 
 
-async def _resolved(invocation: Invocation, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if not invocation.resolve:
-        return args, kwargs
+def _resolved(args: Any, kwargs: Any, seconds: float) -> tuple[Any, Any]:
+    """The arguments with every object reference inside them replaced by its value."""
     references = references_in((args, kwargs))
-    async with asyncio.timeout(invocation.deadline_seconds):
-        values = await asyncio.gather(*references)
+    values = ray.get(references, timeout=seconds)
     resolved: tuple[Any, Any] = with_values((args, kwargs), dict(zip(references, values, strict=True)))
     return resolved

@@ -37,6 +37,7 @@ class WorkerGroup:
         self.workers = tuple(workers)
         self.mesh = mesh
         self._ended: str | None = None
+        self._unanswered = 0  # calls that failed, were cancelled or still run
 
     @classmethod
     def start(
@@ -145,14 +146,18 @@ class WorkerGroup:
         blocking(self.shutdown_async(deadline_seconds))
 
     async def shutdown_async(self, deadline_seconds: float = 10.0) -> None:
-        """Call `close` of every worker that has one and end the processes. May be called again."""
+        """End the processes, after `close` of every worker that has one. May be called again.
+
+        A group with a call that was not answered is ended at once: its ranks may never come to `close`.
+        """
         if self._ended is not None:
             return
-        invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
-        try:
-            await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
-        except ClusterError as error:
-            logger.warning("%s", error)
+        if self._unanswered == 0:
+            invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
+            try:
+                await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
+            except ClusterError as error:
+                logger.warning("%s", error)
         self._end("it was shut down")
 
     async def _call(
@@ -170,11 +175,14 @@ class WorkerGroup:
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
     async def _answers(self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation) -> list[Any]:
+        self._unanswered += 1
         try:
-            return await answers(pending, invocation.stage, invocation.deadline_seconds)
+            everything = await answers(pending, invocation.stage, invocation.deadline_seconds)
         except ClusterError as error:
             self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
+        self._unanswered -= 1
+        return everything
 
     def _end(self, reason: str) -> None:
         self._ended = reason

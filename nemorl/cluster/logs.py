@@ -29,7 +29,7 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
     os.close(log)
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.enable(file=2, all_threads=False)  # the others would push it out of the last lines
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,

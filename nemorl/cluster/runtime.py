@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from .placement import Placement, WorkerRequest, available_cores, reserve
 
 logger = logging.getLogger(__name__)
 
-# Ray's sockets lie about 85 characters below the folder of temporary files, and the path of a socket has 107 at most.
+# A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
 LONGEST_TEMP_DIR = 20
+CONNECT_SECONDS = 10.0
 
 
 class ClusterRuntime:
@@ -88,6 +90,9 @@ class ClusterRuntime:
                 "it is the address of a Ray client server, and the driver has to run inside the cluster. "
                 "Start the command on a node and set RAY_ADDRESS to host:port of the head, or to auto."
             )
+        host, _, port = address.rpartition(":")
+        if port.isdecimal():  # Ray tries for minutes before it gives up on an address where nothing listens
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         self._joined = True
 

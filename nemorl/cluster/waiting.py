@@ -91,8 +91,11 @@ def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> Cl
 
 def exit_reason(account: str) -> str:
     """The sentence that matters in Ray's account of a dead actor, or all of it on one line."""
-    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*)", account, re.DOTALL)
-    return f"{_one_line(found[2])} ({found[1]})" if found else _one_line(account)
+    found = re.search(r"Worker exit detail: (.*)", account, re.DOTALL)
+    detail = _one_line(found[1] if found else account)
+    if "connection error code 2" in detail:  # all that Ray knows when the process closed its socket by dying
+        return "the process vanished: it crashed, was killed, or the machine ran out of memory"
+    return detail
 
 
 def _cause(errors: Sequence[ClusterError]) -> ClusterError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Worker:
         resolve: bool = False,
         pairs: bool = False,
         **kwargs: Any,
-    ) -> AsyncIterator[Any]:
+    ) -> AsyncGenerator[Any, None]:
         """Items of an async generator of the worker as they come; `deadline_seconds` is for all of them.
 
         With `pairs` its items are taken two by two: the first, which may be large, stays where it is and
@@ -69,12 +69,12 @@ class Worker:
                 yield item
         except StopAsyncIteration:
             running = False
-        except TimeoutError:
-            where = await whereabouts([self])
-            raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None
         except ray.exceptions.RayError as error:
             running = False
             raise typed_error(self, stage, error) from None
+        except TimeoutError:
+            where = await whereabouts([self])
+            raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None
         finally:
             if running:
                 ray.cancel(items)

@@ -1,0 +1,87 @@
+"""One local Ray for all tests of this package, with places for a healthy group and for groups that fail."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.placement import Placement, WorkerRequest, reserve
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.run import ClusterConfig
+
+RESERVED = (WorkerRequest("policy", 4), WorkerRequest("generation", 2), WorkerRequest("fragile", 2))
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+FREE = WorkerRequest("joined", 1)  # left for drivers that join
+
+StartFragile = Callable[..., WorkerGroup]
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Iterator[ClusterRuntime]:
+    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [*RESERVED, FREE]) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def placement(runtime: ClusterRuntime) -> Placement:
+    return reserve(RESERVED, strategy="PACK", deadline_seconds=60, can_grow=False, environment=LOOPBACK)
+
+
+@pytest.fixture(scope="session")
+def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """Four synchronous ranks: TP2 x DP2."""
+    group = WorkerGroup.start(
+        "policy",
+        "tests.cluster.targets:Recorder",
+        [{"rank": rank} for rank in range(4)],
+        placement=placement,
+        threads=3,
+        run_dir=tmp_path_factory.mktemp("run"),
+        deadline_seconds=60,
+        mesh=Mesh(tensor=2, data=2),
+        environment={"GREETING": "hello"},
+    )
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture(scope="session")
+def generation(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """Two asynchronous ranks."""
+    group = WorkerGroup.start(
+        "generation",
+        "tests.cluster.targets:Streamer",
+        [{}, {}],
+        placement=placement,
+        threads=1,
+        run_dir=tmp_path_factory.mktemp("run"),
+        deadline_seconds=60,
+        concurrent=True,
+    )
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture
+def start_fragile(placement: Placement, tmp_path: Path) -> Iterator[StartFragile]:
+    """Starts a group, of two unless said otherwise, that the test may break."""
+    groups: list[WorkerGroup] = []
+
+    def start(target: str = "Recorder", ranks: int = 2, **options: Any) -> WorkerGroup:
+        kwargs = [{"rank": rank} if target == "Recorder" else {} for rank in range(ranks)]
+        settings = {
+            "placement": placement,
+            "threads": 1,
+            "run_dir": tmp_path,
+            "deadline_seconds": 60,
+            **options,
+        }
+        groups.append(WorkerGroup.start("fragile", f"tests.cluster.targets:{target}", kwargs, **settings))
+        return groups[-1]
+
+    yield start
+    for group in groups:
+        group.shutdown()

@@ -1,0 +1,35 @@
+"""A driver of its own, for tests that end it: starts a worker, says who is who, and makes it sleep."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import ray
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.placement import WorkerRequest
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.run import ClusterConfig
+
+
+async def run(runtime: ClusterRuntime, run_dir: Path, seconds: float) -> None:
+    group = await WorkerGroup.start_async(
+        "joined",
+        "tests.cluster.targets:Recorder",
+        [{"rank": 0}],
+        placement=runtime.reserve(),
+        threads=1,
+        run_dir=run_dir,
+        deadline_seconds=60,
+    )
+    (pid,) = await group.call_async("process", stage="testing", deadline_seconds=30)
+    about = {"worker": pid, "local": runtime.local, "address": ray.get_runtime_context().gcs_address}
+    sys.stdout.write(json.dumps(about) + "\n")
+    sys.stdout.flush()
+    await group.call_async("sleep", seconds, stage="testing", deadline_seconds=600)
+
+
+if __name__ == "__main__":
+    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [WorkerRequest("joined", 1)]) as started:
+        asyncio.run(run(started, Path(sys.argv[1]), float(sys.argv[2])))

@@ -1,0 +1,143 @@
+"""Light classes that the tests host in workers, named by their import path."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+# Read while the module is imported, as numerical libraries do.
+THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
+
+
+class NeedsTwo(Exception):
+    """Cannot be unpickled: it wants two arguments and hands one on."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Recorder:
+    """A synchronous worker that remembers its calls and knows several ways to fail."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls: list[str] = []
+
+    def record(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        self.calls.append("record")
+        return self.rank, args, kwargs
+
+    def history(self) -> list[str]:
+        return self.calls
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    def threads_at_import(self) -> str | None:
+        return THREADS_AT_IMPORT
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        sys.stdout.write(f"printed {text}\n")
+        sys.stderr.write(f"error stream {text}\n")
+        logging.getLogger("target").info("logged %s", text)
+        os.write(1, f"native {text}\n".encode())
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fail_on(self, rank: int, message: str, others_sleep: float) -> None:
+        if self.rank == rank:
+            raise ValueError(message)
+        time.sleep(others_sleep)
+
+    def fail_unpicklable(self) -> None:
+        raise NeedsTwo("one", "two")
+
+    def lose_peer(self, rank: int) -> None:
+        """The given rank dies; the others notice at once, as a collective operation would."""
+        if self.rank == rank:
+            os._exit(7)
+        raise ConnectionResetError("connection closed by peer")
+
+    def segfault(self) -> None:
+        ctypes.string_at(0)
+
+
+class Unmakable:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise ValueError("no disk")
+
+
+class Streamer:
+    """An asynchronous worker."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    async def double(self, value: int) -> int:
+        await asyncio.sleep(0.01)
+        return 2 * value
+
+    def plain(self, value: int) -> int:
+        return value + 1
+
+    async def total(self, numbers: dict[str, list[int]]) -> int:
+        return sum(sum(part) for part in numbers.values())
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def exit_process(self, code: int) -> None:
+        sys.stdout.write("about to die\n")
+        os._exit(code)
+
+    async def count(self, items: int, pause: float) -> AsyncIterator[int]:
+        try:
+            for i in range(items):
+                yield i
+                await asyncio.sleep(pause)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def count_then_fail(self, items: int) -> AsyncIterator[int]:
+        for i in range(items):
+            yield i
+        raise RuntimeError("the stream broke")
+
+    async def count_then_die(self, items: int) -> AsyncIterator[int]:
+        for i in range(items):
+            yield i
+        await asyncio.sleep(0.5)
+        sys.stdout.write("about to die\n")
+        os._exit(3)
+
+    async def was_cancelled(self) -> int:
+        return self.cancelled
+
+    async def process(self) -> int:
+        return os.getpid()
+
+    async def ask(self, other: Any, value: int) -> int:
+        """Call another worker through its handle."""
+        answer: int = await other.call_async("double", value, stage="asking", deadline_seconds=30.0)
+        return answer
+
+    async def ask_the_dying(self, other: Any) -> None:
+        await other.call_async("exit_process", 5, stage="asking", deadline_seconds=30.0)
+
+    async def close(self) -> None:
+        sys.stdout.write("closed\n")

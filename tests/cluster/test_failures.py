@@ -1,0 +1,149 @@
+"""What fails is reported at once, typed, with group, rank, stage and the worker's own words."""
+
+import asyncio
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
+from nemorl.cluster.group import WorkerGroup
+
+from .conftest import StartFragile
+
+LIMITS = {"stage": "training", "deadline_seconds": 60.0}
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Processes that are still there after up to half a minute."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [p.pid for p in psutil.wait_procs(processes, timeout=30)[1]]
+
+
+def test_an_error_in_one_rank_while_another_sleeps(start_fragile: StartFragile):
+    group = start_fragile()
+    pids = group.call("process", **LIMITS)
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        group.call("fail_on", 1, "the batch is empty", others_sleep=60.0, **LIMITS)
+    assert time.monotonic() - start < 10.0
+    error = caught.value
+    assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
+    assert (error.kind, error.message) == ("builtins.ValueError", "the batch is empty")
+    assert str(error) == (
+        "fragile rank 1 failed in stage 'training' with ValueError: the batch is empty "
+        f"(traceback in {group.workers[1].log})"
+    )
+    log = group.workers[1].log.read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "in fail_on" in log
+    assert alive(pids) == []
+    with pytest.raises(GroupEnded, match=r"cannot run 'process' in stage 'training'.*the batch is empty"):
+        group.call("process", **LIMITS)
+
+
+def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
+    with pytest.raises(WorkerFailed, match=r"NeedsTwo: one and two") as caught:
+        asyncio.run(policy.workers[2].call_async("fail_unpicklable", **LIMITS))
+    assert (caught.value.rank, caught.value.kind) == (2, "tests.cluster.targets.NeedsTwo")
+    assert len(policy.call("process", **LIMITS)) == 4  # the call was for one rank, and the group goes on
+
+
+def test_an_error_while_the_worker_is_made(start_fragile: StartFragile):
+    with pytest.raises(
+        WorkerFailed, match=r"rank 0 failed in stage 'start fragile' with ValueError: no disk"
+    ):
+        start_fragile("Unmakable", ranks=1)
+
+
+def test_a_killed_process(start_fragile: StartFragile):
+    group = start_fragile()
+    group.call("say", "before the end", **LIMITS)
+    pids = group.call("process", **LIMITS)
+    threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        group.call("sleep", 60.0, **LIMITS)
+    assert time.monotonic() - start < 15.0
+    error = caught.value
+    assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
+    assert error.last_lines[-1] == "native before the end"
+    assert "before the end" in str(error)
+    assert "\n" not in error.reason
+    assert alive(pids) == []
+
+
+def test_the_death_is_reported_rather_than_what_its_peer_says_about_it(start_fragile: StartFragile):
+    group = start_fragile()
+    with pytest.raises(WorkerDied, match=r"fragile rank 1 died in stage 'training'"):
+        group.call("lose_peer", 1, **LIMITS)
+
+
+def test_a_native_crash_leaves_its_stack(start_fragile: StartFragile):
+    group = start_fragile(ranks=1)
+    with pytest.raises(WorkerDied, match=r"the process vanished: it crashed") as caught:
+        group.call("segfault", **LIMITS)
+    told = "\n".join(caught.value.last_lines)
+    assert "Fatal Python error: Segmentation fault" in told
+    assert "in segfault" in told
+
+
+def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: StartFragile):
+    group = start_fragile(ranks=1)
+    pids = group.call("process", **LIMITS)
+    with pytest.raises(DeadlineExceeded) as caught:
+        group.call("sleep", 60.0, stage="logprobs", deadline_seconds=1.0)
+    error = caught.value
+    assert (error.group, error.ranks, error.stage, error.seconds) == ("fragile", (0,), "logprobs", 1.0)
+    assert re.search(r"in sleep for \d\.\d s, at .*targets.py:\d+ in sleep", error.where[0])
+    assert str(error).startswith("fragile has not finished stage 'logprobs' in 1 s; no answer from rank 0.")
+    assert "in sleep" in group.workers[0].log.read_text()  # the stacks
+    assert alive(pids) == []
+
+
+def test_a_deadline_does_not_wait_for_a_stopped_process(start_fragile: StartFragile):
+    group = start_fragile()
+    pids = group.call("process", **LIMITS)
+    os.kill(pids[1], signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
+        group.call("process", stage="logprobs", deadline_seconds=5.0)
+    assert time.monotonic() - start < 15.0
+    assert alive(pids) == []
+
+
+def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):
+    group = start_fragile(ranks=1)
+    pids = group.call("process", **LIMITS)
+
+    async def cancel() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await group.call_async("sleep", 60.0, **LIMITS)
+        await group.shutdown_async()
+
+    start = time.monotonic()
+    asyncio.run(cancel())
+    assert time.monotonic() - start < 5.0
+    assert alive(pids) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerFailed("policy", 3, "training", "builtins.ValueError", "bad", Path("a.log")),
+        WorkerDied("policy", 3, "training", "gone", Path("a.log"), ("last",)),
+        DeadlineExceeded("policy", (1, 2), "training", 5.0, ("here", "there")),
+    ],
+)
+def test_errors_travel_between_processes(error: Exception):
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

@@ -1,0 +1,33 @@
+"""A worker's log is complete at every moment, and its end is found."""
+
+from pathlib import Path
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.logs import START_OF_LOG, last_lines
+
+LIMITS = {"stage": "testing", "deadline_seconds": 30.0}
+
+
+def test_everything_a_worker_says_is_in_its_log_while_it_lives(policy: WorkerGroup):
+    policy.call("say", "hello", **LIMITS)
+    for worker in policy.workers:
+        assert worker.log.name == f"policy-{worker.rank}.log"
+        said = worker.log.read_text()
+        assert said.startswith(f"{START_OF_LOG} policy-{worker.rank} process ")
+        for line in ("printed hello", "error stream hello", "native hello"):
+            assert f"\n{line}\n" in said
+        assert "INFO target: logged hello\n" in said
+
+
+def test_the_last_lines_are_those_of_the_latest_start(tmp_path: Path):
+    log = tmp_path / "policy-0.log"
+    lines = [f"{START_OF_LOG} policy-0", "old", f"{START_OF_LOG} policy-0", *map(str, range(30))]
+    log.write_text("\n".join(lines) + "\n")
+    assert last_lines(log, 3) == ("27", "28", "29")
+    assert last_lines(log, 50) == tuple(map(str, range(30)))
+
+
+def test_a_log_on_another_machine_is_not_an_error(tmp_path: Path):
+    assert last_lines(tmp_path / "absent.log") == (
+        f"({tmp_path}/absent.log cannot be read on this machine: No such file or directory)",
+    )

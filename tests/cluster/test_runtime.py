@@ -1,0 +1,156 @@
+"""Starting, joining and ending Ray, also by force. Drivers that end badly are processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from nemorl.cluster.errors import ClusterUnavailable
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.run import ClusterConfig
+
+ROOT = Path(__file__).parents[2]
+# A Ray that listens on the loopback interface only is found by drivers that stay on it, too.
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+@dataclass
+class Driver:
+    """A running `tests.cluster.driver`, once its worker sleeps."""
+
+    process: subprocess.Popen[str]
+    worker: int
+    local: bool
+    descendants: list[psutil.Process]
+
+    def survivors(self, seconds: float) -> list[str]:
+        """Names of its processes that are left after this time."""
+        return [p.name() for p in psutil.wait_procs(self.descendants, timeout=seconds)[1]]
+
+
+@contextmanager
+def driver(run_dir: Path, sleep: float, **environment: str) -> Iterator[Driver]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or "AUTH" in k}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.driver", str(run_dir), str(sleep)],
+        cwd=ROOT,
+        env={**clean, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    family: list[psutil.Process] = []
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        about = json.loads(line)
+        family = psutil.Process(process.pid).children(recursive=True)
+        if about["worker"] not in [p.pid for p in family]:
+            family.append(psutil.Process(about["worker"]))
+        yield Driver(process, about["worker"], about["local"], family)
+    finally:
+        process.kill()
+        process.wait()
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+
+
+def ray_folders(parent: Path) -> list[Path]:
+    return list(parent.glob("nemorl-ray-*"))
+
+
+@pytest.fixture
+def temp_dir() -> Iterator[Path]:
+    """A short one: Ray's sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="nt-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_all_listeners_of_a_local_ray_are_on_the_loopback_interface(
+    runtime: ClusterRuntime, policy: WorkerGroup
+):
+    assert runtime.local
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert len(listening) > 5
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+def test_a_runtime_inside_a_connected_process_leaves_ray_running(
+    runtime: ClusterRuntime, policy: WorkerGroup
+):
+    with ClusterRuntime(ClusterConfig(), []) as inner:
+        assert not inner.local
+    assert ray.is_initialized()
+    assert len(policy.call("process", stage="testing", deadline_seconds=30)) == 4
+
+
+def test_a_cluster_at_ray_address_is_joined_and_left_running(
+    runtime: ClusterRuntime, policy: WorkerGroup, tmp_path: Path
+):
+    address = ray.get_runtime_context().gcs_address
+    with driver(tmp_path, 0.0, RAY_ADDRESS=address, **LOOPBACK) as joined:
+        assert not joined.local
+        assert joined.process.wait(timeout=30) == 0
+        assert joined.survivors(20) == []
+    assert (tmp_path / "logs" / "joined-0.log").exists()
+    with driver(tmp_path, 600.0, RAY_ADDRESS=address, **LOOPBACK) as killed:
+        killed.process.kill()
+        assert killed.survivors(20) == []
+    assert len(policy.call("process", stage="testing", deadline_seconds=30)) == 4
+
+
+def test_kill_9_of_a_driver_ends_its_ray_and_its_workers(tmp_path: Path, temp_dir: Path):
+    with driver(tmp_path, 600.0, TMPDIR=str(temp_dir)) as killed:
+        assert killed.local
+        assert ray_folders(temp_dir)
+        killed.process.kill()
+        # Two agents of Ray stay a minute: they try to tell Ray's head, which is gone, that the raylet is.
+        assert set(killed.survivors(20)) <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+
+
+@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_an_interrupted_driver_ends_everything_and_cleans_up(
+    tmp_path: Path, temp_dir: Path, number: signal.Signals, whole_group: bool
+):
+    """Ctrl-C reaches all processes of the terminal, SIGTERM (Slurm's) the driver alone."""
+    with driver(tmp_path, 600.0, TMPDIR=str(temp_dir)) as interrupted:
+        start = time.monotonic()
+        (os.killpg if whole_group else os.kill)(interrupted.process.pid, number)
+        assert interrupted.process.wait(timeout=30) != 0
+        assert interrupted.survivors(20) == []
+        assert time.monotonic() - start < 20
+        assert ray_folders(temp_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:9", "RAY_ADDRESS=127.0.0.1:9 cannot be joined: [Errno 111] Connection refused"),
+        ("ray://127.0.0.1:10001", "the driver has to run inside the cluster"),
+    ],
+)
+def test_an_address_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, address: str, message: str):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    start = time.monotonic()
+    with pytest.raises(ClusterUnavailable, match=re.escape(message)), ClusterRuntime(ClusterConfig(), []):
+        pass
+    assert time.monotonic() - start < 15

@@ -1,0 +1,99 @@
+"""Async generators of workers, item by item."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import Worker
+
+from .conftest import StartFragile
+
+LIMITS = {"stage": "sampling", "deadline_seconds": 30.0}
+
+
+def collect_until_error(
+    worker: Worker, method: str, *args: float, deadline_seconds: float = 30.0
+) -> tuple[list[int], ClusterError]:
+    """The items that came before the stream broke, and the error."""
+
+    async def run() -> None:
+        async for item in worker.stream(method, *args, stage="sampling", deadline_seconds=deadline_seconds):
+            items.append(item)  # noqa: PERF401 - kept when the error comes
+
+    items: list[int] = []
+    with pytest.raises(ClusterError) as caught:
+        asyncio.run(run())
+    return items, caught.value
+
+
+def test_items_come_while_the_generator_runs(generation: WorkerGroup):
+    async def arrivals() -> list[tuple[int, float]]:
+        stream = generation.workers[0].stream("count", 4, 0.3, **LIMITS)
+        return [(item, time.monotonic()) async for item in stream]
+
+    items = asyncio.run(arrivals())
+    assert [item for item, _ in items] == [0, 1, 2, 3]
+    assert items[-1][1] - items[0][1] > 0.6
+
+
+def test_streams_of_one_worker_overlap(generation: WorkerGroup):
+    async def both() -> list[list[int]]:
+        async def one() -> list[int]:
+            return [item async for item in generation.workers[0].stream("count", 3, 0.3, **LIMITS)]
+
+        return await asyncio.gather(*(one() for _ in range(6)))
+
+    start = time.monotonic()
+    assert asyncio.run(both()) == [[0, 1, 2]] * 6
+    assert time.monotonic() - start < 3.0  # 5.4 one after the other
+
+
+def test_leaving_early_cancels_the_generator(generation: WorkerGroup):
+    worker = generation.workers[1]
+
+    async def leave() -> int:
+        async with aclosing(worker.stream("count", 1000, 0.05, **LIMITS)) as stream:
+            async for _ in stream:
+                break
+        for _ in range(50):
+            await asyncio.sleep(0.1)
+            if count := await worker.call_async("was_cancelled", **LIMITS):
+                return count
+        return 0
+
+    assert asyncio.run(leave()) == 1
+
+
+def test_an_error_comes_after_the_items_before_it(generation: WorkerGroup):
+    items, error = collect_until_error(generation.workers[0], "count_then_fail", 2)
+    assert items == [0, 1]
+    assert isinstance(error, WorkerFailed)
+    assert (error.group, error.rank, error.stage) == ("generation", 0, "sampling")
+    assert (error.kind, error.message) == ("builtins.RuntimeError", "the stream broke")
+
+
+def test_a_stream_that_takes_too_long(generation: WorkerGroup):
+    items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, deadline_seconds=3.0)
+    assert items == [0]
+    assert isinstance(error, DeadlineExceeded)
+    assert str(error).startswith(
+        "generation has not finished stage 'sampling' in 3 s; no answer from rank 0."
+    )
+    assert "in count for 3." in error.where[0]
+    assert generation.call("plain", 1, **LIMITS) == [2, 2]  # the worker itself is well
+
+
+def test_a_worker_that_dies_in_a_stream_and_one_that_dies_behind_another(start_fragile: StartFragile):
+    first, second = start_fragile("Streamer", concurrent=True).workers
+    with pytest.raises(WorkerDied, match=r"fragile rank 1 died in stage 'asking'"):
+        asyncio.run(first.call_async("ask_the_dying", second, **LIMITS))
+
+    items, error = collect_until_error(first, "count_then_die", 2)
+    assert items == [0, 1]
+    assert isinstance(error, WorkerDied)
+    assert (error.group, error.rank, error.stage) == ("fragile", 0, "sampling")
+    assert error.last_lines[-1] == "about to die"
