@@ -32,8 +32,8 @@ format: .venv/ready-dev  ## Mend style and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: .venv/ready-dev .venv/ready-bench  ## Measure a training step, beside TRL's
-	@$(BIN)/python benchmarks/run.py
+bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step on SmolLM2 by stages, beside TRL's
+	@$(BIN)/python benchmarks/step.py
 
 clean:  ## Remove the environment and caches; runs/ and models/ stay
 	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

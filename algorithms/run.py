@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,18 @@ from nemorl.config.load import load_experiment, to_yaml
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
-from nemorl.data.sft import sft_example
+from nemorl.data.sft import SftExample, sft_example
 from nemorl.data.tokenizer import load_tokenizer
+from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
+from nemorl.megatron.hf_export import export_hf
 from nemorl.observe.files import write_whole
 from nemorl.observe.observer import Observer
-from nemorl.observe.run_folder import RunFolder
+from nemorl.observe.run_folder import RunFolder, RunPaths
 from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
+from nemorl.rollout.types import Task
 from nemorl.session.session import Session, open_session
 
 from .bookkeeping import Bookkeeper, Progress, samples_of
@@ -71,21 +74,23 @@ def evaluate(experiment: Experiment) -> Evaluation:
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder, in the layout it was trained in."""
+    """Write a checkpoint of a run folder as a Hugging Face folder. Raises NemorlError."""
     verify(checkpoint)
-    experiment = load_experiment(checkpoint.absolute().parents[1] / "config.yaml")
-    asyncio.run(_export(experiment, checkpoint, out))
+    config = RunPaths(checkpoint.absolute().parents[1]).config
+    if not config.exists():
+        raise RunError(
+            f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
+            "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
+        )
+    export_hf(checkpoint, out, load_experiment(config).policy)
 
 
 async def _train(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
 ) -> RunResult:
     progress = Progress.read(found.path) if found else Progress()
-    algorithm = experiment.algorithm
-    validation = algorithm.validation
-    sampling = isinstance(algorithm, GrpoConfig) or bool(
-        validation.period or validation.at_start or validation.at_end
-    )
+    data = _load_data(experiment, progress)  # what is wrong with it shows before any process starts
+    sampling = isinstance(experiment.algorithm, GrpoConfig) or experiment.algorithm.validation.scheduled
     with observer.stage("start", outside_step=True):
         stack = AsyncExitStack()
         session = await stack.enter_async_context(_session(experiment, policy=True, sampling=sampling))
@@ -95,27 +100,45 @@ async def _train(
             with observer.stage("restore", outside_step=True):
                 await session.learner.restore(found.path)
         books = Bookkeeper(experiment, session, observer, store, progress)
-        await _loop(experiment, session, observer, books, progress).run()
+        await _loop(experiment, data, session, observer, books).run()
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
                 shutil.rmtree(hf_dir, ignore_errors=True)
-                await session.learner.export_hf(hf_dir)
+                export_hf(store.path(books.done), hf_dir, experiment.policy)
         return RunResult(experiment.run_dir, books.summarize(), hf_dir)
 
 
+@dataclass(frozen=True)
+class TrainingData:
+    """The training tasks in their order, and where in it the run stands."""
+
+    order: TaskOrder
+    position: int
+    examples: list[SftExample]  # of a supervised run; empty in others
+
+
+def _load_data(experiment: Experiment, progress: Progress) -> TrainingData:
+    tasks = load_tasks(experiment.data.train, experiment.data)
+    order = TaskOrder(len(tasks), experiment.seed, experiment.data.shuffle)
+    algorithm = experiment.algorithm
+    examples = _examples(experiment, tasks, algorithm) if isinstance(algorithm, SftConfig) else []
+    return TrainingData(order, progress.position, examples)
+
+
+def _examples(experiment: Experiment, tasks: Sequence[Task], algorithm: SftConfig) -> list[SftExample]:
+    tokenizer = load_tokenizer(experiment.policy)
+    prompts = prompts_of(tokenizer, experiment.data.chat)
+    limit = experiment.policy.max_sequence_length
+    return [sft_example(task, tokenizer, prompts, algorithm.train_on, limit) for task in tasks]
+
+
 def _loop(
-    experiment: Experiment, session: Session, observer: Observer, books: Bookkeeper, progress: Progress
+    experiment: Experiment, data: TrainingData, session: Session, observer: Observer, books: Bookkeeper
 ) -> OnlineLoop | SftLoop:
-    data, algorithm = experiment.data, experiment.algorithm
-    tasks = load_tasks(data.train, data)
-    order = TaskOrder(len(tasks), experiment.seed, data.shuffle)
+    algorithm = experiment.algorithm
     if isinstance(algorithm, SftConfig):
-        tokenizer = load_tokenizer(experiment.policy)
-        prompts = prompts_of(tokenizer, data.chat)
-        limit = experiment.policy.max_sequence_length
-        examples = [sft_example(task, tokenizer, prompts, algorithm.train_on, limit) for task in tasks]
-        return SftLoop(algorithm, session, examples, order, observer, books)
+        return SftLoop(algorithm, session, data.examples, data.order, observer, books)
     plan = CollectorPlan(
         groups_per_step=algorithm.num_prompts_per_step,
         samples_per_group=algorithm.num_generations_per_prompt,
@@ -123,7 +146,7 @@ def _loop(
         texts_per_step=experiment.logger.samples_per_step,
     )
     seconds = experiment.cluster.deadlines.generation
-    collector = Collector(session.rollout, order, plan, seconds, progress.position)
+    collector = Collector(session.rollout, data.order, plan, seconds, data.position)
     return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books)
 
 
@@ -140,12 +163,6 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     writer.close()
     write_whole(folder / "figures.json", json.dumps(figures, indent=2) + "\n")
     return Evaluation(figures, samples)
-
-
-async def _export(experiment: Experiment, checkpoint: Path, out: Path) -> None:
-    async with _session(experiment, policy=True, sampling=False) as session:
-        await session.learner.restore(checkpoint)
-        await session.learner.export_hf(out)
 
 
 @asynccontextmanager

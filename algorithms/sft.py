@@ -28,18 +28,21 @@ class SftLoop:
     async def run(self) -> None:
         """All steps that are left."""
         await self.books.open()
-        store = self.session.store(self.examples)
         for step in self.books.steps(self.config.num_steps):
             first = (step - 1) * self.config.batch_size
-            rows = [self.order.task_index(first + i) for i in range(self.config.batch_size)]
-            learnt = [self.examples[row].num_learnt for row in rows]
-            weights = sequence_weights(learnt, self.config.aggregation).tolist()
-            batch = [
-                SequencePlace(store, row, self.examples[row].num_tokens, weight=weight)
-                for row, weight in zip(rows, weights, strict=True)
-            ]
+            tasks = [self.order.task_index(first + i) for i in range(self.config.batch_size)]
+            batch = self._batch([self.examples[task] for task in tasks])
             with self.observer.stage("training"):
                 await self.session.learner.load(batch, kind="examples")
                 update = await self.session.learner.train(CrossEntropyLoss())
             values = finish_metrics(update.sums, update.maxima) | self.books.optimizer_figures([update])
             await self.books.finish_step(step, values, first + self.config.batch_size)
+
+    def _batch(self, examples: list[SftExample]) -> list[SequencePlace]:
+        """The examples of one step, stored and weighted."""
+        store = self.session.store(examples)
+        weights = sequence_weights([e.num_learnt for e in examples], self.config.aggregation).tolist()
+        return [
+            SequencePlace(store, row, example.num_tokens, weight=weight)
+            for row, (example, weight) in enumerate(zip(examples, weights, strict=True))
+        ]

@@ -64,4 +64,4 @@ class CheckpointingConfig(Config):
     higher_is_better: bool = True
     """Whether the best value is the highest."""
     save_hf: bool = False
-    """Write the final weights as a Hugging Face folder `hf/` into the run folder."""
+    """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""

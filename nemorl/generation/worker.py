@@ -1,7 +1,8 @@
 """The generation worker: one engine in a thread of its own, spoken to from an event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Literal
 
@@ -49,8 +50,17 @@ class GenerationWorker:
         )
         self._thread = EngineThread(self._engine, f"generation engine {rank}", threads)
 
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
-        """Completions as they finish; the requests join the batch together, in their order.
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
+        """Completions as they finish, one by one; see `generate_batches`."""
+        async with aclosing(self.generate_batches(requests)) as batches:
+            async for batch in batches:
+                for completion in batch:
+                    yield completion
+
+    async def generate_batches(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Sequence[Completion], None]:
+        """What finished together, as it finishes; the requests join the batch together, in their order.
 
         Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
         engine dies. A caller that stops reading ends what is left.
@@ -60,9 +70,9 @@ class GenerationWorker:
         try:
             await asyncio.wrap_future(self._thread.submit(requests, stream))
             while unanswered:
-                for completion in await stream.next():
-                    unanswered -= 1
-                    yield completion
+                batch = await stream.next()
+                unanswered -= len(batch)
+                yield batch
         finally:
             if unanswered:
                 self._thread.abandon(stream)

@@ -85,7 +85,7 @@ class CheckpointStore:
 
     def commit(self, step: int, metrics: Mapping[str, float]) -> Path:
         """Make what was written the checkpoint of the step: checksums, flush to disk, rename."""
-        temporary, final = self._temporary(step), self.folder / f"step_{step:08d}"
+        temporary, final = self._temporary(step), self.path(step)
         files = tuple(_record(path, temporary) for path in _files(temporary))
         if not files:
             raise ValueError(f"nothing was written into {temporary}, so there is no checkpoint to commit")
@@ -103,11 +103,15 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
+    def path(self, step: int) -> Path:
+        """Where the committed checkpoint of a step lies."""
+        return self.folder / f"step_{step:08d}"
+
     def latest_valid(self) -> Found | None:
         """The newest checkpoint whose files are all as written, or None; damaged ones are warned about."""
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
-            path = self.folder / f"step_{step:08d}"
+            path = self.path(step)
             try:
                 manifest = verify(path)
             except DamagedCheckpoint as damage:
@@ -131,7 +135,7 @@ class CheckpointStore:
         best = self.best(metric, higher_is_better) if metric else None
         for step in steps:
             if step not in kept and step != best:
-                shutil.rmtree(self.folder / f"step_{step:08d}")
+                shutil.rmtree(self.path(step))
         for leftover in self.folder.glob(".step_*.tmp"):
             shutil.rmtree(leftover)
 
@@ -140,7 +144,7 @@ class CheckpointStore:
         values: list[tuple[float, int]] = []
         for step in self.steps():
             try:
-                metrics = Manifest.read(self.folder / f"step_{step:08d}").metrics
+                metrics = Manifest.read(self.path(step)).metrics
             except DamagedCheckpoint:
                 continue
             if metric in metrics:

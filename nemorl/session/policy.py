@@ -85,10 +85,6 @@ class Policy:
         """Take all that from a folder."""
         await self._checkpoint("load_checkpoint", folder)
 
-    async def export_hf(self, out: Path) -> None:
-        """Write the weights as a Hugging Face folder."""
-        await self._checkpoint("export_hf", out)
-
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
         found = await self.group.call_async("header", stage="start", deadline_seconds=self._deadlines.start)

@@ -1,20 +1,15 @@
 """What runs in a policy process: the Megatron worker, its batches and its side of the weight exchange."""
 
-from pathlib import Path
 from typing import Any
 
-from nemorl.cluster.mesh import Mesh
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories
 from nemorl.data.losses import Loss
 from nemorl.megatron.worker import PolicyWorker, TrainStats
-from nemorl.models.layout import PolicyRank, policy_slices
-from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import Part, SendReport, WeightSender
 from nemorl.weights.session import RefitSession
 
-from .export import export_hf
 from .shard import Shard
 
 
@@ -23,7 +18,6 @@ class PolicyHost(PolicyWorker):
 
     def __init__(self, config: PolicyConfig, *, rank: int, **options: Any) -> None:
         super().__init__(config, rank=rank, **options)
-        self._policy_config = config
         self.load_hf(config.model_path)
         self._sender = WeightSender(rank, self.slices(), self.parameters)
 
@@ -50,15 +44,3 @@ class PolicyHost(PolicyWorker):
     def send_weights(self, session: RefitSession) -> SendReport:
         """This rank's side of a refit."""
         return self._sender.send(session)
-
-    def export_hf(self, out: Path) -> None:
-        """Write the current weights as a Hugging Face folder; collective."""
-        mesh = Mesh.of(self._policy_config.layout)
-        shape = ModelShape.load(self._policy_config.model_path)
-        ranks = [
-            policy_slices(
-                shape, PolicyRank(mesh.tp_rank(rank), mesh.tensor, mesh.pp_rank(rank), mesh.pipeline)
-            )
-            for rank in range(mesh.world_size)
-        ]
-        export_hf(out, self._policy_config.model_path, ranks, self.parameters())

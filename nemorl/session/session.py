@@ -4,7 +4,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,6 @@ class Session:
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
-    _stores: list[Any] = field(default_factory=list)
 
     @property
     def learner(self) -> Policy:
@@ -53,10 +52,11 @@ class Session:
         }
 
     def store(self, sequences: Sequence[Any]) -> Any:
-        """A reference by which workers find these sequences; kept as long as the session."""
-        reference = ray.put(list(sequences))
-        self._stores.append(reference)
-        return reference
+        """A reference by which workers find these sequences, for as long as somebody holds it.
+
+        A worker that needs one sequence reads the whole list, so store what is used together.
+        """
+        return ray.put(list(sequences))
 
 
 @asynccontextmanager

@@ -323,6 +323,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "reward/mean",
         "checkpointing.enabled is false",
     ),
+    "weights saved without a checkpoint": (
+        ["checkpointing.save_hf=true", "checkpointing.enabled=false"],
+        "checkpointing.save_hf",
+        True,
+        "set checkpointing.enabled to true",
+    ),
     "the same sums in validation": (
         ["data.validation.offset=900"],
         "data.validation.offset",

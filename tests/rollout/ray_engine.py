@@ -18,10 +18,10 @@ class AddingEngine:
         self._tokenizer = load_tokenizer(PolicyConfig(model_path=model_path))
         self._deadly = deadly
 
-    async def generate_many(self, requests: list[GenerationRequest]) -> AsyncIterator[Completion]:
+    async def generate_batches(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
         for request in requests:
             left, right = self._tokenizer.decode(request.prompt.tolist()).rstrip("=").split("+")
             total = int(left) + int(right)
             if total == self._deadly:
                 os._exit(7)
-            yield completion(request, [*self._tokenizer.encode(str(total)), ENDOFTEXT], version=4)
+            yield [completion(request, [*self._tokenizer.encode(str(total)), ENDOFTEXT], version=4)]

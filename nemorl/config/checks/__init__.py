@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     validation.enough_tasks,
     validation.pass_at_k_has_samples,
     validation.best_checkpoint_is_measured,
+    validation.saved_weights_come_from_a_checkpoint,
     resources.sequence_parallel_wants_tensor_parallel,
     resources.one_node,
     resources.gpus_for_all_processes,

@@ -37,6 +37,13 @@ def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             yield Violation("algorithm.validation.pass_at_k", list(algorithm.validation.pass_at_k), mend)
 
 
+def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
+    """The Hugging Face folder is made of the last checkpoint."""
+    if checkpointing.save_hf and not checkpointing.enabled:
+        mend = "the folder is made from the last checkpoint: set checkpointing.enabled to true"
+        yield Violation("checkpointing.save_hf", True, mend)
+
+
 def best_checkpoint_is_measured(
     checkpointing: CheckpointingConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Violation]:
