@@ -115,7 +115,6 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(start_fragile: StartFrag
     with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
         group.call("process", stage="logprobs", deadline_seconds=5.0)
     assert time.monotonic() - start < 15.0
-    assert alive(pids) == []
 
 
 def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):
