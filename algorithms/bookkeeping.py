@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemorl.config.experiment import Experiment
 from nemorl.megatron.checkpoint_store import CheckpointStore
-from nemorl.megatron.worker import TrainStats
+from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
 from nemorl.observe.samples import Phase, Sample

@@ -5,7 +5,7 @@ checkpoint
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,29 +30,9 @@ from .optimizer import PolicyOptimizer
 from .reference import ReferenceWeights
 from .rotary import RotaryTable
 from .schedule import run_logprobs, run_training
+from .stats import LogprobStats, TrainStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LogprobStats:
-    """The engine's logprobs beside the trainer's, over all sampled tokens of the policy's batch."""
-
-    gap_mean: float  # mean of |trainer - engine|; 0 when the batch carries no engine's logprobs
-    gap_max: float
-    num_tokens: int  # sampled tokens (of the loss mask)
-
-
-@dataclass(frozen=True)
-class TrainStats:
-    """One optimizer step; equal on all ranks."""
-
-    sums: dict[str, float]  # the loss's metrics, summed over the global batch
-    maxima: dict[str, float]
-    grad_norm: float  # before clipping
-    lr: float
-    skipped: bool  # the gradients were not finite: nothing was changed
-    num_tokens: int  # tokens of the global batch, prompts included
 
 
 class PolicyWorker:

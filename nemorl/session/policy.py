@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nemorl.cluster.group import WorkerGroup
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import BatchPlan, plan_batch
+from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.models.shape import ModelShape
 
 from .shard import SequencePlace, make_shards
-
-if TYPE_CHECKING:
-    from nemorl.megatron.worker import LogprobStats, TrainStats
 
 
 class Policy:
@@ -49,7 +47,7 @@ class Policy:
             resolve=True,
         )
 
-    async def logprobs(self, *, old: bool, reference: bool) -> "LogprobStats":
+    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
         """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers."""
         plan = self._loaded()
         batches = [
@@ -66,7 +64,7 @@ class Policy:
         )
         return stats[0]  # type: ignore[no-any-return]
 
-    async def train(self, loss: Loss, minibatch: int = 0) -> "TrainStats":
+    async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
         """One optimizer step over a minibatch of the loaded batch."""
         stats = await self.group.call_sharded_async(
             "train_on",

@@ -5,7 +5,8 @@ from typing import Any
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories
 from nemorl.data.losses import Loss
-from nemorl.megatron.worker import PolicyWorker, TrainStats
+from nemorl.megatron.stats import TrainStats
+from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import Part, SendReport, WeightSender
 from nemorl.weights.session import RefitSession
