@@ -35,6 +35,9 @@ format: .venv/ready-dev  ## Mend style and format
 bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step on SmolLM2 by stages, beside TRL's
 	@$(BIN)/python benchmarks/step.py
 
+models/smollm2: | .venv/ready-bench
+	@$(BIN)/nemorl models fetch smollm2 models/smollm2
+
 clean:  ## Remove the environment and caches; runs/ and models/ stay
 	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
