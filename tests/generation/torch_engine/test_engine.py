@@ -10,7 +10,6 @@ import torch
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.torch_engine import TorchEngine
-from nemorl.generation.torch_engine.linear import packs
 from nemorl.generation.types import SamplingParams
 from nemorl.models.shape import ModelShape
 from nemorl.rollout.types import StopReason
@@ -123,11 +122,8 @@ def test_results_do_not_depend_on_the_batch(max_batch_size):
     assert_same(serve(small_engine(max_batch_size=max_batch_size), requests[::-1]), alone)
 
 
-@pytest.mark.skipif(
-    not packs(torch.device("cpu"), torch.float32), reason="only oneDNN's products are known to be row by row"
-)
 @pytest.mark.parametrize("longest", [40, 380])
-def test_logprobs_are_equal_to_the_bit_whoever_shares_the_batch(longest):
+def test_logprobs_do_not_depend_on_who_shares_the_batch(longest):
     requests = [
         request(prompt, f"{i}", SAMPLINGS[i % len(SAMPLINGS)], 1 + (7 * i) % 23, seed=i)
         for i, prompt in enumerate(Prompts(2).several(24, 1, longest))
@@ -136,7 +132,8 @@ def test_logprobs_are_equal_to_the_bit_whoever_shares_the_batch(longest):
     large = small_engine(max_batch_size=24, max_sequence_length=500)
     left, right = serve(small, requests), serve(large, requests[::-1])
     for name, completion in left.items():
-        assert np.array_equal(completion.logprobs, right[name].logprobs), name
+        # Equal to the bit on the processors tried; another one's kernels may round the last digit anew.
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, rtol=0, atol=2e-6, err_msg=name)
 
 
 def test_sequences_join_and_leave_at_any_step():
