@@ -3,10 +3,12 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
@@ -35,6 +37,8 @@ from .evaluate import validate
 from .grpo import Grpo
 from .online import OnlineLoop
 from .sft import SftLoop
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,12 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     else:
         folder = RunFolder.create(experiment.run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return asyncio.run(_train(experiment, observer, store, found))
+        return _run_to_end(_train(experiment, observer, store, found))
 
 
 def evaluate(experiment: Experiment) -> Evaluation:
     """Measure the model on the validation tasks, without training it. Raises NemorlError."""
-    return asyncio.run(_evaluate(experiment))
+    return _run_to_end(_evaluate(experiment))
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
@@ -171,12 +175,33 @@ async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> A
     wanted = {"policy": policy, "generation": sampling, "rollout": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
+        _end_at_sigterm()
         placement = runtime.reserve()
         try:
             async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
                 yield session
         finally:
             placement.release()
+
+
+def _end_at_sigterm() -> None:
+    """Let the work end in order when the process is told to terminate, as schedulers do before a time limit.
+
+    Called once Ray runs, because Ray takes the signal for itself when it starts.
+    """
+    work = asyncio.current_task()
+    assert work is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+
+
+def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        raise RunError(
+            "The run was told to terminate (SIGTERM) and has ended its processes. "
+            "Go on from its newest checkpoint with --resume."
+        ) from None
 
 
 def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) -> dict[str, str]:

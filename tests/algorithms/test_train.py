@@ -150,3 +150,15 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
     status, output = finish(start("eval", config, f"policy.model_path={exported}"))
     assert status == 0, output
     assert f"{steps[-1].values['validation/reward']:.6g}" in output
+
+
+def test_a_terminated_run_ends_in_order_with_a_sentence(folder: Path, model: Path) -> None:
+    driver = start("train", write_experiment(folder, model, "terminated"))
+    while len(lines(folder / "terminated")) < 1:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.05)
+    driver.terminate()
+    status, output = finish(driver, seconds=60)
+    assert status == 1
+    assert "told to terminate (SIGTERM)" in output
+    assert "Traceback" not in output

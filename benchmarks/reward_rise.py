@@ -1,0 +1,47 @@
+"""Did the reward rise beyond noise? Mean and spread over the first and the last five steps of a run.
+
+python benchmarks/reward_rise.py runs/grpo_smollm2_reasoning
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean, stdev
+
+from common import publish, table_of
+
+from nemorl.observe.metrics import StepMetrics, read_metrics
+
+WINDOW = 5
+
+
+def figures(steps: list[StepMetrics], key: str) -> dict[str, float]:
+    """Mean and standard deviation over steps at both ends; the rise in standard errors of the difference."""
+    first, last = ([s.values[key] for s in part] for part in (steps[:WINDOW], steps[-WINDOW:]))
+    error = ((stdev(first) ** 2 + stdev(last) ** 2) / WINDOW) ** 0.5
+    rise = fmean(last) - fmean(first)
+    return {
+        "first_mean": fmean(first),
+        "first_stdev": stdev(first),
+        "last_mean": fmean(last),
+        "last_stdev": stdev(last),
+        "rise_in_standard_errors": rise / error if error else float("nan"),
+    }
+
+
+def main() -> None:
+    """Read a run and report every reward it was paid by."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run_dir", type=Path)
+    run_dir = parser.parse_args().run_dir
+    steps = [s for s in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in s.values]
+    if len(steps) < 2 * WINDOW:
+        parser.error(f"{run_dir} has {len(steps)} steps with a reward; {2 * WINDOW} are wanted")
+    keys = [k for k in steps[-1].values if k.startswith("reward/") and k != "reward/std"]
+    found = {key: figures(steps, key) for key in keys}
+    rows: list[dict[str, object]] = [{"metric": key, **values} for key, values in found.items()]
+    title = f"{run_dir.name}: first and last {WINDOW} of {len(steps)} steps"
+    publish(f"reward_rise_{run_dir.name}", {"steps": len(steps), "metrics": found}, table_of(title, rows))
+
+
+if __name__ == "__main__":
+    main()
