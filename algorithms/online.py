@@ -47,9 +47,9 @@ class OnlineLoop:
             self._check_gap(values)
             with self.observer.stage("refit"):
                 values |= await self.session.hand_over(step)
-            self.collector.advance(step)
             self.books.keep_samples(step, groups)
             await self.books.finish_step(step, values, self.collector.position)
+            self.collector.advance(step)
 
     async def _sample(self) -> list[GroupSummary]:
         """The groups of one step."""

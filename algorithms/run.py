@@ -148,6 +148,7 @@ def _loop(
         samples_per_group=algorithm.num_generations_per_prompt,
         max_staleness=algorithm.max_staleness,
         texts_per_step=experiment.logger.samples_per_step,
+        num_steps=algorithm.num_steps,
     )
     seconds = experiment.cluster.deadlines.generation
     collector = Collector(session.rollout, data.order, plan, seconds, data.position)

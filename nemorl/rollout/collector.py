@@ -24,6 +24,7 @@ class CollectorPlan:
     samples_per_group: int
     max_staleness: int
     texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
+    num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
 
 
 class Collector:
@@ -56,7 +57,8 @@ class Collector:
     def advance(self, version: int) -> None:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
         plan = self._plan
-        allowed = (version + plan.max_staleness + 1) * plan.groups_per_step
+        steps = version + plan.max_staleness + 1
+        allowed = min(steps, plan.num_steps or steps) * plan.groups_per_step
         groups = range(self._started, max(allowed, self._started))
         self._dispatcher.start([self._assignment(group) for group in groups])
         self._started = groups.stop

@@ -99,6 +99,23 @@ def test_no_group_starts_that_would_be_too_old(staleness, started):
     assert asyncio.run(main()) == started
 
 
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_nothing_is_sampled_for_steps_beyond_the_last(staleness):
+    async def main():
+        worker = StandInWorker()
+        plan = CollectorPlan(groups_per_step=4, samples_per_group=2, max_staleness=staleness, num_steps=2)
+        sampling = Collector([worker.run_groups], TaskOrder(10, seed=0, shuffle=False), plan, 5)
+        for version in range(2):
+            sampling.advance(version)
+            await sampling.next_batch()
+        sampling.advance(2)
+        await asyncio.sleep(0)
+        await sampling.close()
+        return worker
+
+    assert [a.group for a in asyncio.run(main()).assignments] == list(range(8))
+
+
 def test_with_staleness_a_batch_is_what_finished_first():
     async def main():
         worker = StandInWorker(manual=True)
