@@ -25,6 +25,7 @@ class Progress:
 
     step: int = 0  # steps that are done
     position: int = 0  # place in the data
+    skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
@@ -53,7 +54,7 @@ class Bookkeeper:
         self._store = store
         self.done = start.step  # steps whose line is written
         self.compared = False  # whether this process has held engine and trainer side by side
-        self._skipped = 0
+        self._skipped = start.skipped_updates
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Numbers of the steps that are left, from 1."""
@@ -76,7 +77,7 @@ class Bookkeeper:
         checkpointing = self._experiment.checkpointing
         if checkpointing.enabled and (last or step % checkpointing.period == 0):
             with self._observer.stage("checkpoint", outside_step=last):
-                await self._save(Progress(step, position), metrics)
+                await self._save(Progress(step, position, self._skipped), metrics)
 
     def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         """Gradient norm, rate, skipped updates and tokens of a step's updates."""

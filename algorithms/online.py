@@ -57,6 +57,12 @@ class OnlineLoop:
         with self.observer.stage("generation", total=count, unit="groups") as stage:
             groups = await self.collector.next_batch(stage.advance)
             stage.share("environment", environment_share(groups))
+        errors = [t.error for group in groups for t in group.trajectories]
+        if all(errors):
+            raise RunError(
+                f"all {len(errors)} trajectories of a step failed, so there is nothing to learn from. "
+                f"The first says: {errors[0]}"
+            )
         return groups
 
     async def _learn(self, sequences: list[SequencePlace]) -> dict[str, float]:
