@@ -125,7 +125,10 @@ class PolicyModel(GPTModel):
         """
         for module in self.modules():
             for kind, dim in _SHARDED_DIM.items():
-                if isinstance(module, kind) and module.weight is not None:
+                if not isinstance(module, kind) or module.weight is None:
+                    continue
+                # Releases from 0.17 on mark them also without drawing weights.
+                if not hasattr(module.weight, "tensor_model_parallel"):
                     set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
     @torch.no_grad()
