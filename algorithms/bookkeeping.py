@@ -136,5 +136,6 @@ def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Itera
                 stop=str(t.stop),
                 prompt_tokens=t.num_tokens - t.num_sampled,
                 sampled_tokens=t.num_sampled,
+                answer=text.answer,
                 error=t.error,
             )

@@ -10,18 +10,20 @@ from nemorl.rollout.types import StopReason
 
 
 def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Rewards, lengths, stop reasons and errors of a step's trajectories.
+    """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.
 
-    `reward/std` is over all trajectories; `group/zero_variance` is the share of groups whose rewards are all
-    equal, which teach nothing.
+    Failed trajectories count among lengths, stops and errors, not among rewards. `reward/std` is over all
+    sound trajectories; `group/zero_variance` is the share of groups whose rewards are all equal, which teach
+    nothing.
     """
     members = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in members]
+    sound = [[t for t in group.trajectories if t.error is None] for group in groups]
+    rewards = [t.reward for group in sound for t in group]
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        **_by_name(members, "reward"),
-        "group/zero_variance": fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
+        **_by_name([t for group in sound for t in group], "reward"),
+        "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
         "length/mean": fmean(t.num_sampled for t in members),
         "turns/mean": fmean(t.num_turns for t in members),
         **_stops(members),

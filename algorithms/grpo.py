@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import GrpoConfig
+from nemorl.data.batches import STAND_IN_TOKENS
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.shard import SequencePlace
 
@@ -45,7 +46,7 @@ class Grpo:
             SequencePlace(
                 store=group.reference,
                 row=t.row,
-                num_tokens=t.num_tokens,
+                num_tokens=t.num_tokens if t.error is None else STAND_IN_TOKENS,
                 advantage=next(advantages) if t.error is None else 0.0,
                 weight=weight,
             )

@@ -39,17 +39,22 @@ class OnlineLoop:
         """All steps that are left. Raises RunError when a limit of the config is passed."""
         await self.session.hand_over(self.books.done)
         await self.books.open()
-        self.collector.advance(self.books.done)
-        for step in self.books.steps(self.config.num_steps):
-            groups = await self._sample()
-            sequences = self.algorithm.score(groups)
-            values = rollout_figures(groups) | await self._learn(sequences)
-            self._check_gap(values)
-            with self.observer.stage("refit"):
-                values |= await self.session.hand_over(step)
-            self.books.keep_samples(step, groups)
-            await self.books.finish_step(step, values, self.collector.position)
-            self.collector.advance(step)
+        try:
+            self.collector.advance(self.books.done)
+            for step in self.books.steps(self.config.num_steps):
+                await self._step(step)
+                self.collector.advance(step)
+        finally:
+            await self.collector.close()
+
+    async def _step(self, step: int) -> None:
+        groups = await self._sample()
+        sequences = self.algorithm.score(groups)
+        values = rollout_figures(groups) | await self._learn(sequences)
+        with self.observer.stage("refit"):
+            values |= await self.session.hand_over(step)
+        self.books.keep_samples(step, groups)
+        await self.books.finish_step(step, values, self.collector.position)
 
     async def _sample(self) -> list[GroupSummary]:
         """The groups of one step."""
@@ -67,39 +72,48 @@ class OnlineLoop:
 
     async def _learn(self, sequences: list[SequencePlace]) -> dict[str, float]:
         """One update for each minibatch; figures are means over them."""
-        several = self.config.num_minibatches > 1
-        reference = self.config.loss.kl.coefficient > 0
         with self.observer.stage("logprobs"):
-            await self.session.learner.load(
-                sequences, kind="trajectories", num_minibatches=self.config.num_minibatches
-            )
-            # The very first batch is compared before anything is learnt from it.
-            if several or reference or not self.books.compared:
-                await self._compare(old=several or not self.books.compared, reference=reference)
+            gap = await self._prepare(sequences)
         with self.observer.stage("training", total=self.config.num_minibatches, unit="updates") as stage:
             updates = []
             for minibatch in range(self.config.num_minibatches):
                 updates.append(await self.session.learner.train(self.algorithm.loss, minibatch))
                 stage.advance(tokens=updates[-1].num_tokens)
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
-        return {
-            **{key: sum(f[key] for f in figures) / len(figures) for key in figures[0]},
-            "logprob_gap/max": max(f["logprob_gap/max"] for f in figures),
-            **self.books.optimizer_figures(updates),
-        }
+        values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]} | gap
+        self._check_gap(values["logprob_gap/mean"])
+        return values | self.books.optimizer_figures(updates)
 
-    async def _compare(self, *, old: bool, reference: bool) -> None:
-        stats = await self.session.learner.logprobs(old=old, reference=reference)
-        if old:
+    async def _prepare(self, sequences: list[SequencePlace]) -> dict[str, float]:
+        """Load the batch with the logprobs that its updates need; the gap, if it was measured on the way.
+
+        A single update sees the weights that sampled, so its own logprobs are the old ones and tell the gap.
+        """
+        several = self.config.num_minibatches > 1
+        learner, gap = self.session.learner, {}
+        await self._load(sequences)
+        if several or not self.books.compared:
+            stats = await learner.logprobs(old=True, reference=False)
+            gap = {"logprob_gap/mean": stats.gap_mean, "logprob_gap/max": stats.gap_max}
+            # The first batch of a process is compared before anything is learnt from it.
+            self._check_gap(stats.gap_mean)
             self.books.compared = True
-            self._check_gap({"logprob_gap/mean": stats.gap_mean, "logprob_gap/max": stats.gap_max})
+            if not several:
+                await self._load(sequences)  # without the old logprobs, as in every other step
+        if self.config.loss.kl.coefficient > 0:
+            await learner.logprobs(old=False, reference=True)
+        return gap if several else {}
 
-    def _check_gap(self, values: dict[str, float]) -> None:
-        gap = values["logprob_gap/mean"]
+    async def _load(self, sequences: list[SequencePlace]) -> None:
+        await self.session.learner.load(
+            sequences, kind="trajectories", num_minibatches=self.config.num_minibatches
+        )
+
+    def _check_gap(self, gap: float) -> None:
         if not gap <= self.config.max_logprob_gap:
             raise RunError(
                 f"engine and trainer disagree: the mean difference of their logprobs is {gap:.4g}, the limit "
                 f"algorithm.max_logprob_gap is {self.config.max_logprob_gap:g}. Likely causes: generation in "
                 "another precision than the policy, weights that did not arrive, or an update so large that "
-                "the policy broke down (see grad_norm and entropy in metrics.jsonl)."
+                "the policy broke down (see grad_norm and entropy of the steps before in metrics.jsonl)."
             )

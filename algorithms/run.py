@@ -142,7 +142,7 @@ def _loop(
 ) -> OnlineLoop | SftLoop:
     algorithm = experiment.algorithm
     if isinstance(algorithm, SftConfig):
-        return SftLoop(algorithm, session, data.examples, data.order, observer, books)
+        return SftLoop(algorithm, session, data.examples, data.order, data.position, observer, books)
     plan = CollectorPlan(
         groups_per_step=algorithm.num_prompts_per_step,
         samples_per_group=algorithm.num_generations_per_prompt,
@@ -151,7 +151,7 @@ def _loop(
         num_steps=algorithm.num_steps,
     )
     seconds = experiment.cluster.deadlines.generation
-    collector = Collector(session.rollout, data.order, plan, seconds, data.position)
+    collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done)
     return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books)
 
 

@@ -22,6 +22,7 @@ class SftLoop:
     session: Session
     examples: list[SftExample]
     order: TaskOrder
+    position: int  # in the order; the next example
     observer: Observer
     books: Bookkeeper
 
@@ -29,14 +30,15 @@ class SftLoop:
         """All steps that are left."""
         await self.books.open()
         for step in self.books.steps(self.config.num_steps):
-            first = (step - 1) * self.config.batch_size
-            tasks = [self.order.task_index(first + i) for i in range(self.config.batch_size)]
+            places = range(self.position, self.position + self.config.batch_size)
+            tasks = [self.order.task_index(place) for place in places]
             batch = self._batch([self.examples[task] for task in tasks])
             with self.observer.stage("training"):
                 await self.session.learner.load(batch, kind="examples")
                 update = await self.session.learner.train(CrossEntropyLoss())
             values = finish_metrics(update.sums, update.maxima) | self.books.optimizer_figures([update])
-            await self.books.finish_step(step, values, first + self.config.batch_size)
+            self.position = places.stop
+            await self.books.finish_step(step, values, self.position)
 
     def _batch(self, examples: list[SftExample]) -> list[SequencePlace]:
         """The examples of one step, stored and weighted."""

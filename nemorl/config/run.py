@@ -31,7 +31,7 @@ class ClusterConfig(Config):
     """Machines."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs of each machine; 0 runs everything on the CPU."""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
     """Ray's strategy for placing the workers over the machines."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run turn loops, environments and rewards."""

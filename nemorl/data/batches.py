@@ -1,6 +1,7 @@
 """From trajectories or SFT examples to the packed batch a policy rank trains on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,11 +13,16 @@ from nemorl.rollout.types import BoolArray, Int32Array, Trajectory
 from .packed import PackedBatch
 from .sft import SftExample
 
+# A failed trajectory has no tokens to train, and may have none at all or too many for a micro-batch. One
+# token that is not trained takes its place in the batch, since counts must be equal over ranks.
+STAND_IN_TOKENS = 1
+
 
 def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[float]
 ) -> PackedBatch:
     """Trajectories end to end; `advantages` and `weights` [S] hold for every sampled token of a sequence."""
+    trajectories = [t if t.error is None else _stand_in(t) for t in trajectories]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
     per_sequence = torch.tensor(advantages, dtype=torch.float32)
     spread = per_sequence.repeat_interleave(torch.tensor(batch.lengths)) * batch.loss_mask
@@ -29,6 +35,16 @@ def pack_trajectories(
         batch.weights,
         advantages=spread,
         logprobs=logprobs,
+    )
+
+
+def _stand_in(failed: Trajectory) -> Trajectory:
+    return replace(
+        failed,
+        tokens=np.zeros(STAND_IN_TOKENS, dtype=np.int32),
+        loss_mask=np.zeros(STAND_IN_TOKENS, dtype=np.bool_),
+        logprobs=np.zeros(STAND_IN_TOKENS, dtype=np.float32),
+        versions=np.full(STAND_IN_TOKENS, -1, dtype=np.int32),
     )
 
 

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
+from nemorl.errors import RunError
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
@@ -37,7 +38,7 @@ FORMAT = 1
 WEIGHT = "weight"  # the state that is the float32 weights themselves
 
 
-class UnfitCheckpoint(ValueError):
+class UnfitCheckpoint(RunError, ValueError):
     """A training state of another model or format."""
 
 

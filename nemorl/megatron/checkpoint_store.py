@@ -10,6 +10,7 @@ Driver side; imports no torch.
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -108,7 +109,11 @@ class CheckpointStore:
         return self.folder / f"step_{step:08d}"
 
     def latest_valid(self) -> Found | None:
-        """The newest checkpoint whose files are all as written, or None; damaged ones are warned about."""
+        """The newest checkpoint whose files are all as written, or None.
+
+        Damaged ones are warned about and set aside under another name: they would count among those that
+        `prune` keeps, in place of whole ones.
+        """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
             path = self.path(step)
@@ -117,6 +122,9 @@ class CheckpointStore:
             except DamagedCheckpoint as damage:
                 logger.warning("checkpoint of step %d is not used: %s", step, damage)
                 skipped.append(str(damage))
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
             else:
                 return Found(step, path, manifest.metrics, tuple(skipped))
         return None
@@ -147,7 +155,7 @@ class CheckpointStore:
                 metrics = Manifest.read(self.path(step)).metrics
             except DamagedCheckpoint:
                 continue
-            if metric in metrics:
+            if math.isfinite(metrics.get(metric, math.nan)):
                 values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
         return max(values)[1] if values else None
 

@@ -1,6 +1,6 @@
 """The device: the only module that asks about CUDA.
 
-Megatron 0.16 names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU
+Megatron names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU
 these places are answered here, each as narrowly as it allows: functions of `torch.cuda` that would raise
 without a GPU are replaced for the process, a few modules that create tensors with `device="cuda"` get a view
 of `torch` that creates them on the CPU, and the two methods of `Tensor` that matter only while a model is
@@ -150,6 +150,7 @@ def _teach_megatron_the_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: None  # kept by newer releases for CUDA graphs alone
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

@@ -37,11 +37,13 @@ class Collector:
         plan: CollectorPlan,
         seconds: float,
         position: int = 0,
+        version: int = 0,
     ) -> None:
-        """`seconds` bounds `next_batch`; `position` is where a checkpoint left the data."""
+        """`seconds` bounds `next_batch`; a checkpoint left the data at `position` after `version` steps."""
         self._dispatcher = Dispatcher(workers, seconds)
         self._order = order
         self._plan = plan
+        self._first_position, self._first_version = position, version
         self._started = position  # groups started since the run began; the id of the next one
         self._position = position
         self._handed_out: set[int] = set()  # ids above the position
@@ -58,7 +60,8 @@ class Collector:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
         plan = self._plan
         steps = version + plan.max_staleness + 1
-        allowed = min(steps, plan.num_steps or steps) * plan.groups_per_step
+        ahead = min(steps, plan.num_steps or steps) - self._first_version
+        allowed = self._first_position + ahead * plan.groups_per_step
         groups = range(self._started, max(allowed, self._started))
         self._dispatcher.start([self._assignment(group) for group in groups])
         self._started = groups.stop

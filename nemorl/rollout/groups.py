@@ -42,6 +42,7 @@ class SampleText:
     row: int
     prompt: str
     completion: str
+    answer: str | None = None  # what the task expects
 
 
 @dataclass(frozen=True)

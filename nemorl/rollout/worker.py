@@ -80,7 +80,9 @@ class RolloutWorker:
             task_index=assignment.task_index,
             reference=self._store(trajectories),
             trajectories=tuple(summarize(t, row) for row, t in enumerate(trajectories)),
-            texts=tuple(self._text(c, row) for row, c in enumerate(conversations[: assignment.num_texts])),
+            texts=tuple(
+                self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
+            ),
         )
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
@@ -88,11 +90,11 @@ class RolloutWorker:
         sampling = self._sampling[assignment.validation]
         return await self._turns.run(task, self._environments.create(), key, sampling)
 
-    def _text(self, conversation: Conversation, row: int) -> SampleText:
+    def _text(self, conversation: Conversation, row: int, answer: str | None) -> SampleText:
         tokens = conversation.trajectory.tokens.tolist()
         split = conversation.num_prompt_tokens
         decode = self._tokenizer.decode
-        return SampleText(row, prompt=decode(tokens[:split]), completion=decode(tokens[split:]))
+        return SampleText(row, decode(tokens[:split]), decode(tokens[split:]), answer)
 
 
 def _params(config: SamplingConfig) -> SamplingParams:

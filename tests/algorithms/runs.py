@@ -53,7 +53,7 @@ def write_experiment(folder: Path, model: Path, name: str, **changes: Any) -> Pa
         "logger": {"console": "plain"},
     }
     for section, values in changes.items():
-        tree[section] = {**tree[section], **values} if isinstance(values, dict) else values
+        tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path

@@ -56,6 +56,14 @@ def test_rollout_figures() -> None:
     assert environment_share(groups) == 0.25
 
 
+def test_failed_trajectories_are_no_rewards() -> None:
+    failed = trajectory(0.0, 1, error="the environment hung")
+    figures = rollout_figures([group(0, trajectory(1.0), failed), group(1, trajectory(0.5), failed)])
+    assert figures["reward/mean"] == 0.75
+    assert figures["errors"] == 2
+    assert figures["group/zero_variance"] == 1
+
+
 def test_validation_figures() -> None:
     groups = [group(0, trajectory(1.0), trajectory(0.4, 1)), group(1, trajectory(0.0), trajectory(0.9, 1))]
     figures = validation_figures(groups, pass_reward=0.9, pass_at=(1, 2))

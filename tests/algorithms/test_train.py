@@ -62,9 +62,8 @@ def test_engine_and_trainer_agree_at_every_step(uninterrupted: Path) -> None:
     assert max(s.values["logprob_gap/max"] for s in lines(uninterrupted)) < 1e-4
 
 
-def test_the_policy_learns(uninterrupted: Path) -> None:
+def test_the_policy_moves_away_from_its_reference(uninterrupted: Path) -> None:
     steps = lines(uninterrupted)
-    assert all(s.values["grad_norm"] > 0 for s in steps)
     assert steps[0].values["kl/reference"] == 0
     assert steps[-1].values["kl/reference"] > 0
 
@@ -106,15 +105,19 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
         assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
 
 
-def test_a_killed_policy_worker_ends_the_run_with_a_sentence(folder: Path, model: Path) -> None:
-    driver = start("train", write_experiment(folder, model, "bereft"))
-    while len(lines(folder / "bereft")) < 1:
+@pytest.mark.parametrize(("group", "rank"), [("policy", 1), ("generation", 0), ("rollout", 0)])
+def test_a_killed_worker_ends_the_run_with_a_sentence(
+    folder: Path, model: Path, group: str, rank: int
+) -> None:
+    run = f"bereft-of-{group}"
+    driver = start("train", write_experiment(folder, model, run))
+    while len(lines(folder / run)) < 1:
         assert driver.poll() is None, driver.communicate()[0]
         time.sleep(0.05)
-    os.kill(worker_pid(folder / "bereft" / "logs" / "policy-1.log"), signal.SIGKILL)
-    status, output = finish(driver)
+    os.kill(worker_pid(folder / run / "logs" / f"{group}-{rank}.log"), signal.SIGKILL)
+    status, output = finish(driver, seconds=60)
     assert status == 1
-    assert "policy rank 1 died in stage" in output
+    assert f"{group} rank {rank} died in stage" in output
     assert "The last lines of" in output
     assert "Traceback" not in output
 
@@ -136,8 +139,6 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
     assert status == 0, output
     steps = lines(folder / "sft")
     assert steps[-1].values["loss/sft"] < 0.8 * steps[0].values["loss/sft"]
-    assert steps[-1].values["validation/accuracy"] >= 0
-
     exported = folder / "exported"
     status, output = finish(
         start("models", "export", folder / "sft" / "checkpoints" / "step_00000012", exported)
@@ -150,6 +151,25 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
     status, output = finish(start("eval", config, f"policy.model_path={exported}"))
     assert status == 0, output
     assert f"{steps[-1].values['validation/reward']:.6g}" in output
+
+
+def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path) -> None:
+    config = write_experiment(
+        folder,
+        model,
+        "several",
+        algorithm={"num_minibatches": 2, "num_steps": 2},
+        policy={"layout": {"data_parallel_size": 2}},
+        generation={"replicas": 2, "threads": 1},
+        cluster={"rollout_workers": 2},
+    )
+    status, output = finish(start("train", config))
+    assert status == 0, output
+    steps = lines(folder / "several")
+    assert len(steps) == 2
+    # Measured before the first of the two updates: the second one's weights have moved on.
+    assert max(s.values["logprob_gap/max"] for s in steps) < 1e-4
+    assert any(abs(s.values["ratio/mean"] - 1) > 1e-6 for s in steps)
 
 
 def test_a_terminated_run_ends_in_order_with_a_sentence(folder: Path, model: Path) -> None:

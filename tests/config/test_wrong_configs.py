@@ -399,7 +399,6 @@ RIGHT: dict[str, list[str]] = {
     "filters in SFT's validation": [*SFT, "generation.sampling.top_p=0.9", VALIDATION + "at_end=true"],
     "SFT without a reward": [*SFT, "rewards=[]"],
     "SFT with a turn too long that is never taken": [*SFT, "generation.max_new_tokens=64"],
-    "SFT on two machines": [*SFT, "cluster.num_nodes=2"],
     "validation data for `nemorl eval`": [VALIDATION + "num_prompts=100"],
     "an environment that pays": ["env.name=math", "rewards=[]"],
     "the calculator in a chat": ["env.name=calculator", *CHAT],

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from nemorl.data.batches import pack_examples, pack_trajectories
+from nemorl.data.batches import STAND_IN_TOKENS, pack_examples, pack_trajectories
 from nemorl.data.sft import SftExample
 from nemorl.rollout.types import StopReason, Trajectory, Turn
 
@@ -38,10 +40,13 @@ def test_trajectories_lie_end_to_end():
     assert batch.reference_logprobs is None
 
 
-def test_a_failed_trajectory_weighs_nothing():
-    batch = pack_trajectories([trajectory([5, 6], [0, 0])], [3.0], weights=[1.0])
-    assert batch.weights.tolist() == [0, 0]
-    assert batch.advantages.tolist() == [0, 0]
+@pytest.mark.parametrize("tokens", [[], [5], list(range(400))])
+def test_one_untrained_token_stands_in_for_a_failed_trajectory(tokens):
+    failed = replace(trajectory(tokens, [0] * len(tokens)), error="the environment did not answer")
+    batch = pack_trajectories([failed, trajectory([8, 9], [0, 1])], [0.0, -1.0], weights=[0.0, 0.5])
+    assert batch.lengths == [STAND_IN_TOKENS, 2]
+    assert batch.loss_mask.tolist() == [False, False, True]
+    assert batch.weights.tolist() == [0, 0, 0.5]
 
 
 def test_examples_carry_no_advantages():

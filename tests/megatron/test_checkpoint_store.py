@@ -70,6 +70,21 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(store, caplog
     assert "checkpoint of step 2 is not used" in caplog.text
 
 
+def test_a_damaged_checkpoint_does_not_count_among_those_kept(store):
+    write(store, 4)
+    truncate(write(store, 6) / "policy" / "weight_00000.safetensors")
+    assert store.latest_valid().step == 4
+    write(store, 5)
+    store.prune(keep=1)
+    assert store.latest_valid().step == 5
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(store):
+    for step, reward in ((1, 0.5), (2, float("nan")), (3, 0.25)):
+        write(store, step, reward=reward)
+    assert store.best("reward", higher_is_better=True) == 1
+
+
 @pytest.mark.parametrize("content", [None, "", "{}", '{"step": 1, "metrics": {}, "files": [{"path": "x"}]}'])
 def test_a_manifest_that_is_missing_or_broken_is_damage(store, content):
     path = write(store, 1)

@@ -35,12 +35,12 @@ class StandInWorker:
             yield GroupSummary(group, mine.pop(group).task_index, f"reference {group}", ())
 
 
-def collector(workers, *, staleness=0, position=0, seconds=5.0, texts=0):
+def collector(workers, *, staleness=0, position=0, version=0, seconds=5.0, texts=0):
     plan = CollectorPlan(
         groups_per_step=4, samples_per_group=2, max_staleness=staleness, texts_per_step=texts
     )
     order = TaskOrder(10, seed=0, shuffle=False)
-    return Collector([w.run_groups for w in workers], order, plan, seconds, position)
+    return Collector([w.run_groups for w in workers], order, plan, seconds, position, version)
 
 
 def groups(batch):
@@ -73,13 +73,13 @@ def test_synchronous_steps_start_their_groups_and_get_them_in_order():
     assert [a.num_texts for a in workers[0].assignments[:2] + workers[1].assignments[:2]] == [2, 1, 1, 1]
 
 
-def test_a_resumed_run_goes_on_at_its_position():
+def test_a_resumed_run_goes_on_at_its_position_whatever_the_size_of_earlier_steps():
     async def main():
-        sampling = collector([StandInWorker()], position=8)
+        sampling = collector([StandInWorker()], position=11, version=2)
         sampling.advance(2)
         return await sampling.next_batch()
 
-    assert groups(asyncio.run(main())) == [8, 9, 10, 11]
+    assert groups(asyncio.run(main())) == [11, 12, 13, 14]
 
 
 @pytest.mark.parametrize(("staleness", "started"), [(0, [4, 8, 12]), (1, [8, 12, 16]), (3, [16, 20, 24])])

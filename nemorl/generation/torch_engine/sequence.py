@@ -24,7 +24,6 @@ class ActiveSequence:
     versions: list[int] = field(default_factory=list)
     last_sampled: float | None = None
     prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
-    prompt_version: int | None = None  # weights that computed the prompt's keys and values
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
