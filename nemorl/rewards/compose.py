@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from nemorl.config.env import RewardConfig
-from nemorl.rollout.deadline import attempt
-from nemorl.rollout.record import Conversation
-from nemorl.rollout.types import Message, Task, Trajectory
+from nemorl.rollout.types import Conversation, Message, Task, Trajectory
 
+from .deadline import attempt
 from .functions import BUILT_IN
 
 Scores = Sequence[float | None]

@@ -6,17 +6,7 @@ import numpy as np
 
 from nemorl.generation.types import Completion
 
-from .types import Message, Step, StopReason, Trajectory, Turn
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A trajectory with its messages. Rewards of functions are not in it yet."""
-
-    trajectory: Trajectory
-    opening: tuple[Message, ...]
-    exchange: tuple[Message, ...]  # the policy's turns and what was answered to them
-    num_prompt_tokens: int
+from .types import Conversation, Message, Step, StopReason, Trajectory, Turn
 
 
 @dataclass

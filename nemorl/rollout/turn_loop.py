@@ -14,10 +14,10 @@ import numpy as np
 from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
+from nemorl.rewards.deadline import attempt
 
-from .deadline import attempt
-from .record import Conversation, Record
-from .types import Action, Environment, Step, StopReason, Task
+from .record import Record
+from .types import Action, Conversation, Environment, Step, StopReason, Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

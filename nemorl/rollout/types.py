@@ -133,3 +133,13 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
         return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A trajectory with its messages. Rewards of functions are not in it yet."""
+
+    trajectory: Trajectory
+    opening: tuple[Message, ...]
+    exchange: tuple[Message, ...]  # the policy's turns and what was answered to them
+    num_prompt_tokens: int

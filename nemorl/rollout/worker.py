@@ -14,9 +14,8 @@ from nemorl.rewards.compose import Rewards
 
 from .environments import environment_factory
 from .groups import GroupAssignment, GroupSummary, SampleText, summarize
-from .record import Conversation
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
-from .types import Task, Trajectory
+from .types import Conversation, Task, Trajectory
 
 Store = Callable[[list[Trajectory]], Any]
 

@@ -6,8 +6,7 @@ import pytest
 
 from nemorl.config.env import RewardConfig
 from nemorl.rewards.compose import RewardError, Rewards
-from nemorl.rollout.record import Conversation
-from nemorl.rollout.types import Message, StopReason, Task, Trajectory
+from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory
 
 OWN = "tests.rewards.own_rewards"
 TASK = Task(0, (Message("user", "2+2?"),), "4", {"level": "hard"})
