@@ -96,7 +96,7 @@ class Bookkeeper:
     def summarize(self) -> Path:
         """Show what changed over the run and write the report; gives its path."""
         steps = read_metrics(self._observer.folder.paths.metrics)
-        names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft", "nll"]
+        names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft"]
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
     async def _validate(self, step: int) -> dict[str, float]:

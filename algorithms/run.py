@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -38,6 +39,8 @@ from .grpo import Grpo
 from .online import OnlineLoop
 from .sft import SftLoop
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -63,6 +66,18 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     check_trackers(experiment.logger)
     store = CheckpointStore(experiment.run_dir / "checkpoints")
     found = store.latest_valid() if resume else None
+    if resume and found is None and store.damaged():
+        raise RunError(
+            f"No checkpoint in {store.folder} is whole; damaged are {', '.join(store.damaged())}. To begin "
+            "anew, remove the run folder or take another run_dir."
+        )
+    if found is not None and found.step >= experiment.algorithm.num_steps:
+        logger.warning(
+            "%s is at step %d already and algorithm.num_steps is %d: nothing is left to train",
+            experiment.run_dir,
+            found.step,
+            experiment.algorithm.num_steps,
+        )
     yaml = to_yaml(experiment)
     if resume:
         folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)

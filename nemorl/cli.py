@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(str(error))
         return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
+    except OSError as error:
+        if arguments.traceback:
+            raise
+        complain(f"nemorl {arguments.command} failed: {error}")
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         if arguments.traceback:
             raise

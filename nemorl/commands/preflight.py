@@ -62,6 +62,6 @@ def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
     run_dir = experiment.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         yield Violation("run_dir", str(run_dir), "this is a file: name a folder, which need not exist yet")
-    elif new_run and RunPaths(run_dir).holds_run:
+    elif new_run and RunPaths(run_dir).has_steps:
         mend = "the folder holds a run already: go on with --resume, or name another folder"
         yield Violation("run_dir", str(run_dir), mend)

@@ -49,7 +49,6 @@ def _train(ready: Ready, *, resume: bool) -> "RunResult":
 def _summarize(result: "RunResult") -> None:
     rows: list[tuple[str, Path | None]] = [
         ("run", result.run_dir),
-        ("report", result.report),
         ("weights", result.hf_dir),
     ]
     for name, path in rows:

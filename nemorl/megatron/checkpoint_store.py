@@ -129,6 +129,10 @@ class CheckpointStore:
                 return Found(step, path, manifest.metrics, tuple(skipped))
         return None
 
+    def damaged(self) -> list[str]:
+        """Names of the checkpoints that `latest_valid` has set aside."""
+        return sorted(path.name for path in self.folder.glob("step_*.damaged"))
+
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, whole or not, ascending."""
         if not self.folder.is_dir():

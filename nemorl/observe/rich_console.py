@@ -83,7 +83,9 @@ class BarConsole:
         """One row of the table; the heading comes with the first."""
         place = f"{metrics.step}/{self._total_steps}"
         width = 2 * len(str(self._total_steps)) + 3
-        if not self._columns and (columns := choose_columns(metrics.values, self._terminal.width - width)):
+        columns = self._columns or choose_columns(metrics.values, self._terminal.width - width)
+        # Line 0 of a run holds a validation only: the columns come with the first step that has figures.
+        if not self._columns and any(column.key != "time/step" for column in columns):
             self._columns = columns
             self._print(f"{'step':>{width}}{table_header(columns)}", "bold")
         if any(column.key in metrics.values for column in self._columns if column.key != "time/step"):

@@ -86,6 +86,12 @@ class RunPaths:
         """Whether a run has been started here."""
         return self.config.exists() or self.metrics.exists()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a run has got as far as a step here; a start that failed before leaves nothing to lose."""
+        recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return recorded or any(self.checkpoints.glob("step_*"))
+
 
 class RunFolder:
     """The run folder of the process that writes it. One process at a time holds a folder."""
@@ -106,7 +112,7 @@ class RunFolder:
     def create(cls, root: Path, config_yaml: str) -> "RunFolder":
         """Begin a run. Raises `RunFolderError` when the folder holds one or is in use, and `WriteError`."""
         lock = _lock(root)
-        if RunPaths(root).holds_run:
+        if RunPaths(root).has_steps:
             lock.close()
             raise RunFolderError(
                 f"{root} already holds a run. Continue it with --resume, take another run_dir, or remove it."

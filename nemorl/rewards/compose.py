@@ -58,7 +58,13 @@ class RewardFunction:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**arguments)  # type: ignore[no-any-return]
         # In a thread, so that a slow function holds up no other conversation.
-        return await asyncio.to_thread(self._function, **arguments)  # type: ignore[arg-type]
+        return await asyncio.to_thread(self._blocking_call, arguments)
+
+    def _blocking_call(self, arguments: dict[str, Any]) -> Scores:
+        try:
+            return self._function(**arguments)  # type: ignore[return-value]
+        except SystemExit as exit_:  # it would end the event loop of all conversations without a word
+            raise RuntimeError(f"it called sys.exit({exit_.code!r})") from exit_
 
     def _checked(self, scores: Scores | None, count: int) -> list[float | None]:
         if not isinstance(scores, list | tuple) or len(scores) != count:

@@ -13,7 +13,7 @@ def test_a_run_that_ends_well(nemorl: Nemorl, trainer: Trainer, experiment: Path
     outcome = nemorl("train", experiment)
 
     assert outcome.status == 0
-    assert outcome.out == "run: runs/sums\nreport: runs/sums/report.html\n"
+    assert outcome.out == "run: runs/sums\n"
     assert trainer.calls == [("train", 10)]
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
     nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "runs/sums").mkdir(parents=True)
-    (tmp_path / "runs/sums/metrics.jsonl").touch()
+    (tmp_path / "runs/sums/metrics.jsonl").write_text('{"step": 1, "version": 1}\n')
 
     refused = nemorl("train", experiment)
 

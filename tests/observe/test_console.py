@@ -62,6 +62,17 @@ def test_quick_stages_are_silent_and_slow_ones_speak_less_and_less(screen):
     assert screen.getvalue().splitlines() == lines  # no clock goes on behind our back
 
 
+def test_a_validation_before_the_first_step_does_not_choose_the_columns(screen):
+    console = BarConsole(terminal(screen), total_steps=20)
+    console.step(StepMetrics(0, 0, {"validation/accuracy": 0.25, "time/step": 2.0}))
+    console.step(StepMetrics(1, 1, STEP.values))
+    console.close()
+    printed = text_of(screen)
+    assert "0/20  validation: accuracy 0.25" in printed
+    assert "reward" in printed
+    assert "0.512" in printed
+
+
 def test_the_table_has_one_heading_and_a_row_a_step(screen):
     console = BarConsole(terminal(screen), total_steps=20)
     for step in (3, 4):

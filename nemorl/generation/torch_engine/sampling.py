@@ -70,7 +70,13 @@ class Sampler:
 
         The logprobs are those of the distribution after temperature and filters. A greedy row draws from a
         point mass; its logprob is that of the unfiltered distribution at temperature 1, which says more.
+        Raises FloatingPointError for logits that are not numbers.
         """
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights are broken, by a damaged model folder or by "
+                "training that diverged"
+            )
         if self._temperatures is not None:
             logits = logits / self._temperatures
         numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))

@@ -137,3 +137,11 @@ def test_what_is_drawn_depends_on_seed_and_position_only():
     assert len({draw(5, position) for position in range(20)}) > 15
     assert len({draw(seed, 3) for seed in range(20)}) > 15
     assert draw(2**63 - 1, 0) != draw(0, 0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_named(broken):
+    logits = LOGITS.repeat(2, 1)
+    logits[1, 3] = broken
+    with pytest.raises(FloatingPointError, match="its weights are broken"):
+        sample(logits, [SamplingParams()] * 2, [1, 2])
