@@ -39,7 +39,7 @@ models/smollm2: | .venv/ready-bench
 	@$(BIN)/nemorl models fetch smollm2 models/smollm2
 
 clean:  ## Remove the environment and caches; runs/ and models/ stay
-	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready-%: pyproject.toml tools/environment.sh
