@@ -226,6 +226,8 @@ def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) 
         "run": str(experiment.run_dir),
         "algorithm": algorithm.name,
         "model": str(experiment.policy.model_path),
-        "steps": f"{algorithm.num_steps}, of which {progress.step} are done",
+        "steps": f"{progress.step} of {algorithm.num_steps} done"
+        if progress.step
+        else str(algorithm.num_steps),
         **{f"policy {name}": value for name, value in policy.items()},
     }
