@@ -1,4 +1,7 @@
-"""One local Ray for all tests of this package, with places for a healthy group and for groups that fail."""
+"""A local Ray for the tests of a module, with places for a healthy group and for groups that fail.
+
+It ends with the module: a Ray left behind would be joined by the next test that wants one of its own size.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,18 +22,18 @@ FREE = WorkerRequest("joined", 1)  # left for drivers that join
 StartFragile = Callable[..., WorkerGroup]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runtime() -> Iterator[ClusterRuntime]:
     with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [*RESERVED, FREE]) as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def placement(runtime: ClusterRuntime) -> Placement:
     return reserve(RESERVED, strategy="PACK", deadline_seconds=60, can_grow=False, environment=LOOPBACK)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Four synchronous ranks: TP2 x DP2."""
     group = WorkerGroup.start(
@@ -48,7 +51,7 @@ def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> It
     group.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def generation(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Two asynchronous ranks."""
     group = WorkerGroup.start(

@@ -32,14 +32,14 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_arithmetic_model_loads_in_transformers(arithmetic: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(arithmetic)
-    # a layer: attention 4 * 128^2, MLP 3 * 128 * 384, norms 2 * 128; vocabulary 2 * 15 * 128; last norm 128
-    assert sum(p.numel() for p in model.parameters()) == 4 * (65536 + 147456 + 256) + 3840 + 128
+    # a layer: attention 4 * 192^2, MLP 3 * 192 * 512, norms 2 * 192; vocabulary 2 * 15 * 192; last norm 192
+    assert sum(p.numel() for p in model.parameters()) == 2 * (147456 + 294912 + 384) + 5760 + 192
     assert model.dtype == torch.float32
     assert model.config.eos_token_id == 1
     logits = model(torch.tensor([[2, 3, 4]])).logits
     assert logits.shape == (1, 3, 15)
     residual = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
-    assert residual.std().item() == pytest.approx((128 * 2 * 4) ** -0.5, rel=0.02)
+    assert residual.std().item() == pytest.approx((192 * 2 * 2) ** -0.5, rel=0.02)
 
 
 def test_its_tokenizer_has_one_token_per_character(arithmetic: Path) -> None:
