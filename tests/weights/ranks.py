@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.errors import NemorlError
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
@@ -203,6 +204,6 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
             method = getattr(method, name)
         try:
             answer = (None, method(*arguments))
-        except (RuntimeError, ValueError) as error:
+        except (NemorlError, RuntimeError, ValueError) as error:
             answer = (error, None)
         pipe.send(answer)
