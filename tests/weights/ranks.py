@@ -204,6 +204,6 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
             method = getattr(method, name)
         try:
             answer = (None, method(*arguments))
-        except (NemorlError, RuntimeError, ValueError) as error:
+        except (NemorlError, OSError, RuntimeError, ValueError) as error:  # as a cluster does
             answer = (error, None)
         pipe.send(answer)

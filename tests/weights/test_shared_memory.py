@@ -48,10 +48,7 @@ def train(policy: list[Remote], seed: int) -> None:
 def shared_kilobytes(rank: Remote) -> int:
     """Memory of refits that the kernel still keeps for a process."""
     kilobytes, counting = 0, False
-    memory = Path(f"/proc/{rank.process.pid}/smaps")
-    if not memory.exists():  # a process that is gone holds nothing
-        return 0
-    for line in memory.read_text().splitlines():
+    for line in Path(f"/proc/{rank.process.pid}/smaps").read_text().splitlines():
         if line.split()[0].count("-") == 1:  # `7f6e7edba000-7f6e7edbc000 rw-s ... /memfd:nemorl-refit-2-0`
             counting = "nemorl-refit" in line
         elif counting and line.startswith("Rss:"):
