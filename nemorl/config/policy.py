@@ -16,21 +16,38 @@ class TokenizerConfig(Config):
 
 
 class LayoutConfig(Config):
-    """How the policy is spread over processes; their number is the product of the sizes."""
+    """How the policy is spread over processes; `world_size` is their number."""
 
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes that share every matrix (TP). Divides the attention heads and the key-value heads."""
-    pipeline_parallel_size: int = Field(1, ge=1)
-    """Stages that share the layers (PP). Divides the number of layers."""
-    data_parallel_size: int = Field(1, ge=1)
-    """Copies that share the batch (DP); the optimizer state is spread over them."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions by tokens (SP). Wants TP of 2 or more."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Stages that share the layers (PP)."""
+    virtual_pipeline_parallel_size: int = Field(1, ge=1)
+    """Runs of layers that every stage holds, interleaved with the others' (VPP); 1 does not interleave."""
+    layers_in_first_stage: int | None = Field(None, ge=1)
+    """Layers of the first stage, where they should be fewer for the embedding's sake; null splits evenly."""
+    layers_in_last_stage: int | None = Field(None, ge=1)
+    """Layers of the last stage, where they should be fewer for the head's sake; null splits evenly."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Processes that share the tokens of every sequence (CP)."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Copies that share the batch (DP); the optimizer state is spread over them."""
+    expert_parallel_size: int = Field(1, ge=1)
+    """Processes that share the experts (EP), out of those of TP, CP and DP."""
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+    """Processes that share every expert's matrices (ETP), out of those of TP, CP and DP."""
 
     @property
     def world_size(self) -> int:
         """Processes of the policy."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.pipeline_parallel_size * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Processes of one pipeline stage."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
 
 
 class AdamConfig(Config):

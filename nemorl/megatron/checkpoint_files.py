@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.errors import RunError
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
@@ -71,17 +71,11 @@ def write_index(
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def global_rank(layout: LayoutConfig, *, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
-    """Megatron's order: tp fastest, then dp, then pp."""
-    return tp_rank + layout.tensor_parallel_size * (dp_rank + layout.data_parallel_size * pp_rank)
-
-
 @dataclass(frozen=True)
 class _Source:
-    """A box as one rank of the writing layout held it."""
+    """A box as ranks of the writing layout held it."""
 
-    tp_rank: int
-    pp_rank: int
+    ranks: tuple[int, ...]  # that updated the parameter, each a share of it
     part: TensorSlice
 
 
@@ -112,7 +106,7 @@ class SavedState:
                 overlap = _overlap(part, source.part)
                 if overlap is None or overlap in copied:
                     continue
-                parameter = self._parameter(state, source.tp_rank, source.pp_rank, source.part.param)
+                parameter = self._parameter(state, source.ranks, source.part.param)
                 held = local_view({source.part.param: parameter}, source.part)
                 target[_within(overlap, part)] = held[_within(overlap, source.part)].to(
                     target.device, target.dtype
@@ -128,16 +122,18 @@ class SavedState:
         self.fill(WEIGHT, {name: whole}, [box])
         return whole
 
-    def _read_parameter(self, state: str, tp_rank: int, pp_rank: int, name: str) -> Tensor:
-        """One local parameter [its elements], put together from the shares of its data-parallel ranks."""
-        shards = []
-        for dp_rank in range(self.layout.data_parallel_size):
-            rank = global_rank(self.layout, tp_rank=tp_rank, dp_rank=dp_rank, pp_rank=pp_rank)
+    def _read_parameter(self, state: str, ranks: tuple[int, ...], name: str) -> Tensor:
+        """One local parameter [its elements], put together from the shares of the ranks that held it."""
+        shards: dict[int, Tensor] = {}
+        for rank in ranks:
             with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
                 start = json.loads(file.metadata()["starts"]).get(name)
                 if start is not None:
-                    shards.append((start, file.get_tensor(name)))
-        return torch.cat([values for _, values in sorted(shards, key=lambda shard: shard[0])])
+                    shards[start] = file.get_tensor(name)
+        whole = torch.empty(max(start + values.numel() for start, values in shards.items()))
+        for start, values in shards.items():  # copies on several tensor-parallel ranks are equal
+            whole[start : start + values.numel()] = values
+        return whole
 
 
 def _state_file(folder: Path, state: str, rank: int) -> Path:
@@ -145,13 +141,17 @@ def _state_file(folder: Path, state: str, rank: int) -> Path:
 
 
 def _sources(shape: ModelShape, layout: LayoutConfig) -> dict[str, list[_Source]]:
-    """Who held which boxes of each HF tensor."""
+    """Who held which boxes of each HF tensor: the optimizer spreads a parameter over all that hold it."""
+    ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)
+    for rank in range(layout.world_size):
+        ranks_of[policy_rank(layout, rank)].append(rank)
+    holders: dict[TensorSlice, list[int]] = defaultdict(list)
+    for place, ranks in ranks_of.items():
+        for part in policy_slices(shape, place):
+            holders[part] += ranks
     sources: dict[str, list[_Source]] = defaultdict(list)
-    tp_size, pp_size = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    for pp_rank in range(pp_size):
-        for tp_rank in range(tp_size):
-            for part in policy_slices(shape, PolicyRank(tp_rank, tp_size, pp_rank, pp_size)):
-                sources[part.name].append(_Source(tp_rank, pp_rank, part))
+    for part, held_by in holders.items():
+        sources[part.name].append(_Source(tuple(held_by), part))
     return sources
 
 

@@ -23,5 +23,5 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     saved = SavedState(checkpoint, shape)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
     with HfFolderWriter(out, config.model_path) as writer:
-        for name in hf_tensors(shape):
-            writer.add(name, saved.hf_tensor(name).to(dtype))
+        for name, extents in hf_tensors(shape).items():
+            writer.add(name, saved.hf_tensor(name).view(extents).to(dtype))

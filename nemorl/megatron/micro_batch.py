@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nemorl.data.packed import PackedBatch
+from nemorl.models.rope import RotaryTable
 
 from .attention import PackedLayout, packed_layout
 from .device import AttentionKernel
-from .rotary import RotaryTable
 
 
 @dataclass(frozen=True)

@@ -11,44 +11,23 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.models.family import MegatronArguments
 from nemorl.models.layout import padded_vocab_size
-from nemorl.models.registry import family_of
 from nemorl.models.shape import ModelShape
 
-from .attention import PackedAttention
 from .device import DTYPES, DeviceKind, building
 from .head import VocabularyShard, token_logprobs
+from .layers import block_spec
 from .micro_batch import MicroBatch
-
-
-class RMSNorm(torch.nn.Module):
-    """Root mean square norm; unlike Megatron's wrapper of torch's it takes sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees its part of the tokens only; Megatron sums the gradients of weights that say so.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape as `x` [..., hidden_size]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
 
 # Dimension of the weight that tensor parallelism divides.
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -66,7 +45,7 @@ class PolicyModel(GPTModel):
         tp_size = policy.layout.tensor_parallel_size
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config),
+            transformer_layer_spec=block_spec(config, shape),
             vocab_size=padded_vocab_size(shape, tp_size),
             max_sequence_length=policy.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -159,36 +138,37 @@ class PolicyParallel(DistributedDataParallel):
 
 def build_model(
     shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device
-) -> PolicyParallel:
-    """This rank's part of the model, with room for gradients; its weights are not loaded yet."""
-    config = transformer_config(family_of(shape).megatron_arguments(shape), policy, kind)
+) -> list[PolicyParallel]:
+    """This rank's part of the model, with room for gradients; its weights are not loaded yet.
+
+    A list of the stage's runs of layers, in their order: one, or several under VPP.
+    """
+    config = transformer_config(shape, policy, kind)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
     with building(kind):
         model = PolicyModel(config, shape, policy).to(device)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
-        )
-        return PolicyParallel(config, ddp_config, model)
+        return [PolicyParallel(config, ddp_config, model)]
 
 
-def transformer_config(
-    arguments: MegatronArguments, policy: PolicyConfig, kind: DeviceKind
-) -> TransformerConfig:
-    """Megatron's configuration of the family's architecture, laid out and run as `policy` says."""
+def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind) -> TransformerConfig:
+    """Megatron's configuration of a model, laid out and run as `policy` says."""
     layout, dtype = policy.layout, DTYPES[policy.precision]
     return TransformerConfig(
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        ffn_hidden_size=arguments.ffn_hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_query_groups=arguments.num_query_groups,
-        kv_channels=arguments.kv_channels,
-        layernorm_epsilon=arguments.layernorm_epsilon,
-        add_qkv_bias=arguments.add_qkv_bias,
-        qk_layernorm=arguments.qk_layernorm,
-        normalization=arguments.normalization,
-        gated_linear_unit=arguments.gated_linear_unit,
-        activation_func=getattr(F, arguments.activation),
-        add_bias_linear=arguments.add_bias_linear,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.rms_norm_eps,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_parallel_size,
@@ -219,19 +199,6 @@ def transformer_config(
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
     """Megatron's reduction of gradients over DP, SP and tied embeddings, not divided by a token count."""
     finalize_model_grads(models, None, **groups)
-
-
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers of this stage with our norm and our core attention."""
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
+from nemorl.models.layout import chunk_prefix
 
 from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DTYPES, DeviceKind, building
@@ -61,22 +62,31 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
 class PolicyOptimizer:
     """Steps Megatron's optimizer unless the gradients are not finite."""
 
-    def __init__(self, config: PolicyConfig, model: DistributedDataParallel, device: DeviceKind) -> None:
+    def __init__(
+        self, config: PolicyConfig, chunks: Sequence[DistributedDataParallel], device: DeviceKind
+    ) -> None:
         self._config = config
-        self._model = model
+        self._chunks = chunks
         with building(device):
             self.megatron = get_megatron_optimizer(
-                _megatron_config(config), [model], use_gloo_process_groups=False
+                _megatron_config(config), list(chunks), use_gloo_process_groups=False
             )
         if isinstance(config.optimizer, SgdConfig):
             self._replace_by_sgd(config.optimizer)
         self.progress = OptimizerProgress()
-        self._main = self._main_shards(dict(model.module.named_parameters()))
+        self._main = self._main_shards(
+            {
+                chunk_prefix(number) + name: parameter
+                for number, chunk in enumerate(chunks)
+                for name, parameter in chunk.module.named_parameters()
+            }
+        )
         self._prepare_groups()
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()

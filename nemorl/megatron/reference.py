@@ -1,6 +1,6 @@
 """The reference policy: the weights as they were loaded, kept beside the ones that learn."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,8 +9,8 @@ import torch
 class ReferenceWeights:
     """A frozen copy of a model's local parameters that can take their place for a forward pass."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._copies = [(p, p.detach().clone()) for p in model.parameters()]
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._copies = [(p, p.detach().clone()) for module in modules for p in module.parameters()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -15,20 +15,19 @@ from torch import Tensor
 from nemorl.data.losses import Loss, LossOutput
 
 from .micro_batch import MicroBatch
-from .model import PolicyModel, PolicyParallel
+from .model import PolicyParallel
 
 
 def run_training(
-    model: PolicyParallel, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
+    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
 ) -> list[LossOutput]:
     """Forward and backward of all micro-batches; gradients are complete afterwards.
 
     Returns the outputs of the loss on ranks of the last pipeline stage, nothing elsewhere.
     """
-    policy: PolicyModel = model.module
 
-    def forward_step(batches: Iterator[MicroBatch], _: Any) -> Any:
-        micro = next(batches)
+    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
+        micro, policy = next(batches), model.module
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             logprobs, entropy = policy.score(
@@ -40,35 +39,39 @@ def run_training(
 
         return model(micro), loss_of
 
-    return _run(model, forward_step, micro_batches, forward_only=False)
+    return _run(chunks, forward_step, micro_batches, forward_only=False)
 
 
 @torch.no_grad()
 def run_logprobs(
-    model: PolicyParallel, micro_batches: Sequence[MicroBatch], temperature: float
+    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor]:
     """Logprobs [N] of each micro-batch on ranks of the last pipeline stage, nothing elsewhere."""
-    policy: PolicyModel = model.module
 
-    def forward_step(batches: Iterator[MicroBatch], _: Any) -> Any:
-        micro = next(batches)
+    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
+        micro, policy = next(batches), model.module
 
         def logprobs_of(hidden: Tensor, non_loss_data: bool) -> Tensor:
-            return policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
+            logprobs: Tensor = policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
+            return logprobs
 
         return model(micro), logprobs_of
 
-    return _run(model, forward_step, micro_batches, forward_only=True)
+    return _run(chunks, forward_step, micro_batches, forward_only=True)
 
 
 def _run(
-    model: PolicyParallel, forward_step: Any, micro_batches: Sequence[MicroBatch], *, forward_only: bool
+    chunks: Sequence[PolicyParallel],
+    forward_step: Any,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
     run = get_forward_backward_func()
     outputs = run(
         forward_step_func=forward_step,
         data_iterator=iter(micro_batches),
-        model=[model],
+        model=list(chunks),
         num_microbatches=len(micro_batches),
         # Stages tell each other the real number of tokens (variable_seq_lengths).
         seq_length=1,

@@ -17,7 +17,8 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
 from nemorl.models.hf_folder import HfFolder
-from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.layout import chunk_prefix, policy_rank, policy_slices
+from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
@@ -28,7 +29,6 @@ from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
 from .optimizer import PolicyOptimizer
 from .reference import ReferenceWeights
-from .rotary import RotaryTable
 from .schedule import run_logprobs, run_training
 from .stats import LogprobStats, TrainStats
 
@@ -68,8 +68,8 @@ class PolicyWorker:
             deadline_seconds=deadline_seconds,
         )
         self._shape = ModelShape.load(config.model_path)
-        self._model = build_model(self._shape, config, device, self._device)
-        self.optimizer = PolicyOptimizer(config, self._model, device)
+        self._chunks = build_model(self._shape, config, device, self._device)
+        self.optimizer = PolicyOptimizer(config, self._chunks, device)
         self._maker = self._micro_batch_maker()
         self._reference: ReferenceWeights | None = None
         self._batch: PackedBatch | None = None
@@ -98,22 +98,19 @@ class PolicyWorker:
         HfFolder(folder).load_into(self.parameters(), self.slices())
         self.optimizer.weights_changed()
         if self._keep_reference:
-            self._reference = ReferenceWeights(self._policy)
+            self._reference = ReferenceWeights(self._modules)
 
     def slices(self) -> list[TensorSlice]:
         """What of the HF checkpoint lies in which of `parameters`."""
-        layout = self._config.layout
-        rank = PolicyRank(
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=layout.tensor_parallel_size,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=layout.pipeline_parallel_size,
-        )
-        return policy_slices(self._shape, rank)
+        return policy_slices(self._shape, policy_rank(self._config.layout, dist.get_rank()))
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's weights by Megatron's names; the tensors themselves, not copies."""
-        return {name: parameter.data for name, parameter in self._policy.named_parameters()}
+        return {
+            chunk_prefix(chunk) + name: parameter.data
+            for chunk, module in enumerate(self._modules)
+            for name, parameter in module.named_parameters()
+        }
 
     def load_batch(self, batch: PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
@@ -144,7 +141,7 @@ class PolicyWorker:
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         self.optimizer.zero_grad()
-        outputs = run_training(self._model, made, loss, self._temperature)
+        outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
         sums, maxima = global_figures(outputs, self._device)
         tokens = torch.tensor([sum(micro.batch.num_tokens for micro in made)], device=self._device)
@@ -180,8 +177,8 @@ class PolicyWorker:
         parallel.leave()
 
     @property
-    def _policy(self) -> PolicyModel:
-        return self._model.module  # type: ignore[no-any-return]
+    def _modules(self) -> list[PolicyModel]:
+        return [chunk.module for chunk in self._chunks]
 
     @property
     def batch(self) -> PackedBatch:
@@ -193,7 +190,7 @@ class PolicyWorker:
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
         """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
         values = torch.zeros(batch.num_tokens)
-        outputs = run_logprobs(self._model, made, self._temperature)
+        outputs = run_logprobs(self._chunks, made, self._temperature)
         scored = [micro.places[micro.scored.cpu()] for micro in made]
         count = sum(len(places) for places in scored)
         flat = torch.zeros(count, device=self._device)
@@ -220,9 +217,8 @@ class PolicyWorker:
         dtype, layout = DTYPES[self._config.precision], self._config.layout
         return MicroBatchMaker(
             rotary=RotaryTable(
-                dim=self._shape.head_dim,
-                theta=self._shape.rope_theta,
-                scaling=self._shape.rope_scaling,
+                self._shape.head_dim,
+                self._shape.rope,
                 max_positions=max(self._config.max_sequence_length, layout.tensor_parallel_size),
                 dtype=dtype,
                 device=self._device,

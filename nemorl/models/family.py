@@ -1,28 +1,42 @@
-"""What a model family declares: how to recognise it, what Megatron is told, and where its weights go.
+"""What a model family declares: how its config.json is read, and where its weights go.
 
-A family is data. Everything that follows from it (slices of a rank, the tensors of a folder, the checks of a
-config.json) is computed from these declarations, so that a new family is one short file.
+A family is data. Everything that follows from it (what Megatron is told, the slices of a rank, the tensors of
+a folder, the checks of a config.json) is computed from these declarations, so that a new family is one short
+file; docs/families.md shows how.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # shape.py reads config.json by the families' declarations, so it imports this module
-    from .shape import Llama3RopeScaling, ModelShape
+if TYPE_CHECKING:  # reading a config.json needs the families' declarations, so shape.py stands above
+    from .hf_config import HfConfig
+    from .shape import ModelShape
 
 
 class Dim(Enum):
     """Extents of weight tensors, by name; `ModelShape.extent` gives their numbers."""
 
+    ONE = "one"
+    TWO = "two"
     HIDDEN = "hidden"
     FFN = "ffn"
     VOCABULARY = "vocabulary"
     HEAD = "head"
+    HEADS = "heads"  # query heads, for one number a head
     QUERY = "query"  # all query heads
     KEY_VALUE = "key_value"  # all key (or value) heads
+    VALUE = "value"  # all value heads, where they are as many as query heads (MLA)
+    QUERY_LATENT = "query_latent"  # MLA's compressed query
+    KEY_VALUE_LATENT = "key_value_latent"  # MLA's compressed key and value
+    KEY_VALUE_LATENT_AND_ROTARY = "key_value_latent_and_rotary"  # the same and the key's shared rotary part
+    KEY_VALUE_FROM_LATENT = "key_value_from_latent"  # keys (without the rotary part) and values of all heads
+    EXPERTS = "experts"
+    EXPERT_FFN = "expert_ffn"
+    SHARED_FFN = "shared_ffn"  # of all shared experts together
 
 
 class Split(Enum):
@@ -43,79 +57,46 @@ class Stage(Enum):
     LAST = "last"
 
 
+class LayerKind(Enum):
+    """Which layers a rule of `Stage.LAYERS` is for."""
+
+    ALL = "all"
+    DENSE = "dense"  # those with an ordinary MLP
+    MOE = "moe"  # those with experts
+
+
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of the HF checkpoint."""
+    """A tensor of the HF checkpoint, or the part of it that belongs to one parameter.
 
-    name: str  # `{layer}` is the layer's number in the whole model
-    dims: tuple[Dim, ...]
+    `dims` are its extents on disk. Extents in a nested tuple are one dimension on disk and several in the
+    coordinates of slices, so that every second column, say, is a box. An expert's rule takes its own place
+    along `Dim.EXPERTS`, and `part` along `Dim.TWO`.
+    """
+
+    name: str  # `{layer}` is the layer's number in the whole model, `{expert}` the expert's
+    dims: tuple[Dim | tuple[Dim, ...], ...]
+    part: int | None = None  # 0 or 1: the place along Dim.TWO that is meant
+    transposed: bool = False  # Megatron keeps the two dimensions in the other order
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One Megatron parameter and the HF tensors that lie in it."""
+    """One Megatron parameter (or buffer) and the HF tensors that lie in it."""
 
-    param: str  # `{layer}` is the layer's number in its stage
+    param: str  # local layer spec's name; `{layer}` and `{expert}` are the numbers on this rank
     tensors: tuple[HfTensor, ...]
     split: Split
     stage: Stage = Stage.LAYERS
-
-
-@dataclass(frozen=True)
-class MegatronArguments:
-    """What Megatron is told of a model: fields of `TransformerConfig`, then arguments of `GPTModel`."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    layernorm_epsilon: float
-    add_qkv_bias: bool
-    qk_layernorm: bool
-    normalization: Literal["RMSNorm"]
-    activation: Literal["silu"]
-    gated_linear_unit: bool
-    add_bias_linear: bool
-    vocab_size: int  # not padded
-    max_sequence_length: int
-    rotary_base: float
-    rope_scaling: Llama3RopeScaling | None
-    share_embeddings_and_output_weights: bool
+    layers: LayerKind = LayerKind.ALL
+    experts: bool = False  # one parameter for each expert, divided by EP and ETP instead of TP
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family of dense decoders with RMSNorm, rotary positions, grouped queries and a SwiGLU MLP."""
+    """How the models of one architecture are read."""
 
     name: str
     architectures: tuple[str, ...]  # of config.json
-    weights: tuple[WeightRule, ...]
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    default_head_dim: int | None = None  # where config.json names none; hidden size / heads if None
-    fixed_fields: tuple[tuple[str, object], ...] = ()  # of config.json: absent, or of the one supported value
-
-    def megatron_arguments(self, shape: ModelShape) -> MegatronArguments:
-        """Megatron's words for a model of this family."""
-        return MegatronArguments(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            num_query_groups=shape.num_key_value_heads,
-            kv_channels=shape.head_dim,
-            layernorm_epsilon=shape.rms_norm_eps,
-            add_qkv_bias=self.qkv_bias,
-            qk_layernorm=self.qk_norm,
-            normalization="RMSNorm",
-            activation="silu",
-            gated_linear_unit=True,
-            add_bias_linear=False,
-            vocab_size=shape.vocab_size,
-            max_sequence_length=shape.max_position_embeddings,
-            rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_scaling,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-        )
+    read: Callable[[HfConfig], ModelShape]  # raises UnsupportedModel naming the field that is the reason
+    weights: Callable[[ModelShape], tuple[WeightRule, ...]]  # the parameters that a model has

@@ -1,5 +1,6 @@
 """Reading the weights of a Hugging Face folder, box by box: a rank reads no more than it holds."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -108,9 +109,13 @@ def _open(path: Path) -> safe_open:
 
 
 def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
-    whole = _checked_slice(file, path, part.name, part.shape)
-    box: Tensor = whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))]
-    return box
+    """A tensor whose slices have more dimensions than it has on disk is read whole and viewed as they say."""
+    box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+    stored = tuple(file.get_slice(part.name).get_shape())
+    if len(stored) < len(part.shape) and math.prod(stored) == math.prod(part.shape):
+        whole: Tensor = _checked_slice(file, path, part.name, stored)[:]
+        return whole.view(part.shape)[box]
+    return _checked_slice(file, path, part.name, part.shape)[box]  # type: ignore[no-any-return]
 
 
 def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, ...]) -> Any:

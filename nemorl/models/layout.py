@@ -5,9 +5,11 @@ Imports no torch: the checks of a config and the memory plan use it before anyth
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .family import HfTensor, Split, Stage, WeightRule
+from nemorl.config.policy import LayoutConfig
+
+from .family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
 from .registry import family_of
 from .shape import ModelShape
 from .slices import TensorSlice
@@ -18,12 +20,62 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class PolicyRank:
-    """Where a policy process stands in tensor and pipeline parallelism; data parallelism copies."""
+    """Where a policy process stands in the axes that divide weights; CP and DP copy them."""
 
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
     tp_rank: int = 0
-    tp_size: int = 1
     pp_rank: int = 0
-    pp_size: int = 1
+    ep_rank: int = 0
+    etp_rank: int = 0
+
+
+def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
+    """A process by its global rank.
+
+    Megatron's order tp-cp-ep-dp-pp: within a stage TP neighbours are adjacent, then CP, then DP. For experts
+    the same processes are laid out anew: ETP neighbours are adjacent, then EP, then the copies.
+    """
+    pp_rank, place = divmod(rank, layout.stage_size)
+    return PolicyRank(
+        layout,
+        tp_rank=place % layout.tensor_parallel_size,
+        pp_rank=pp_rank,
+        ep_rank=place // layout.expert_tensor_parallel_size % layout.expert_parallel_size,
+        etp_rank=place % layout.expert_tensor_parallel_size,
+    )
+
+
+def stage_layers(num_layers: int, layout: LayoutConfig, pp_rank: int, chunk: int = 0) -> range:
+    """Numbers of the layers that a stage holds; of its `chunk`-th run of layers under VPP.
+
+    Raises ValueError naming the sizes that do not divide.
+    """
+    chunks = layout.virtual_pipeline_parallel_size
+    sizes = _layers_by_stage(num_layers, layout)
+    for size in sizes:
+        if size % chunks:
+            raise ValueError(
+                f"virtual-pipeline-parallel size {chunks} does not divide the {size} layers of a stage"
+            )
+    before = sum(sizes) // chunks * chunk + sum(sizes[:pp_rank]) // chunks
+    return range(before, before + sizes[pp_rank] // chunks)
+
+
+def _layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
+    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
+    rest = layout.pipeline_parallel_size - (first is not None) - (last is not None)
+    layers = num_layers - (first or 0) - (last or 0)
+    if rest < 0 or layers < rest or (rest == 0 and layers):
+        raise ValueError(
+            f"layers_in_first_stage {first} and layers_in_last_stage {last} do not fit {num_layers} layers "
+            f"on {layout.pipeline_parallel_size} stages"
+        )
+    if rest and layers % rest:
+        what = f"the model's {layers} layers" if layers == num_layers else f"the {layers} remaining layers"
+        size = layout.pipeline_parallel_size if layers == num_layers else rest
+        raise ValueError(f"pipeline-parallel size {size} does not divide {what}")
+    middle = [layers // rest] * rest if rest else []
+    return [*([first] if first else []), *middle, *([last] if last else [])]
 
 
 def padded_vocab_size(shape: ModelShape, tp_size: int) -> int:
@@ -32,14 +84,15 @@ def padded_vocab_size(shape: ModelShape, tp_size: int) -> int:
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of the HF checkpoint, in its order; no `lm_head.weight` when tied."""
-    rules = family_of(shape).weights
+    """Names and shapes (on disk) of the tensors of the HF checkpoint; no `lm_head.weight` when tied."""
     return {
-        tensor.name.format(layer=layer): _extents(shape, tensor)
+        tensor.name.format(layer=layer, expert=expert): tuple(
+            math.prod(shape.extent(dim) for dim in _unmerged(dims)) for dims in tensor.dims
+        )
         for stage in Stage
         for layer in range(shape.num_layers if stage is Stage.LAYERS else 1)
-        for rule in rules
-        if rule.stage is stage
+        for rule in _rules(shape, stage, layer)
+        for expert in range(shape.moe.num_experts if rule.experts and shape.moe else 1)
         for tensor in rule.tensors
         if not (shape.tied_embeddings and tensor.name == _HEAD)
     }
@@ -48,105 +101,168 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
     """What one policy rank holds, in the parameters of Megatron's local layer spec.
 
-    Layers are split evenly over the stages. Rows that pad the vocabulary belong to no slice. With tied
-    embeddings the last of several stages holds a copy of the embedding in `output_layer.weight`.
-    Raises ValueError naming the sizes that do not divide.
+    Rows that pad the vocabulary belong to no slice. With tied embeddings the last of several stages holds a
+    copy of the embedding in `output_layer.weight`. Parameters of the second and later runs of layers under
+    VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
     """
-    _check_divisible(shape, rank)
-    rules = family_of(shape).weights
-    layers_per_stage = shape.num_layers // rank.pp_size
-    first_layer = rank.pp_rank * layers_per_stage
+    layout = rank.layout
+    check_divisible(shape, layout)
     found: list[TensorSlice] = []
-    if rank.pp_rank == 0:
-        found += _stage_slices(rules, Stage.FIRST, shape, rank)
-    for local in range(layers_per_stage):
-        found += _stage_slices(rules, Stage.LAYERS, shape, rank, layer=first_layer + local, local_layer=local)
-    if rank.pp_rank == rank.pp_size - 1:
-        found += _stage_slices(rules, Stage.LAST, shape, rank)
+    chunks = layout.virtual_pipeline_parallel_size
+    for chunk in range(chunks):
+        prefix = chunk_prefix(chunk)
+        if rank.pp_rank == 0 and chunk == 0:
+            found += _stage_slices(Stage.FIRST, shape, rank, prefix)
+        for local, layer in enumerate(stage_layers(shape.num_layers, layout, rank.pp_rank, chunk)):
+            found += _stage_slices(Stage.LAYERS, shape, rank, prefix, layer, local)
+        if rank.pp_rank == layout.pipeline_parallel_size - 1 and chunk == chunks - 1:
+            found += _stage_slices(Stage.LAST, shape, rank, prefix)
     return found
 
 
+def chunk_prefix(chunk: int) -> str:
+    """Before the names of the parameters of a stage's `chunk`-th run of layers."""
+    return f"chunk{chunk}." if chunk else ""
+
+
+def _rules(shape: ModelShape, stage: Stage, layer: int) -> Iterator[WeightRule]:
+    kind = LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE
+    for rule in family_of(shape).weights(shape):
+        if rule.stage is stage and (stage is not Stage.LAYERS or rule.layers in (LayerKind.ALL, kind)):
+            yield rule
+
+
 def _stage_slices(
-    rules: tuple[WeightRule, ...],
-    stage: Stage,
-    shape: ModelShape,
-    rank: PolicyRank,
-    layer: int = 0,
-    local_layer: int = 0,
+    stage: Stage, shape: ModelShape, rank: PolicyRank, prefix: str, layer: int = 0, local_layer: int = 0
 ) -> Iterator[TensorSlice]:
-    for rule in rules:
-        if rule.stage is not stage:
-            continue
-        tensors = {t.name.format(layer=layer): _extents(shape, t) for t in rule.tensors}
-        if shape.tied_embeddings and _HEAD in tensors:
-            if rank.pp_size == 1:  # the head uses the embedding's own parameter
+    for rule in _rules(shape, stage, layer):
+        if shape.tied_embeddings and rule.tensors[0].name == _HEAD:
+            if rank.layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
                 continue
-            tensors = {_EMBEDDING: tensors[_HEAD]}
-        yield from _rule_slices(rule.split, tensors, rule.param.format(layer=local_layer), shape, rank)
+            rule = WeightRule(rule.param, (HfTensor(_EMBEDDING, rule.tensors[0].dims),), rule.split)
+        for local_expert, expert in enumerate(_experts(rule, shape, rank)):
+            parts = [_Part.of(tensor, shape, layer, expert, rule.experts) for tensor in rule.tensors]
+            param = prefix + rule.param.format(layer=local_layer, expert=local_expert)
+            yield from _rule_slices(rule, parts, param, shape, rank)
+
+
+def _experts(rule: WeightRule, shape: ModelShape, rank: PolicyRank) -> range:
+    """Numbers of the experts that the rank holds, or one turn for what is no expert's."""
+    if not rule.experts or shape.moe is None:
+        return range(1)
+    local = shape.moe.num_experts // rank.layout.expert_parallel_size
+    return range(rank.ep_rank * local, (rank.ep_rank + 1) * local)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of an HF tensor that belongs to one parameter, as the parameter sees it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole HF tensor, unmerged
+    fixed: dict[int, int]  # place along each axis that the parameter does not have
+    axes: tuple[int, ...]  # of the HF tensor, in the parameter's order
+
+    @classmethod
+    def of(cls, tensor: HfTensor, shape: ModelShape, layer: int, expert: int, of_expert: bool) -> "_Part":
+        dims = [dim for merged in tensor.dims for dim in _unmerged(merged)]
+        fixed = {dims.index(Dim.EXPERTS): expert} if of_expert and Dim.EXPERTS in dims else {}
+        if tensor.part is not None:
+            fixed[dims.index(Dim.TWO)] = tensor.part
+        axes = [axis for axis in range(len(dims)) if axis not in fixed]
+        return cls(
+            tensor.name.format(layer=layer, expert=expert),
+            tuple(shape.extent(dim) for dim in dims),
+            fixed,
+            tuple(reversed(axes) if tensor.transposed else axes),
+        )
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """As the parameter sees them: rows first."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    def box(self, first: int, count: int, param: str, offset: int, axis: int = 0) -> TensorSlice:
+        """`count` rows (or columns, by `axis`) from `first` on, contiguous in the parameter from `offset`."""
+        start, size = [0] * len(self.axes), list(self.extents)
+        start[axis], size[axis] = first, count
+        strides = [math.prod(size[a + 1 :]) for a in range(len(size))]
+        spread = {hf: (start[a], size[a], strides[a]) for a, hf in enumerate(self.axes)}
+        spread |= {hf: (place, 1, 1) for hf, place in self.fixed.items()}
+        by_axis = [spread[hf] for hf in range(len(self.shape))]
+        starts, sizes, steps = (tuple(values) for values in zip(*by_axis, strict=True))
+        return TensorSlice(self.name, self.shape, starts, sizes, param, offset, steps)
 
 
 def _rule_slices(
-    split: Split, tensors: dict[str, tuple[int, ...]], param: str, shape: ModelShape, rank: PolicyRank
+    rule: WeightRule, parts: list[_Part], param: str, shape: ModelShape, rank: PolicyRank
 ) -> Iterator[TensorSlice]:
-    """Slices of one parameter; `tensors` are the HF tensors in it, by name, with their shapes."""
-    match split:
+    """Slices of one parameter; `parts` are the HF tensors in it."""
+    layout = rank.layout
+    tp_rank, tp_size = rank.tp_rank, layout.tensor_parallel_size
+    if rule.experts:
+        tp_rank, tp_size = rank.etp_rank, layout.expert_tensor_parallel_size
+    match rule.split:
         case Split.HEAD_GROUPS:
-            yield from _interleaved(tensors, param, rank, groups=shape.num_key_value_heads)
+            yield from _interleaved(parts, param, tp_rank, tp_size, groups=shape.num_key_value_heads)
         case Split.ROWS:
-            yield from _interleaved(tensors, param, rank, groups=rank.tp_size)
+            yield from _interleaved(parts, param, tp_rank, tp_size, groups=tp_size)
         case Split.REPLICATED:
-            for name, extents in tensors.items():
-                yield _box(name, extents, (0,) * len(extents), extents, param)
+            (part,) = parts
+            yield part.box(0, part.extents[0], param, 0)
         case Split.COLUMNS:
-            for name, (rows, columns) in tensors.items():
-                share = columns // rank.tp_size
-                yield _box(name, (rows, columns), (0, rank.tp_rank * share), (rows, share), param)
+            (part,) = parts
+            share = part.extents[1] // tp_size
+            yield part.box(tp_rank * share, share, param, 0, axis=1)
         case Split.VOCABULARY:
-            share = padded_vocab_size(shape, rank.tp_size) // rank.tp_size
-            start = rank.tp_rank * share
-            for name, (rows, columns) in tensors.items():
-                if start < rows:
-                    yield _box(name, (rows, columns), (start, 0), (min(share, rows - start), columns), param)
+            (part,) = parts
+            share = padded_vocab_size(shape, tp_size) // tp_size
+            start, rows = tp_rank * share, part.extents[0]
+            if start < rows:
+                yield part.box(start, min(share, rows - start), param, 0)
 
 
 def _interleaved(
-    tensors: dict[str, tuple[int, ...]], param: str, rank: PolicyRank, groups: int
+    parts: list[_Part], param: str, tp_rank: int, tp_size: int, groups: int
 ) -> Iterator[TensorSlice]:
     """Rows cut into equal groups, a run of groups per rank; in each group the tensors follow one another."""
-    local_groups = groups // rank.tp_size
+    local_groups = groups // tp_size
     offset = 0
-    for group in range(rank.tp_rank * local_groups, (rank.tp_rank + 1) * local_groups):
-        for name, (rows, *rest) in tensors.items():
-            size = (rows // groups, *rest)
-            box = _box(name, (rows, *rest), (group * size[0], *[0] * len(rest)), size, param, offset)
+    for group in range(tp_rank * local_groups, (tp_rank + 1) * local_groups):
+        for part in parts:
+            rows = part.extents[0] // groups
+            box = part.box(group * rows, rows, param, offset)
             offset += box.num_elements
             yield box
 
 
-def _box(
-    name: str,
-    extents: tuple[int, ...],
-    start: tuple[int, ...],
-    size: tuple[int, ...],
-    param: str,
-    offset: int = 0,
-) -> TensorSlice:
-    """A box that lies contiguous in its parameter, from `offset` on."""
-    strides = tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
-    return TensorSlice(name, extents, start, size, param, offset, strides)
+def _unmerged(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:
+    return dims if isinstance(dims, tuple) else (dims,)
 
 
-def _extents(shape: ModelShape, tensor: HfTensor) -> tuple[int, ...]:
-    return tuple(shape.extent(dim) for dim in tensor.dims)
-
-
-def _check_divisible(shape: ModelShape, rank: PolicyRank) -> None:
-    checks = (
-        ("tensor-parallel", rank.tp_size, "attention heads", shape.num_attention_heads),
-        ("tensor-parallel", rank.tp_size, "key-value heads", shape.num_key_value_heads),
-        ("tensor-parallel", rank.tp_size, "rows of the MLP (intermediate_size)", shape.ffn_hidden_size),
-        ("pipeline-parallel", rank.pp_size, "layers", shape.num_layers),
-    )
+def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
+    """Raise ValueError naming the sizes of the layout that do not divide the model's."""
+    checks = [
+        ("tensor-parallel", layout.tensor_parallel_size, "attention heads", shape.num_attention_heads),
+        ("tensor-parallel", layout.tensor_parallel_size, "key-value heads", shape.num_key_value_heads),
+        (
+            "tensor-parallel",
+            layout.tensor_parallel_size,
+            "rows of the MLP (intermediate_size)",
+            shape.ffn_hidden_size,
+        ),
+    ]
+    if shape.moe is not None:
+        checks += [
+            ("expert-parallel", layout.expert_parallel_size, "experts", shape.moe.num_experts),
+            (
+                "expert-tensor-parallel",
+                layout.expert_tensor_parallel_size,
+                "rows of an expert",
+                shape.moe.ffn_hidden_size,
+            ),
+        ]
     for axis, size, what, count in checks:
         if count % size:
             raise ValueError(f"{axis} size {size} does not divide the model's {count} {what}")
+    stage_layers(shape.num_layers, layout, 0)

@@ -1,7 +1,9 @@
 """Qwen2 and Qwen2.5, dense (arXiv 2407.10671): Llama with biases on queries, keys and values."""
 
 from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
-from .llama import LLAMA
+from .hf_config import HfConfig, decoder_shape, refuse_windows
+from .llama import LLAMA_WEIGHTS
+from .shape import ModelShape
 
 _QKV_BIAS = WeightRule(
     "decoder.layers.{layer}.self_attention.linear_qkv.bias",
@@ -13,10 +15,11 @@ _QKV_BIAS = WeightRule(
     Split.HEAD_GROUPS,
 )
 
-QWEN2 = ModelFamily(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    qkv_bias=True,
-    fixed_fields=(("use_sliding_window", False),),
-    weights=(*LLAMA.weights, _QKV_BIAS),
-)
+
+def _read(config: HfConfig) -> ModelShape:
+    config.require(hidden_act="silu", use_sliding_window=False)
+    refuse_windows(config)
+    return decoder_shape(config, "qwen2", qkv_bias=True)
+
+
+QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read, lambda shape: (*LLAMA_WEIGHTS, _QKV_BIAS))

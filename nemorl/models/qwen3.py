@@ -1,9 +1,11 @@
 """Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm on each query and key head."""
 
 from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
-from .llama import LLAMA
+from .hf_config import HfConfig, decoder_shape, refuse_windows
+from .llama import LLAMA_WEIGHTS
+from .shape import ModelShape
 
-_QK_NORMS = (
+QK_NORMS = (
     WeightRule(
         "decoder.layers.{layer}.self_attention.q_layernorm.weight",
         (HfTensor("model.layers.{layer}.self_attn.q_norm.weight", (Dim.HEAD,)),),
@@ -16,11 +18,11 @@ _QK_NORMS = (
     ),
 )
 
-QWEN3 = ModelFamily(
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    qk_norm=True,
-    default_head_dim=128,
-    fixed_fields=(("attention_bias", False), ("use_sliding_window", False)),
-    weights=(*LLAMA.weights, *_QK_NORMS),
-)
+
+def _read(config: HfConfig) -> ModelShape:
+    config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    refuse_windows(config)
+    return decoder_shape(config, "qwen3", qk_norm=True, head_dim=config.get("head_dim", 128))
+
+
+QWEN3 = ModelFamily("qwen3", ("Qwen3ForCausalLM",), _read, lambda shape: (*LLAMA_WEIGHTS, *QK_NORMS))

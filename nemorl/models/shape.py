@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from .errors import BrokenModelFolder, UnsupportedModel
-from .family import Dim, ModelFamily
+from .family import Dim
 from .json_object import read_json_object
-from .registry import family_of_architecture
 
-__all__ = ["BrokenModelFolder", "Llama3RopeScaling", "ModelShape", "UnsupportedModel"]
 
-# Fields of config.json that change the model in ways not implemented here: absent, or of this value.
-_FIXED_FIELDS: tuple[tuple[str, object], ...] = (
-    ("hidden_act", "silu"),
-    ("attention_dropout", 0),
-    ("partial_rotary_factor", 1),
-    ("quantization_config", None),
-)
-_DTYPES = ("float32", "bfloat16", "float16")
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by a factor."""
+
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +29,58 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnRopeScaling:
+    """Frequencies stretched by parts, and attention sharpened (YaRN, arXiv 2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0  # of cosines and sines
+    truncate: bool = True  # the band's borders are rounded to whole channels
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: angle of channel pair i at position p is `p * theta ** (-2 i / dim)`."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Experts in place of the MLP."""
+
+    num_experts: int
+    top_k: int  # experts of each token
+    ffn_hidden_size: int  # of one expert
+    first_layer: int = 0  # layers before it have an ordinary MLP
+    shared_ffn_hidden_size: int = 0  # of the experts that every token visits, together; 0 for none
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True  # the weights of a token's experts sum to 1 (before `scaling`)
+    scaling: float = 1.0  # of the experts' weights
+    num_groups: int = 1  # experts are chosen among those of the best groups only
+    groups_per_token: int = 1
+    expert_bias: bool = False  # a bias that counts in the choice and not in the weights
+    router_bias: bool = False  # of the router's logits
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None  # of the compressed query; None where it is not compressed
+    key_value_rank: int
+    head_dim: int  # of queries and keys, without the rotary part
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Everything about a model but its weights."""
 
@@ -47,15 +93,25 @@ class ModelShape:
     head_dim: int
     vocab_size: int  # as in the checkpoint, not padded
     tied_embeddings: bool
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope: Rope
     rms_norm_eps: float
-    qkv_bias: bool
-    qk_norm: bool
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # generation_config.json's where it names any, as transformers does
     torch_dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    qkv_bias: bool = False
+    linear_bias: bool = False  # of the attention's output and of the experts' matrices
+    qk_norm: bool = False
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"  # of the gate
+    windows: tuple[int | None, ...] = ()  # by layer: how many tokens it sees, itself included; () for all
+    local_rope: Rope | None = None  # of the layers with a window, where it is another
+    sinks: bool = False  # a learned logit a head, to which attention may go instead of a token
+    softmax_scale: float | None = None  # of the attention's logits; 1 / sqrt(head_dim) if None
+    zero_centered_norm: bool = False  # the norms' weights are kept less one
+    post_norms: bool = False  # a norm also on what attention and MLP add to the residual stream
+    embedding_scale: float | None = None
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> ModelShape:
@@ -76,110 +132,47 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str) -> ModelShape:
         """The same from the fields of a config.json; `source` names it in messages."""
+        from .hf_config import HfConfig  # families build shapes, so they are loaded after this module
+        from .registry import family_of_architecture
+
         architectures = config.get("architectures") or ["(none)"]
-        family = family_of_architecture(architectures[0], source)
-        _check_supported(config, family, source)
-        theta, scaling = _rope(config, source)
-        hidden = _integer(config, "hidden_size", source)
-        heads = _integer(config, "num_attention_heads", source)
-        kv_heads = config.get("num_key_value_heads") or heads
-        if heads % kv_heads:
-            raise BrokenModelFolder(
-                f"{source}: num_attention_heads ({heads}) is not a multiple of "
-                f"num_key_value_heads ({kv_heads})"
-            )
-        return cls(
-            family=family.name,
-            num_layers=_integer(config, "num_hidden_layers", source),
-            hidden_size=hidden,
-            ffn_hidden_size=_integer(config, "intermediate_size", source),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=config.get("head_dim") or family.default_head_dim or hidden // heads,
-            vocab_size=_integer(config, "vocab_size", source),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            max_position_embeddings=_integer(config, "max_position_embeddings", source),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=_token_ids(config.get("eos_token_id")),
-            torch_dtype=_dtype(config, source),
-        )
+        return family_of_architecture(architectures[0], source).read(HfConfig(config, source))
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None and layer >= self.moe.first_layer
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a layer's attention sees, or None for all before it."""
+        return self.windows[layer] if self.windows else None
 
     def extent(self, dim: Dim) -> int:
-        """The number behind a named extent of a weight."""
-        return {
+        """The number behind a named extent of a weight; KeyError for one that the model does not have."""
+        heads = self.num_attention_heads
+        extents = {
+            Dim.ONE: 1,
+            Dim.TWO: 2,
             Dim.HIDDEN: self.hidden_size,
             Dim.FFN: self.ffn_hidden_size,
             Dim.VOCABULARY: self.vocab_size,
             Dim.HEAD: self.head_dim,
-            Dim.QUERY: self.num_attention_heads * self.head_dim,
+            Dim.HEADS: heads,
+            Dim.QUERY: heads * self.head_dim,
             Dim.KEY_VALUE: self.num_key_value_heads * self.head_dim,
-        }[dim]
-
-
-def _integer(config: Mapping[str, Any], field: str, source: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise BrokenModelFolder(f"{source}: {field} is {value!r}, expected a whole number of at least 1")
-    return value
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _dtype(config: Mapping[str, Any], source: str) -> str:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise UnsupportedModel(f"{source}: dtype is {name!r}; supported are {', '.join(_DTYPES)}")
-    return str(name)
-
-
-def _check_supported(config: Mapping[str, Any], family: ModelFamily, source: str) -> None:
-    for field, supported in (*_FIXED_FIELDS, *family.fixed_fields):
-        value = config.get(field, supported)
-        if value != supported:
-            raise UnsupportedModel(
-                f"{source}: {field} is {value!r}; "
-                f"for {family.architectures[0]} only {supported!r} is supported"
-            )
-    for number, kind in enumerate(config.get("layer_types") or ()):
-        if kind != "full_attention":
-            raise UnsupportedModel(
-                f"{source}: layer_types[{number}] is {kind!r}; only 'full_attention' is supported"
-            )
-
-
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScaling | None]:
-    """Base and scaling: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    parameters: Mapping[str, Any] = config.get(field) or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if parameters.get("partial_rotary_factor", 1) != 1:
-        raise UnsupportedModel(
-            f"{source}: {field}.partial_rotary_factor is {parameters['partial_rotary_factor']!r}; "
-            "only 1 is supported"
-        )
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UnsupportedModel(
-            f"{source}: {field}.rope_type is {kind!r}; only 'default' and 'llama3' are supported"
-        )
-    wanted = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in wanted if name not in parameters]
-    if missing:
-        raise BrokenModelFolder(f"{source}: {field} of rope_type 'llama3' lacks {', '.join(missing)}")
-    return theta, Llama3RopeScaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-    )
+        }
+        if self.moe is not None:
+            extents |= {
+                Dim.EXPERTS: self.moe.num_experts,
+                Dim.EXPERT_FFN: self.moe.ffn_hidden_size,
+                Dim.SHARED_FFN: self.moe.shared_ffn_hidden_size,
+            }
+        if self.mla is not None:
+            extents |= {
+                Dim.QUERY: heads * (self.mla.head_dim + self.mla.rotary_dim),
+                Dim.VALUE: heads * self.mla.value_dim,
+                Dim.QUERY_LATENT: self.mla.query_rank or 0,
+                Dim.KEY_VALUE_LATENT: self.mla.key_value_rank,
+                Dim.KEY_VALUE_LATENT_AND_ROTARY: self.mla.key_value_rank + self.mla.rotary_dim,
+                Dim.KEY_VALUE_FROM_LATENT: heads * (self.mla.head_dim + self.mla.value_dim),
+            }
+        return extents[dim]

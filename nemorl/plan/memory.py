@@ -69,7 +69,7 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     policy, algorithm = experiment.policy, experiment.algorithm
     layout, item = policy.layout, _ITEM_SIZE[policy.precision]
     parameters = max(
-        _num_elements(shape, PolicyRank(0, layout.tensor_parallel_size, stage, layout.pipeline_parallel_size))
+        _num_elements(shape, PolicyRank(layout, pp_rank=stage))
         for stage in range(layout.pipeline_parallel_size)
     )
     tokens = min(policy.micro_batch_tokens, _tokens_per_rank(policy, algorithm))

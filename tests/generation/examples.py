@@ -13,7 +13,7 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine import TorchEngine
 from nemorl.generation.torch_engine.runner import ModelRunner
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, Rope
 
 PLAIN = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,8 +28,7 @@ SHAPE = ModelShape(
     head_dim=8,
     vocab_size=VOCABULARY,
     tied_embeddings=True,
-    rope_theta=10000.0,
-    rope_scaling=None,
+    rope=Rope(10000.0),
     rms_norm_eps=1e-5,
     qkv_bias=False,
     qk_norm=False,

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from nemorl.megatron.attention import PackedAttention, packed_layout
-from nemorl.megatron.rotary import RotaryTable, inverse_frequencies, rotate
+from nemorl.megatron.rotary import rotate
+from nemorl.models.rope import RotaryTable, inverse_frequencies
+from nemorl.models.shape import Rope
 
 HEADS, KV_HEADS, DIM = 4, 2, 6
 
 
 def table(max_positions=64):
     return RotaryTable(
-        dim=DIM,
-        theta=100.0,
-        scaling=None,
+        DIM,
+        Rope(100.0),
         max_positions=max_positions,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -103,4 +104,4 @@ def test_rotary_has_the_gradient_of_a_rotation():
 
 
 def test_frequencies_without_scaling():
-    assert inverse_frequencies(4, 100.0, None).tolist() == pytest.approx([1.0, 0.1])
+    assert inverse_frequencies(4, Rope(100.0)).tolist() == pytest.approx([1.0, 0.1])

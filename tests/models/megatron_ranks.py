@@ -2,25 +2,28 @@
 
 from torch import Tensor, full, nan
 
-from nemorl.models.layout import PolicyRank
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.shape import ModelShape
 
 
 def ranks(tp_size: int, pp_size: int) -> list[PolicyRank]:
-    return [PolicyRank(tp, tp_size, pp, pp_size) for pp in range(pp_size) for tp in range(tp_size)]
+    layout = LayoutConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
+    return [policy_rank(layout, rank) for rank in range(layout.world_size)]
 
 
 def empty_parameters(shape: ModelShape, rank: PolicyRank) -> dict[str, Tensor]:
     """Every parameter of one rank, full of NaN, of the shapes that Megatron documents."""
     hidden, head = shape.hidden_size, shape.head_dim
-    heads, kv_heads = shape.num_attention_heads // rank.tp_size, shape.num_key_value_heads // rank.tp_size
-    ffn = shape.ffn_hidden_size // rank.tp_size
-    vocabulary = (shape.vocab_size + rank.tp_size - 1) // rank.tp_size
-    first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp_size - 1
+    tp_size, pp_size = rank.layout.tensor_parallel_size, rank.layout.pipeline_parallel_size
+    heads, kv_heads = shape.num_attention_heads // tp_size, shape.num_key_value_heads // tp_size
+    ffn = shape.ffn_hidden_size // tp_size
+    vocabulary = (shape.vocab_size + tp_size - 1) // tp_size
+    first, last = rank.pp_rank == 0, rank.pp_rank == pp_size - 1
     shapes: dict[str, tuple[int, ...]] = {}
     if first:
         shapes["embedding.word_embeddings.weight"] = (vocabulary, hidden)
-    for layer in range(shape.num_layers // rank.pp_size):
+    for layer in range(shape.num_layers // pp_size):
         prefix = f"decoder.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)
         shapes[prefix + "self_attention.linear_qkv.weight"] = ((heads + 2 * kv_heads) * head, hidden)

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nemorl.models.errors import BrokenModelFolder
 from nemorl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HfFolder
 from nemorl.models.hf_writer import CHECKSUM_FILE, HfFolderWriter
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
-from nemorl.models.shape import BrokenModelFolder
 from nemorl.models.slices import TensorSlice
-from tests.models.megatron_ranks import empty_parameters
+from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"  # [32, 32]
@@ -167,7 +167,7 @@ def test_weights_in_other_formats_are_refused(tiny_llama: TinyModel, tmp_path: P
 
 def test_a_parameter_that_does_not_fit_is_named(tiny_llama: TinyModel) -> None:
     folder, shape = HfFolder(tiny_llama.folder), tiny_llama.shape
-    parameters = empty_parameters(shape, PolicyRank(0, 2))
+    parameters = empty_parameters(shape, ranks(tp_size=2, pp_size=1)[0])
     with pytest.raises(
         ValueError, match=r"the slice reaches element \d+ of .* model and layout do not agree"
     ):

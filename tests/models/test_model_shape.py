@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.family import Dim
 from nemorl.models.registry import family_of
-from nemorl.models.shape import BrokenModelFolder, Llama3RopeScaling, ModelShape, UnsupportedModel
+from nemorl.models.shape import Llama3RopeScaling, ModelShape, Rope
 from tests.models.tiny_models import LLAMA3_ROPE, TinyModel
 
 LLAMA_3_2_1B = {  # as published
@@ -57,8 +58,7 @@ def test_an_older_config_is_read() -> None:
         head_dim=64,
         vocab_size=128256,
         tied_embeddings=True,
-        rope_theta=500000.0,
-        rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192),
+        rope=Rope(500000.0, Llama3RopeScaling(32.0, 1.0, 4.0, 8192)),
         rms_norm_eps=1e-5,
         qkv_bias=False,
         qk_norm=False,
@@ -84,8 +84,8 @@ def test_every_family_reads_what_transformers_writes(tiny: TinyModel) -> None:
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in tiny.tensors)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in tiny.tensors)
     assert shape.extent(Dim.QUERY) == tiny.tensors["model.layers.0.self_attn.q_proj.weight"].shape[0]
-    assert shape.rope_theta == config["rope_parameters"]["rope_theta"]
-    assert (shape.rope_scaling is not None) == (config["rope_parameters"]["rope_type"] == "llama3")
+    assert shape.rope.theta == config["rope_parameters"]["rope_theta"]
+    assert (shape.rope.scaling is not None) == (config["rope_parameters"]["rope_type"] == "llama3")
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -94,7 +94,7 @@ def test_defaults_are_those_of_transformers() -> None:
         del bare[field]
     shape = ModelShape.from_config(bare, "")
     assert (shape.head_dim, shape.num_key_value_heads) == (2048 // 32, 32)
-    assert (shape.rope_theta, shape.rope_scaling, shape.torch_dtype) == (10000.0, None, "float32")
+    assert (shape.rope, shape.torch_dtype) == (Rope(10000.0), "float32")
     assert ModelShape.from_config({**bare, "architectures": ["Qwen3ForCausalLM"]}, "").head_dim == 128
 
 
@@ -120,8 +120,8 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling.rope_type is 'linear'; only 'default'",
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope_scaling.rope_type is 'dynamic'; only 'default'",
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is 'yarn'"),
         (

@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemorl.models import smollm2
 from nemorl.models.convert import import_model
 from nemorl.models.create import create_arithmetic_model
+from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import SINGLE_FILE, HfFolder
-from nemorl.models.layout import PolicyRank, policy_slices
-from nemorl.models.shape import BrokenModelFolder, ModelShape, UnsupportedModel
+from nemorl.models.layout import policy_slices
+from nemorl.models.shape import ModelShape
 from nemorl.models.smollm2 import FetchFailed, fetch_smollm2
+from tests.models.megatron_ranks import ranks
 from tests.models.tiny_models import TinyModel
 
 
@@ -66,7 +68,7 @@ def test_it_can_be_tied_and_have_fewer_key_value_heads(tmp_path: Path) -> None:
     shape = create_arithmetic_model(tmp_path / "m", hidden=64, ffn=96, layers=2, kv_heads=2, tied=True)
     assert (shape.tied_embeddings, shape.num_key_value_heads, shape.head_dim) == (True, 2, 8)
     assert "lm_head.weight" not in HfFolder(tmp_path / "m").names()
-    assert policy_slices(shape, PolicyRank(1, 2, 1, 2))
+    assert policy_slices(shape, ranks(tp_size=2, pp_size=2)[-1])
 
 
 def test_import_writes_a_clean_folder(tiny: TinyModel, tmp_path: Path) -> None:

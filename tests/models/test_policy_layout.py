@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemorl.config.policy import LayoutConfig
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, hf_tensors, padded_vocab_size, policy_slices
 from nemorl.models.local_view import local_view
-from nemorl.models.registry import family_of
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+
+
+def layout(tp_size: int = 1, pp_size: int = 1) -> LayoutConfig:
+    return LayoutConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
 
 
 def load(tiny: TinyModel, rank: PolicyRank) -> dict[str, Tensor]:
@@ -62,7 +66,7 @@ def test_query_key_and_value_are_interleaved_per_key_value_head(tiny: TinyModel)
         )
         shards = grouped.reshape(-1, *rest).chunk(2)
         for tp_rank in range(2):
-            parameters = load(tiny, PolicyRank(tp_rank, 2, pp_rank=1, pp_size=2))
+            parameters = load(tiny, PolicyRank(layout(2, 2), tp_rank, pp_rank=1))
             fused = parameters[f"decoder.layers.1.self_attention.linear_qkv.{suffix}"]
             assert torch.equal(fused, shards[tp_rank])
 
@@ -70,14 +74,14 @@ def test_query_key_and_value_are_interleaved_per_key_value_head(tiny: TinyModel)
 def test_gate_and_up_follow_each_other_on_every_rank(tiny: TinyModel) -> None:
     gate, up = (tiny.tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
     for tp_rank in range(4):
-        fused = load(tiny, PolicyRank(tp_rank, 4))["decoder.layers.0.mlp.linear_fc1.weight"]
+        fused = load(tiny, PolicyRank(layout(4), tp_rank))["decoder.layers.0.mlp.linear_fc1.weight"]
         assert torch.equal(fused, torch.cat((gate.chunk(4)[tp_rank], up.chunk(4)[tp_rank])))
 
 
 def test_row_parallel_linears_are_cut_by_columns(tiny: TinyModel) -> None:
     output, down = (tiny.tensors[f"model.layers.2.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
     for tp_rank in range(2):
-        parameters = load(tiny, PolicyRank(tp_rank, 2))
+        parameters = load(tiny, PolicyRank(layout(2), tp_rank))
         projection = parameters["decoder.layers.2.self_attention.linear_proj.weight"]
         assert torch.equal(projection, output.chunk(2, dim=1)[tp_rank])
         assert torch.equal(
@@ -88,27 +92,18 @@ def test_row_parallel_linears_are_cut_by_columns(tiny: TinyModel) -> None:
 def test_the_last_stage_holds_the_head_or_a_copy_of_the_embedding(tiny: TinyModel) -> None:
     tied = tiny.shape.tied_embeddings
     head = tiny.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    last = load(tiny, PolicyRank(pp_rank=3, pp_size=4))
+    last = load(tiny, PolicyRank(layout(pp_size=4), pp_rank=3))
     assert torch.equal(last["output_layer.weight"], head)
     names = {part.param for part in policy_slices(tiny.shape, PolicyRank())}
     assert ("output_layer.weight" in names) == (not tied)
 
 
-def test_megatron_is_told_the_family(tiny: TinyModel) -> None:
-    arguments = family_of(tiny.shape).megatron_arguments(tiny.shape)
-    assert (arguments.num_attention_heads, arguments.num_query_groups) == (8, 4)
-    assert arguments.kv_channels == tiny.shape.head_dim
-    assert arguments.add_qkv_bias == ("model.layers.0.self_attn.q_proj.bias" in tiny.tensors)
-    assert arguments.qk_layernorm == ("model.layers.0.self_attn.q_norm.weight" in tiny.tensors)
-    assert arguments.share_embeddings_and_output_weights == ("lm_head.weight" not in tiny.tensors)
-
-
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (PolicyRank(0, 3), "tensor-parallel size 3 does not divide the model's 8 attention heads"),
-        (PolicyRank(0, 8), "tensor-parallel size 8 does not divide the model's 4 key-value heads"),
-        (PolicyRank(pp_size=3), "pipeline-parallel size 3 does not divide the model's 4 layers"),
+        (PolicyRank(layout(3)), "tensor-parallel size 3 does not divide the model's 8 attention heads"),
+        (PolicyRank(layout(8)), "tensor-parallel size 8 does not divide the model's 4 key-value heads"),
+        (PolicyRank(layout(pp_size=3)), "pipeline-parallel size 3 does not divide the model's 4 layers"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(
@@ -122,7 +117,11 @@ def test_more_ranks_than_vocabulary_leave_some_without_a_row(tiny_llama: TinyMod
     """Five tokens over four ranks: two rows each, so the last rank's are padding only."""
     shape = dataclasses.replace(tiny_llama.shape, vocab_size=5)
     rows = [
-        [part.size[0] for part in policy_slices(shape, PolicyRank(rank, 4)) if part.name == "lm_head.weight"]
+        [
+            part.size[0]
+            for part in policy_slices(shape, PolicyRank(layout(4), rank))
+            if part.name == "lm_head.weight"
+        ]
         for rank in range(4)
     ]
     assert rows == [[2], [2], [1], []]

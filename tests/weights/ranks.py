@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.config.policy import LayoutConfig
 from nemorl.errors import NemorlError
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.local_view import local_view
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import (
     Part,
@@ -38,8 +39,7 @@ SHAPE = ModelShape(
     head_dim=8,
     vocab_size=101,
     tied_embeddings=True,
-    rope_theta=1e4,
-    rope_scaling=None,
+    rope=Rope(1e4),
     rms_norm_eps=1e-6,
     qkv_bias=True,
     qk_norm=False,
@@ -48,7 +48,9 @@ SHAPE = ModelShape(
     eos_token_ids=(1,),
     torch_dtype="float32",
 )
-TP2_PP2 = [PolicyRank(tp, 2, pp, 2) for pp in range(2) for tp in range(2)]
+TP2 = LayoutConfig(tensor_parallel_size=2)
+_BOTH = LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+TP2_PP2 = [policy_rank(_BOTH, rank) for rank in range(4)]
 
 
 def model(seed: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import PeerClosed
-from tests.weights.ranks import EngineSide, PolicySide, Remote, Threads, WorkerGone, model
+from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
 
 BUCKET = 4096  # bytes; the embedding has 26 kilobytes
 
@@ -22,7 +22,7 @@ BUCKET = 4096  # bytes; the embedding has 26 kilobytes
 @pytest.fixture(scope="module")
 def policy() -> Iterator[list[Remote]]:
     """Two tensor-parallel ranks."""
-    ranks = [Remote(functools.partial(PolicySide, rank, PolicyRank(rank, 2))) for rank in range(2)]
+    ranks = [Remote(functools.partial(PolicySide, rank, PolicyRank(TP2, rank))) for rank in range(2)]
     yield ranks
     for rank in ranks:
         rank.stop()
@@ -90,7 +90,7 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(policy: list[Remo
 
 
 def test_a_killed_sender_is_named_at_once_and_the_old_version_stays(engine: Remote) -> None:
-    policy = [Remote(functools.partial(PolicySide, rank, PolicyRank(rank, 2))) for rank in range(2)]
+    policy = [Remote(functools.partial(PolicySide, rank, PolicyRank(TP2, rank))) for rank in range(2)]
     try:
         hand_over = exchange(policy, engine)
         train(policy, seed=1)

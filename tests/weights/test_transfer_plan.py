@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.boxes import Box, difference, intersection, split
 from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox, plan_transfers
@@ -133,11 +134,10 @@ def test_each_sender_begins_with_another_receiver() -> None:
 
 def test_a_policy_of_any_layout_serves_whole_tensors_and_another_layout() -> None:
     """TP2 x PP2 with 2 copies of data parallelism to one whole engine and to a TP4 engine."""
-    policy = [
-        policy_slices(SHAPE, PolicyRank(tp, 2, pp, 2)) for pp in range(2) for _ in range(2) for tp in range(2)
-    ]
+    layout = LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    policy = [policy_slices(SHAPE, policy_rank(layout, rank)) for rank in range(8)]
     engine = [whole(name, shape) for name, shape in hf_tensors(SHAPE).items()]
-    sharded = [policy_slices(SHAPE, PolicyRank(tp, 4)) for tp in range(4)]
+    sharded = [policy_slices(SHAPE, PolicyRank(LayoutConfig(tensor_parallel_size=4), tp)) for tp in range(4)]
     plan = plan_transfers(policy, [engine, *sharded], itemsize=2, bucket_bytes=4096)
     needed = [sum(s.num_elements for s in slices) for slices in (engine, *sharded)]
     assert plan.num_bytes == 2 * sum(needed)

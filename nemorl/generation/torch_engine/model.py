@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 
 from .attention import Attention
 from .linear import Linear
-from .rope import RotaryTable, Rotation
+from .rope import Rotation
 
 
 class _Layer:
@@ -68,7 +69,7 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden states [N, hidden], normalised, of `tokens` [N] at `positions` [N]."""
-        rotation = self._table.at(positions)
+        rotation = Rotation(*self._table.at(positions))
         x = functional.embedding(tokens, self._embedding)
         for layer in self._layers:
             x = layer(x, rotation, attention)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.rollout.types import Int32Array
@@ -19,7 +20,6 @@ from .cache import KVCache
 from .linear import ROW_MULTIPLE
 from .model import Decoder
 from .parameters import decoder_parameters
-from .rope import RotaryTable
 
 _PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
 _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
@@ -56,7 +56,9 @@ class ModelRunner:
         )
         self._shape = shape
         self._device, self._dtype = device, dtype
-        self._table = RotaryTable(shape, max_positions, device, dtype)
+        self._table = RotaryTable(
+            shape.head_dim, shape.rope, max_positions=max_positions, dtype=dtype, device=device
+        )
         self._parameters = decoder_parameters(shape)
         self._staging = {p.name: torch.zeros(p.shape, device=device, dtype=dtype) for p in self._parameters}
         self._decoder: Decoder | None = None

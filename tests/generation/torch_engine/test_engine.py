@@ -60,7 +60,8 @@ def assert_same(left, right):
     assert left.keys() == right.keys()
     for name, completion in left.items():
         assert completion.tokens.tolist() == right[name].tokens.tolist(), name
-        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=1e-5)
+        # Other neighbours in a batch mean other kernels: float32 rounding of logits of size 10.
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=5e-5)
         assert completion.stop == right[name].stop
 
 

@@ -1,0 +1,47 @@
+"""What a model's layers are made of: Megatron's local modules with our norm and our core attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemorl.models.shape import ModelShape
+
+from .attention import PackedAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm; unlike Megatron's wrapper of torch's it takes sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each rank sees its part of the tokens only; Megatron sums the gradients of weights that say so.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as `x` [..., hidden_size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def block_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """The layers of this rank's stage."""
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * num_layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(shape: ModelShape) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer

@@ -1,0 +1,46 @@
+"""What families with a mixture of experts have in common. Imports no torch."""
+
+from .family import Dim, HfTensor, LayerKind, Split, WeightRule
+from .hf_config import HfConfig
+
+EXPERT = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}."
+ROUTER = "decoder.layers.{layer}.mlp.router."
+
+
+def softmax_top_k(config: HfConfig, num_experts: int) -> int:
+    """`num_experts_per_tok` of a router whose weights are a softmax over the chosen experts."""
+    top_k = config.integer("num_experts_per_tok")
+    if not 2 <= top_k <= num_experts:
+        raise config.unsupported(
+            "num_experts_per_tok", f"expected 2 to {num_experts} (the model's experts) for a softmax over them"
+        )
+    return top_k
+
+
+def gated_experts(router: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    """Rules of a router and of experts that have three tensors each, under a checkpoint's own names."""
+    return (
+        WeightRule(
+            ROUTER + "weight",
+            (HfTensor(router, (Dim.EXPERTS, Dim.HIDDEN)),),
+            Split.REPLICATED,
+            layers=LayerKind.MOE,
+        ),
+        WeightRule(
+            EXPERT + "linear_fc1.weight",
+            (
+                HfTensor(gate, (Dim.EXPERT_FFN, Dim.HIDDEN)),
+                HfTensor(up, (Dim.EXPERT_FFN, Dim.HIDDEN)),
+            ),
+            Split.ROWS,
+            layers=LayerKind.MOE,
+            experts=True,
+        ),
+        WeightRule(
+            EXPERT + "linear_fc2.weight",
+            (HfTensor(down, (Dim.HIDDEN, Dim.EXPERT_FFN)),),
+            Split.COLUMNS,
+            layers=LayerKind.MOE,
+            experts=True,
+        ),
+    )

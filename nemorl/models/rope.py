@@ -1,0 +1,45 @@
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), in the halves convention of Hugging Face.
+
+One table serves trainer and engine, so that they cannot disagree about an angle.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .shape import LinearRopeScaling, Llama3RopeScaling, Rope
+
+
+def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
+    """Radians per position of each pair of channels, [dim / 2], in float32 as transformers has them."""
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    match rope.scaling:
+        case None:
+            return frequencies
+        case LinearRopeScaling():
+            return frequencies / rope.scaling.factor
+        case Llama3RopeScaling() as scaling:
+            # Wavelengths the model saw many times in a context stay, those longer than the context are
+            # stretched by `factor`, and those between are interpolated (arXiv 2407.21783, section 3.4).
+            turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            return frequencies * (kept + (1 - kept) / scaling.factor)
+    raise NotImplementedError(f"rope scaling {rope.scaling}")
+
+
+class RotaryTable:
+    """Cosines and sines of all positions; `sin` carries the sign: rotating is `x cos + roll(x) sin`."""
+
+    def __init__(
+        self, dim: int, rope: Rope, *, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(dim, rope))
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), -1).to(device, dtype)  # [max_positions, dim]
+        self._sin = torch.cat((-sin, sin), -1).to(device, dtype)
+
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [N, 1, dim] of the positions [N]."""
+        return self._cos[position_ids].unsqueeze(1), self._sin[position_ids].unsqueeze(1)
