@@ -5,7 +5,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -62,7 +62,9 @@ def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSessio
             )
         yield session
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        # Renamed first: a sender that opens its socket during the removal would keep the folder alive.
+        with suppress(FileNotFoundError):  # something else cleaned up already
+            shutil.rmtree(folder.rename(f"{folder}.over"), ignore_errors=True)
 
 
 class Waiting:
@@ -81,10 +83,12 @@ class Waiting:
         began, clock = time.monotonic(), datetime.now()
         connection.settimeout(_LOOK_UP_SECONDS)
         while True:
+            # Looked up before the operation: a peer whose death ended the session is then still named.
+            over = self._over()
             try:
                 return operation()
             except TimeoutError:
-                self._check(what, began, clock)
+                self._check(what, began, clock, over)
             except (ConnectionError, EOFError) as error:
                 raise PeerClosed(
                     f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} "
@@ -101,10 +105,30 @@ class Waiting:
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()
-            self._check(f"{peer} to listen", began, clock)
+            self._check(f"{peer} to listen", began, clock, self._over())
             time.sleep(_RETRY_SECONDS)
 
-    def _check(self, what: str, began: float, clock: datetime) -> None:
+    def listen(self, path: Path, backlog: int) -> socket.socket:
+        """A socket listening at `path`. Raises `PeerClosed` where the session ended before."""
+        listener = refit_socket()
+        try:
+            listener.bind(str(path))
+            listener.listen(backlog)
+        except OSError as error:
+            listener.close()
+            if not self._over():
+                raise
+            raise PeerClosed(
+                f"refit to version {self._session.version}: {self._who} came to listen after the driver had "
+                "ended the refit, because another rank failed"
+            ) from error
+        return listener
+
+    def _over(self) -> bool:
+        """Whether the driver has ended the session."""
+        return not self._session.folder.exists()
+
+    def _check(self, what: str, began: float, clock: datetime, over: bool) -> None:
         """Raise once the wait that began at `began` (monotonic) and `clock` (wall time) is in vain."""
         told = (
             f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S}"
@@ -112,7 +136,7 @@ class Waiting:
         seconds = f"({time.monotonic() - began:.1f} s)"
         if time.monotonic() >= self._end:
             raise RefitDeadline(f"{told} {seconds}; the deadline is {self._session.deadline_seconds:g} s")
-        if not self._session.folder.exists():
+        if over:
             raise PeerClosed(f"{told} {seconds}; the driver ended the refit, because another rank failed")
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .session import RefitFailed, RefitSession, Waiting, refit_socket
+from .session import RefitFailed, RefitSession, Waiting
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot
@@ -135,9 +135,7 @@ def bucket_sender(
         memory = _Memory(mmap.mmap(descriptor, _SLOTS * slot_bytes), slot_bytes)
         # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
         stack.callback(memory.mapping.madvise, mmap.MADV_REMOVE)
-        listener = stack.enter_context(refit_socket())
-        listener.bind(str(session.socket_path(rank)))
-        listener.listen(len(receivers))
+        listener = stack.enter_context(waiting.listen(session.socket_path(rank), len(receivers)))
         connections: dict[int, socket.socket] = {}
         while missing := sorted(set(receivers) - connections.keys()):
             peer = _receiver_name(missing[0])
@@ -156,8 +154,8 @@ def bucket_receiver(rank: int, session: RefitSession, senders: Sequence[int]) ->
             sender: stack.enter_context(waiting.connect(session.socket_path(sender), _sender_name(sender)))
             for sender in senders
         }
-        for connection in connections.values():
-            connection.send(_NUMBER.pack(rank))
+        for sender, connection in connections.items():
+            _say_rank(connection, waiting, rank, _sender_name(sender))
         memories = {
             sender: _receive_memory(connection, waiting, session.version, _sender_name(sender))
             for sender, connection in connections.items()
@@ -172,8 +170,17 @@ def _greet(
     receiver = waiting.call(
         connection, lambda: _receive_number(connection), "a receiver to say its rank", "that receiver"
     )
-    socket.send_fds(connection, [_HELLO.pack(version, slot_bytes)], [descriptor])
+    peer = _receiver_name(receiver)
+    hello = _HELLO.pack(version, slot_bytes)
+    waiting.call(
+        connection, lambda: socket.send_fds(connection, [hello], [descriptor]), f"{peer} to map memory", peer
+    )
     return receiver
+
+
+def _say_rank(connection: socket.socket, waiting: Waiting, rank: int, peer: str) -> None:
+    message = _NUMBER.pack(rank)
+    waiting.call(connection, lambda: connection.send(message), f"{peer} to hear of this rank", peer)
 
 
 def _receive_memory(connection: socket.socket, waiting: Waiting, version: int, peer: str) -> _Memory:

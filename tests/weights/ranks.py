@@ -1,7 +1,9 @@
 """Both sides of an exchange in threads and in processes, behind the protocols that the driver calls."""
 
 import multiprocessing
-import time
+import os
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -99,16 +101,16 @@ class EngineSide:
         self.weights, self._staging = self._staging, self.weights
         self.version = version
 
-    def hang_at_bucket(self, number: int) -> None:
-        """From now on, take no bucket after this one."""
+    def die_at_bucket(self, number: int) -> None:
+        """From now on, be killed when this bucket has come, before its sender hears of that."""
         taken = BucketReceiver.taken
 
-        def hang(channel: BucketReceiver, sender: int, taken_number: int) -> None:
+        def die(channel: BucketReceiver, sender: int, taken_number: int) -> None:
             if taken_number == number:
-                time.sleep(3600)
+                os.kill(os.getpid(), signal.SIGKILL)
             taken(channel, sender, taken_number)
 
-        BucketReceiver.taken = hang  # type: ignore[method-assign]
+        BucketReceiver.taken = die  # type: ignore[method-assign]
 
     def state(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.version, self.weights
@@ -156,6 +158,7 @@ class Remote:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.weights.ranks"])
         self._pipe, theirs = context.Pipe()
+        self._in_call = threading.Lock()  # a call that the driver gave up on is answered before the next
         self.process = context.Process(target=_serve, args=(make, theirs), daemon=True)
         self.process.start()
         theirs.close()
@@ -163,8 +166,9 @@ class Remote:
 
     def call(self, target: str, *arguments: Any) -> Any:
         try:
-            self._pipe.send((target, arguments))
-            error, result = self._pipe.recv()
+            with self._in_call:
+                self._pipe.send((target, arguments))
+                error, result = self._pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise WorkerGone(f"process {self.process.pid} ended during {target}") from None
         if error is not None:

@@ -1,5 +1,7 @@
 """A refit from the driver's point of view, every rank a thread."""
 
+import shutil
+import struct
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -12,8 +14,16 @@ from torch import Tensor
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import CorruptWeights, WeightExchange
 from nemorl.weights.plan import UnservedBox
-from nemorl.weights.session import PeerClosed, RefitDeadline, RefitFailed, RefitSession
-from nemorl.weights.shared_memory import BucketReceiver, BucketSender
+from nemorl.weights.session import (
+    PeerClosed,
+    RefitDeadline,
+    RefitFailed,
+    RefitSession,
+    Waiting,
+    refit_session,
+    refit_socket,
+)
+from nemorl.weights.shared_memory import BucketReceiver, BucketSender, bucket_sender
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, model
 
 BUCKET = 4096  # bytes; the embedding has 26 kilobytes
@@ -192,6 +202,39 @@ def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
         PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
     ):
         setup.engines[0].exchange.receive(RefitSession(2, tmp_path / "gone", 30.0))
+    with pytest.raises(PeerClosed, match="policy rank 0 came to listen after the driver had ended the refit"):
+        setup.policy[0].exchange.send(RefitSession(2, tmp_path / "gone", 30.0))
+
+
+def test_a_sender_that_comes_while_a_session_ends_does_not_keep_it_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remove = shutil.rmtree
+    came_late: list[str] = []
+
+    def remove_slowly(folder: Path, ignore_errors: bool) -> None:
+        with pytest.raises(PeerClosed) as caught:
+            Waiting("policy rank 0", session).listen(session.socket_path(0), 1)
+        came_late.append(str(caught.value))
+        remove(folder)
+
+    with monkeypatch.context() as patch, refit_session(1, 30.0) as session:
+        patch.setattr(shutil, "rmtree", remove_slowly)
+    assert came_late
+
+
+def test_a_receiver_that_dies_before_it_is_greeted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refit_session(1, 30.0) as session:
+        listener = Waiting("policy rank 0", session).listen(session.socket_path(0), 1)
+        with refit_socket() as receiver:
+            receiver.connect(str(session.socket_path(0)))
+            receiver.send(struct.pack("<q", 3))
+        monkeypatch.setattr(Waiting, "listen", lambda *_: listener)
+        with (
+            pytest.raises(PeerClosed, match="generation rank 3 closed its connection"),
+            bucket_sender(0, session, receivers=[3], slot_bytes=64),
+        ):
+            pass
 
 
 def test_engines_of_different_types_are_refused() -> None:
