@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import BrokenModelFolder, UnsupportedModel
-from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, RopeScaling
+from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, RopeScaling, YarnRopeScaling
 
 # Fields that change a model in ways not implemented for any family: absent, or of this value.
 _FIXED_FIELDS: Mapping[str, object] = {
@@ -59,9 +60,13 @@ class HfConfig:
         return UnsupportedModel(f"{self.source}: {field} is {value!r}; {reason}")
 
     def rope(self) -> Rope:
-        """`rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
+        """The one rotary embedding of all layers."""
+        return self.rope_from(*self.rope_fields())
+
+    def rope_fields(self) -> tuple[str, Mapping[str, Any]]:
+        """`rope_parameters` since transformers 5, `rope_scaling` before: the name and what stands there."""
         field = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
-        return self.rope_from(field, self.get(field, {}))
+        return field, self.get(field, {})
 
     def rope_from(self, field: str, parameters: Mapping[str, Any]) -> Rope:
         """The same from an object of the file that is found under `field`."""
@@ -82,9 +87,20 @@ class HfConfig:
                 names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
                 factor, low, high, original = self._numbers(field, kind, parameters, *names)
                 return Llama3RopeScaling(factor, low, high, int(original))
+            case "yarn":
+                (factor,) = self._numbers(field, kind, parameters, "factor")
+                original = parameters.get("original_max_position_embeddings")
+                return YarnRopeScaling(
+                    factor,
+                    int(original or self.integer("max_position_embeddings")),
+                    beta_fast=float(parameters.get("beta_fast") or 32),
+                    beta_slow=float(parameters.get("beta_slow") or 1),
+                    attention_factor=_yarn_attention_factor(parameters),
+                    truncate=bool(parameters.get("truncate", True)),
+                )
         raise UnsupportedModel(
             f"{self.source}: {field}.rope_type is {kind!r}; "
-            "only 'default', 'linear' and 'llama3' are supported"
+            "only 'default', 'linear', 'llama3' and 'yarn' are supported"
         )
 
     def _numbers(self, field: str, kind: str, parameters: Mapping[str, Any], *names: str) -> list[float]:
@@ -94,6 +110,22 @@ class HfConfig:
                 f"{self.source}: {field} of rope_type {kind!r} lacks {', '.join(missing)}"
             )
         return [float(parameters[name]) for name in names]
+
+
+def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
+    """By how much YaRN multiplies queries and keys against their flatter logits (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * amount * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    """What stands in the file, or else the paper's; `mscale_all_dim` is that of the softmax scale."""
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = float(parameters["factor"])
+    rotary, everywhere = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if rotary and everywhere:
+        return yarn_sharpening(factor, rotary) / yarn_sharpening(factor, everywhere)
+    return yarn_sharpening(factor)
 
 
 def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:

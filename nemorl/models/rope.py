@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .shape import LinearRopeScaling, Llama3RopeScaling, Rope
+from .shape import LinearRopeScaling, Llama3RopeScaling, Rope, YarnRopeScaling
 
 
 def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
@@ -26,7 +26,33 @@ def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
             return frequencies * (kept + (1 - kept) / scaling.factor)
-    raise NotImplementedError(f"rope scaling {rope.scaling}")
+        case YarnRopeScaling() as scaling:
+            kept = _yarn_kept(dim, rope.theta, scaling)
+            return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def attention_factor(rope: Rope) -> float:
+    """What cosines and sines are multiplied by."""
+    return rope.scaling.attention_factor if isinstance(rope.scaling, YarnRopeScaling) else 1.0
+
+
+def _yarn_kept(dim: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
+    """How much of each pair's frequency stays, [dim / 2], from 1 to 0 (arXiv 2309.00071, section 3.2).
+
+    Linear in the pair's number between those that turn `beta_fast` and `beta_slow` times in the original
+    context.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        turns_of_first = scaling.original_max_position_embeddings / (2 * math.pi)
+        return dim / 2 * math.log(turns_of_first / times) / math.log(theta)
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001  # as in transformers, where the two are the same pair
+    return 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
 
 class RotaryTable:
@@ -36,7 +62,8 @@ class RotaryTable:
         self, dim: int, rope: Rope, *, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(dim, rope))
-        cos, sin = angles.cos(), angles.sin()
+        factor = attention_factor(rope)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         self._cos = torch.cat((cos, cos), -1).to(device, dtype)  # [max_positions, dim]
         self._sin = torch.cat((-sin, sin), -1).to(device, dtype)
 

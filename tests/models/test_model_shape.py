@@ -123,7 +123,7 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
             {"rope_scaling": {"type": "dynamic", "factor": 2}},
             "rope_scaling.rope_type is 'dynamic'; only 'default'",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type is 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rope_parameters.partial_rotary_factor is 0.5",
