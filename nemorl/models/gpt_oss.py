@@ -4,7 +4,7 @@ All experts of a layer lie in one tensor, input first, and gate and up take turn
 """
 
 from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
-from .hf_config import HfConfig, decoder_shape
+from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
 from .mixture import EXPERT, ROUTER, softmax_top_k
 from .shape import ModelShape, MoeShape
@@ -105,7 +105,7 @@ def _read(config: HfConfig) -> ModelShape:
         config,
         "gpt_oss",
         head_dim=config.get("head_dim", 64),
-        windows=config.windows(),
+        windows=layer_windows(config),
         qkv_bias=True,
         linear_bias=True,
         activation="clamped_swiglu",

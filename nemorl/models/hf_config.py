@@ -171,6 +171,20 @@ def refuse_windows(config: HfConfig) -> None:
             )
 
 
+def layer_windows(config: HfConfig) -> tuple[int | None, ...]:
+    """`layer_types` and `sliding_window`: how many tokens each layer sees, itself included; None for all."""
+    known = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
+    kinds = config.get("layer_types", ())
+    for number, kind in enumerate(kinds):
+        if kind not in known:
+            raise UnsupportedModel(
+                f"{config.source}: layer_types[{number}] is {kind!r}; supported are {', '.join(known)}"
+            )
+    if "sliding_attention" in kinds:
+        config.integer("sliding_window")
+    return tuple(known[kind] for kind in kinds)
+
+
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()

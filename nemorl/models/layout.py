@@ -242,25 +242,21 @@ def _unmerged(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
     """Raise ValueError naming the sizes of the layout that do not divide the model's."""
+    tp_size = layout.tensor_parallel_size
     checks = [
-        ("tensor-parallel", layout.tensor_parallel_size, "attention heads", shape.num_attention_heads),
-        ("tensor-parallel", layout.tensor_parallel_size, "key-value heads", shape.num_key_value_heads),
-        (
-            "tensor-parallel",
-            layout.tensor_parallel_size,
-            "rows of the MLP (intermediate_size)",
-            shape.ffn_hidden_size,
-        ),
+        ("tensor-parallel", tp_size, "attention heads", shape.num_attention_heads),
+        ("tensor-parallel", tp_size, "key-value heads", shape.num_key_value_heads),
     ]
+    if not shape.is_moe(0):
+        checks.append(
+            ("tensor-parallel", tp_size, "rows of the MLP (intermediate_size)", shape.ffn_hidden_size)
+        )
     if shape.moe is not None:
+        etp_size = layout.expert_tensor_parallel_size
         checks += [
+            ("tensor-parallel", tp_size, "rows of the shared experts", shape.moe.shared_ffn_hidden_size),
             ("expert-parallel", layout.expert_parallel_size, "experts", shape.moe.num_experts),
-            (
-                "expert-tensor-parallel",
-                layout.expert_tensor_parallel_size,
-                "rows of an expert",
-                shape.moe.ffn_hidden_size,
-            ),
+            ("expert-tensor-parallel", etp_size, "rows of an expert", shape.moe.ffn_hidden_size),
         ]
     for axis, size, what, count in checks:
         if count % size:

@@ -12,7 +12,8 @@ def softmax_top_k(config: HfConfig, num_experts: int) -> int:
     top_k = config.integer("num_experts_per_tok")
     if not 2 <= top_k <= num_experts:
         raise config.unsupported(
-            "num_experts_per_tok", f"expected 2 to {num_experts} (the model's experts) for a softmax over them"
+            "num_experts_per_tok",
+            f"a softmax over the chosen experts wants 2 to {num_experts} of them",
         )
     return top_k
 

@@ -18,9 +18,7 @@ EXPERTS = gated_experts(
 
 
 def _read(config: HfConfig) -> ModelShape:
-    config.require(
-        hidden_act="silu", attention_bias=False, use_sliding_window=False, decoder_sparse_step=1
-    )
+    config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     refuse_windows(config)
     dense = config.get("mlp_only_layers", [])
     if sorted(dense) != list(range(len(dense))):

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from .errors import UnsupportedModel
 from .family import ModelFamily
+from .gpt_oss import GPT_OSS
 from .llama import LLAMA
+from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 
 if TYPE_CHECKING:
     from .shape import ModelShape
 
-FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS)
 
 
 def family_of(shape: ModelShape) -> ModelFamily:

@@ -109,8 +109,8 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            "architectures names 'MixtralForCausalLM'; supported are Ll",
+            {"architectures": ["FalconForCausalLM"]},
+            "architectures names 'FalconForCausalLM'; supported are Ll",
         ),
         ({"architectures": None}, r"architectures names '\(none\)'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; for LlamaForCausalLM only 'silu'"),

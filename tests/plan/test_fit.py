@@ -116,12 +116,12 @@ def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
 
 
 def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "mixtral", architectures=["MixtralForCausalLM"])
+    folder = write_model(tmp_path / "falcon", architectures=["FalconForCausalLM"])
 
     violation = only_violation(configure, f"policy.model_path={folder}")
 
     assert violation.field == "policy.model_path"
-    assert "MixtralForCausalLM" in violation.mend
+    assert "FalconForCausalLM" in violation.mend
 
 
 def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
