@@ -71,8 +71,11 @@ def installed_kernels() -> dict[str, str]:
     return {name: _version(name) for name in ("transformer_engine", "apex", "flash_attn")}
 
 
-# (query, key, value, cu_seqlens, max_seqlen) -> causal attention within each packed sequence
-AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+# (query, key, value, cu_seqlens, max_seqlen, scale, window) -> causal attention within each packed sequence;
+# `window` is how many tokens are seen, itself included, or None for all
+AttentionKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
+]
 
 
 def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, AttentionKernel | None]:
@@ -81,11 +84,27 @@ def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, 
         return "torch scaled_dot_product_attention in buckets", None
     if importlib.util.find_spec("flash_attn") is not None:
         flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
-        return "flash_attn_varlen_func", lambda q, k, v, cu, n: flash_attn(q, k, v, cu, cu, n, n, causal=True)
+        return "flash_attn_varlen_func", lambda q, k, v, cu, n, scale, window: flash_attn(
+            q, k, v, cu, cu, n, n, causal=True, softmax_scale=scale, window_size=(_before(window), 0)
+        )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return "torch varlen_attn", lambda q, k, v, cu, n: varlen_attn(
-        q, k, v, cu, cu, n, n, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
+    return "torch varlen_attn", lambda q, k, v, cu, n, scale, window: varlen_attn(
+        q,
+        k,
+        v,
+        cu,
+        cu,
+        n,
+        n,
+        scale=scale,
+        window_size=(_before(window), 0),
+        enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def _before(window: int | None) -> int:
+    """Tokens before itself that a query sees, as kernels say it: -1 for all."""
+    return -1 if window is None else window - 1
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a model's layers are made of: Megatron's local modules with our norm and our core attention."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,18 +31,27 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def block_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """The layers of this rank's stage."""
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * num_layers, layer_norm=RMSNorm)
+def block_spec(
+    config: TransformerConfig, shape: ModelShape, layers: Iterable[int]
+) -> TransformerBlockSubmodules:
+    """A run of layers, by their numbers in the whole model."""
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm
+    )
 
 
-def _layer_spec(shape: ModelShape) -> ModuleSpec:
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+def _layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = _core_attention(shape, layer)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
+    return spec
+
+
+def _core_attention(shape: ModelShape, layer: int) -> ModuleSpec:
+    window = shape.window(layer)
+    local_rope = window is not None and shape.local_rope is not None
+    return ModuleSpec(PackedAttention, params={"window": window, "local_rope": local_rope})

@@ -34,6 +34,7 @@ class MicroBatchMaker:
     """What micro-batches of one worker have in common."""
 
     rotary: RotaryTable
+    local_rotary: RotaryTable | None  # of the layers with a window, where theirs is another
     kernel: AttentionKernel | None
     multiple: int  # the number of tokens is padded to a multiple of this
     device: torch.device
@@ -50,7 +51,12 @@ class MicroBatchMaker:
         positions = torch.cat((selected.position_ids, torch.arange(padding)))
         tokens = torch.nn.functional.pad(selected.tokens, (0, padding))
         positions = positions.to(self.device)
-        layout = packed_layout(lengths + [padding] * (padding > 0), self.rotary.at(positions), self.kernel)
+        layout = packed_layout(
+            lengths + [padding] * (padding > 0),
+            self.rotary.at(positions),
+            self.kernel,
+            self.local_rotary.at(positions) if self.local_rotary else None,
+        )
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.models.layout import padded_vocab_size
+from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
 from .device import DTYPES, DeviceKind, building
@@ -43,9 +43,12 @@ class PolicyModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig) -> None:
         tp_size = policy.layout.tensor_parallel_size
+        stage = parallel_state.get_pipeline_model_parallel_rank()
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape),
+            transformer_layer_spec=block_spec(
+                config, shape, stage_layers(shape.num_layers, policy.layout, stage)
+            ),
             vocab_size=padded_vocab_size(shape, tp_size),
             max_sequence_length=policy.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -165,6 +168,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         layernorm_epsilon=shape.rms_norm_eps,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.softmax_scale,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,

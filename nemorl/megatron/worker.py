@@ -19,7 +19,7 @@ from nemorl.data.packed import PackedBatch
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import chunk_prefix, policy_rank, policy_slices
 from nemorl.models.rope import RotaryTable
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
@@ -215,15 +215,21 @@ class PolicyWorker:
 
     def _micro_batch_maker(self) -> MicroBatchMaker:
         dtype, layout = DTYPES[self._config.precision], self._config.layout
+        local_rope = self._shape.local_rope
         return MicroBatchMaker(
-            rotary=RotaryTable(
-                self._shape.head_dim,
-                self._shape.rope,
-                max_positions=max(self._config.max_sequence_length, layout.tensor_parallel_size),
-                dtype=dtype,
-                device=self._device,
-            ),
+            rotary=self._rotary_table(self._shape.rope),
+            local_rotary=self._rotary_table(local_rope) if local_rope else None,
             kernel=packed_attention_kernel(self._kind, dtype)[1],
             multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
+            device=self._device,
+        )
+
+    def _rotary_table(self, rope: Rope) -> RotaryTable:
+        layout = self._config.layout
+        return RotaryTable(
+            self._shape.rotary_dim,
+            rope,
+            max_positions=max(self._config.max_sequence_length, layout.tensor_parallel_size),
+            dtype=DTYPES[self._config.precision],
             device=self._device,
         )

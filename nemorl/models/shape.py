@@ -138,6 +138,11 @@ class ModelShape:
         architectures = config.get("architectures") or ["(none)"]
         return family_of_architecture(architectures[0], source).read(HfConfig(config, source))
 
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that positions turn."""
+        return self.head_dim if self.mla is None else self.mla.rotary_dim
+
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.moe is not None and layer >= self.moe.first_layer

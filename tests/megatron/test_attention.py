@@ -23,17 +23,21 @@ def table(max_positions=64):
     )
 
 
-def one_by_one(q, k, v, lengths):
-    """Masked softmax attention of each sequence, in float64."""
+def one_by_one(q, k, v, lengths, scale=DIM**-0.5, window=None):
+    """Masked softmax attention of each sequence, in float64; a window is counted token by token."""
     outputs, start = [], 0
     for length in lengths:
-        cos_sin = table().at(torch.arange(length))
+        cos_sin = table(length).at(torch.arange(length))
         rows = slice(start, start + length)
         turned = rotate(q[rows], *cos_sin), rotate(k[rows], *cos_sin), v[rows]
         qs, ks, vs = (x.double().transpose(0, 1) for x in turned)
         ks, vs = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (ks, vs))
-        scores = qs @ ks.transpose(1, 2) / DIM**0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        scores = qs @ ks.transpose(1, 2) * scale
+        unseen = [
+            [key > query or (window is not None and key <= query - window) for key in range(length)]
+            for query in range(length)
+        ]
+        scores = scores.masked_fill(torch.tensor(unseen), float("-inf"))
         outputs.append((scores.softmax(-1) @ vs).transpose(0, 1).flatten(1))
         start += length
     return torch.cat(outputs)
@@ -69,20 +73,71 @@ def test_ragged_sequences_forward_and_backward(lengths, buckets):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [1, 3, 128, 299])
+def test_a_window_hides_what_is_far(window):
+    """300 tokens are more than two blocks of queries, and 20 fewer than most of the windows."""
+    torch.manual_seed(0)
+    lengths = [20, 290, 300]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    upstream = torch.randn(sum(lengths), HEADS * DIM)
+    layout = packed_layout(lengths, table(300).at(torch.cat([torch.arange(n) for n in lengths])), None)
+    attention = PackedAttention(softmax_scale=0.9, window=window)
+    out = attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+
+    expected = one_by_one(q, k, v, lengths, 0.9, window)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+    for mine, its in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_with_a_window_may_have_angles_of_their_own():
+    positions = torch.arange(4)
+    usual = table().at(positions)
+    local = RotaryTable(DIM, Rope(7.0), max_positions=4, dtype=torch.float32, device=torch.device("cpu"))
+    layout = packed_layout([4], usual, None, local.at(positions))
+    q, k, v = (torch.randn(4, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attention = PackedAttention(local_rope=True)
+    out = attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    turned = [rotate(x, *local.at(positions)) for x in (q, k)]
+    plain = PackedAttention(rotates=False)
+    again = plain(*turned, v, None, attn_mask_type=None, packed_seq_params=layout)
+    torch.testing.assert_close(out, again)
+
+
+def test_values_may_be_narrower_than_keys():
+    positions = torch.arange(5)
+    layout = packed_layout([5], table().at(positions), None)
+    q, k, v = (torch.randn(5, heads, dim) for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, 4)))
+    out = PackedAttention()(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    assert out.shape == (5, HEADS * 4)
+    torch.testing.assert_close(out.double(), one_by_one(q, k, v, [5]), atol=1e-5, rtol=1e-4)
+
+
 def test_a_kernel_gets_the_packed_tensors_as_they_are():
     seen = {}
 
-    def kernel(q, k, v, cu_seqlens, max_seqlen):
+    def kernel(q, k, v, cu_seqlens, max_seqlen, scale, window):
         seen.update(cu_seqlens=cu_seqlens.tolist(), max_seqlen=max_seqlen, k=tuple(k.shape))
+        seen.update(scale=scale, window=window)
         return q
 
     layout = packed_layout([2, 3], table().at(torch.tensor([0, 1, 0, 1, 2])), kernel)
     q, kv = torch.randn(5, HEADS, DIM), torch.randn(5, KV_HEADS, DIM)
-    out = PackedAttention()(
+    out = PackedAttention(softmax_scale=0.5, window=2)(
         q, kv, kv, None, attn_mask_type=None, attention_bias=None, packed_seq_params=layout
     )
     assert out.shape == (5, HEADS * DIM)
-    assert seen == {"cu_seqlens": [0, 2, 5], "max_seqlen": 3, "k": (5, KV_HEADS, DIM)}
+    assert seen == {
+        "cu_seqlens": [0, 2, 5],
+        "max_seqlen": 3,
+        "k": (5, KV_HEADS, DIM),
+        "scale": 0.5,
+        "window": 2,
+    }
 
 
 def test_rotary_turns_pairs_as_complex_numbers():
