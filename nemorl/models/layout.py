@@ -251,6 +251,17 @@ def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
         checks.append(
             ("tensor-parallel", tp_size, "rows of the MLP (intermediate_size)", shape.ffn_hidden_size)
         )
+    if shape.mla is not None:
+        query, key_value = (shape.extent(d) for d in (Dim.QUERY_LATENT, Dim.KEY_VALUE_LATENT_AND_ROTARY))
+        checks += [
+            ("tensor-parallel", tp_size, "rows of the compressed query (q_lora_rank)", query),
+            (
+                "tensor-parallel",
+                tp_size,
+                "rows of the compressed key and value (kv_lora_rank + qk_rope_head_dim)",
+                key_value,
+            ),
+        ]
     if shape.moe is not None:
         etp_size = layout.expert_tensor_parallel_size
         checks += [

@@ -28,32 +28,31 @@ EMBEDDINGS = (
         Stage.LAST,
     ),
 )
-ATTENTION = (
-    WeightRule(
-        _MEGATRON + "input_layernorm.weight",
-        (HfTensor(_HF + "input_layernorm.weight", (Dim.HIDDEN,)),),
-        Split.REPLICATED,
-    ),
-    WeightRule(
-        _MEGATRON + "self_attention.linear_qkv.weight",
-        (
-            HfTensor(_HF + "self_attn.q_proj.weight", (Dim.QUERY, Dim.HIDDEN)),
-            HfTensor(_HF + "self_attn.k_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
-            HfTensor(_HF + "self_attn.v_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
-        ),
-        Split.HEAD_GROUPS,
-    ),
-    WeightRule(
-        _MEGATRON + "self_attention.linear_proj.weight",
-        (HfTensor(_HF + "self_attn.o_proj.weight", (Dim.HIDDEN, Dim.QUERY)),),
-        Split.COLUMNS,
-    ),
-    WeightRule(
-        _MEGATRON + "pre_mlp_layernorm.weight",
-        (HfTensor(_HF + "post_attention_layernorm.weight", (Dim.HIDDEN,)),),
-        Split.REPLICATED,
-    ),
+INPUT_NORM = WeightRule(
+    _MEGATRON + "input_layernorm.weight",
+    (HfTensor(_HF + "input_layernorm.weight", (Dim.HIDDEN,)),),
+    Split.REPLICATED,
 )
+QKV = WeightRule(
+    _MEGATRON + "self_attention.linear_qkv.weight",
+    (
+        HfTensor(_HF + "self_attn.q_proj.weight", (Dim.QUERY, Dim.HIDDEN)),
+        HfTensor(_HF + "self_attn.k_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
+        HfTensor(_HF + "self_attn.v_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
+    ),
+    Split.HEAD_GROUPS,
+)
+ATTENTION_OUTPUT = WeightRule(
+    _MEGATRON + "self_attention.linear_proj.weight",
+    (HfTensor(_HF + "self_attn.o_proj.weight", (Dim.HIDDEN, Dim.QUERY)),),
+    Split.COLUMNS,
+)
+MLP_NORM = WeightRule(
+    _MEGATRON + "pre_mlp_layernorm.weight",
+    (HfTensor(_HF + "post_attention_layernorm.weight", (Dim.HIDDEN,)),),
+    Split.REPLICATED,
+)
+ATTENTION = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
 MLP = (
     WeightRule(
         _MEGATRON + "mlp.linear_fc1.weight",

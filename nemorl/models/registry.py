@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .deepseek_v3 import DEEPSEEK_V3
 from .errors import UnsupportedModel
 from .family import ModelFamily
+from .gemma3 import GEMMA3
 from .gpt_oss import GPT_OSS
 from .llama import LLAMA
+from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
@@ -16,7 +19,17 @@ from .qwen3_moe import QWEN3_MOE
 if TYPE_CHECKING:
     from .shape import ModelShape
 
-FAMILIES: tuple[ModelFamily, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS)
+FAMILIES: tuple[ModelFamily, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MIXTRAL,
+    GPT_OSS,
+    DEEPSEEK_V3,
+    GEMMA3,
+)
 
 
 def family_of(shape: ModelShape) -> ModelFamily:

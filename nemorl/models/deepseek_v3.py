@@ -1,0 +1,138 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts chosen by groups and a bias.
+
+The layers that predict further tokens (`num_nextn_predict_layers`, arXiv 2412.19437 section 2.2) are no part
+of the policy: their tensors are left on disk.
+"""
+
+import math
+
+from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
+from .hf_config import HfConfig, decoder_shape, yarn_sharpening
+from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM
+from .mixture import ROUTER, gated_experts
+from .shape import MlaShape, ModelShape, MoeShape
+
+_HF_MLP = "model.layers.{layer}.mlp."
+_SHARED = "decoder.layers.{layer}.mlp.shared_experts."
+
+
+def _projection(param: str, name: str, split: Split, *dims: Dim) -> WeightRule:
+    tensor = HfTensor(f"model.layers.{{layer}}.self_attn.{name}.weight", dims)
+    return WeightRule(f"decoder.layers.{{layer}}.self_attention.{param}.weight", (tensor,), split)
+
+
+def _shared_expert(name: str) -> HfTensor:
+    dims = (Dim.HIDDEN, Dim.SHARED_FFN) if name == "down" else (Dim.SHARED_FFN, Dim.HIDDEN)
+    return HfTensor(f"{_HF_MLP}shared_experts.{name}_proj.weight", dims)
+
+
+_QUERY = (_projection("linear_q_proj", "q_proj", Split.ROWS, Dim.QUERY, Dim.HIDDEN),)
+_COMPRESSED_QUERY = (
+    _projection("linear_q_down_proj", "q_a_proj", Split.ROWS, Dim.QUERY_LATENT, Dim.HIDDEN),
+    _projection("q_layernorm", "q_a_layernorm", Split.REPLICATED, Dim.QUERY_LATENT),
+    _projection("linear_q_up_proj", "q_b_proj", Split.ROWS, Dim.QUERY, Dim.QUERY_LATENT),
+)
+_KEY_VALUE_AND_OUTPUT = (
+    _projection(
+        "linear_kv_down_proj",
+        "kv_a_proj_with_mqa",
+        Split.ROWS,
+        Dim.KEY_VALUE_LATENT_AND_ROTARY,
+        Dim.HIDDEN,
+    ),
+    _projection("kv_layernorm", "kv_a_layernorm", Split.REPLICATED, Dim.KEY_VALUE_LATENT),
+    _projection(
+        "linear_kv_up_proj", "kv_b_proj", Split.ROWS, Dim.KEY_VALUE_FROM_LATENT, Dim.KEY_VALUE_LATENT
+    ),
+    _projection("linear_proj", "o_proj", Split.COLUMNS, Dim.HIDDEN, Dim.VALUE),
+)
+_EXPERT = _HF_MLP + "experts.{expert}."
+_MOE = (
+    *gated_experts(
+        router=_HF_MLP + "gate.weight",
+        gate=_EXPERT + "gate_proj.weight",
+        up=_EXPERT + "up_proj.weight",
+        down=_EXPERT + "down_proj.weight",
+    ),
+    WeightRule(
+        ROUTER + "expert_bias",
+        (HfTensor(_HF_MLP + "gate.e_score_correction_bias", (Dim.EXPERTS,)),),
+        Split.REPLICATED,
+        layers=LayerKind.MOE,
+    ),
+    WeightRule(
+        _SHARED + "linear_fc1.weight",
+        (_shared_expert("gate"), _shared_expert("up")),
+        Split.ROWS,
+        layers=LayerKind.MOE,
+    ),
+    WeightRule(_SHARED + "linear_fc2.weight", (_shared_expert("down"),), Split.COLUMNS, layers=LayerKind.MOE),
+)
+
+
+def _weights(shape: ModelShape) -> tuple[WeightRule, ...]:
+    query = _COMPRESSED_QUERY if shape.mla and shape.mla.query_rank else _QUERY
+    return (*EMBEDDINGS, INPUT_NORM, *query, *_KEY_VALUE_AND_OUTPUT, MLP_NORM, *MLP, *_MOE)
+
+
+def _read(config: HfConfig) -> ModelShape:
+    config.require(
+        hidden_act="silu",
+        attention_bias=False,
+        rope_interleave=True,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        moe_layer_freq=1,
+    )
+    mla = MlaShape(
+        query_rank=config.fields.get("q_lora_rank", 1536),
+        key_value_rank=config.get("kv_lora_rank", 512),
+        head_dim=config.get("qk_nope_head_dim", 128),
+        rotary_dim=config.get("qk_rope_head_dim", 64),
+        value_dim=config.get("v_head_dim", 128),
+    )
+    head_dim = mla.head_dim + mla.rotary_dim
+    return decoder_shape(
+        config,
+        "deepseek_v3",
+        head_dim=head_dim,
+        softmax_scale=_softmax_scale(config, head_dim),
+        mla=mla,
+        moe=_moe(config),
+    )
+
+
+def _moe(config: HfConfig) -> MoeShape:
+    num_groups, per_token = config.get("n_group", 8), config.get("topk_group", 4)
+    top_k, ffn = config.get("num_experts_per_tok", 8), config.integer("moe_intermediate_size")
+    if per_token >= num_groups:
+        num_groups = per_token = 1
+    elif top_k // per_token != 2:
+        # Megatron adds up as many as the share of the group, transformers the best two.
+        raise config.unsupported("topk_group", "a group has to be judged by its two best experts")
+    if top_k == 1:
+        raise config.unsupported("num_experts_per_tok", "at least 2 are supported")
+    return MoeShape(
+        num_experts=config.integer("n_routed_experts"),
+        top_k=top_k,
+        ffn_hidden_size=ffn,
+        first_layer=config.get("first_k_dense_replace", 3),
+        shared_ffn_hidden_size=config.get("n_shared_experts", 1) * ffn,
+        scores="sigmoid",
+        scaling=config.get("routed_scaling_factor", 2.5),
+        num_groups=num_groups,
+        groups_per_token=per_token,
+        expert_bias=True,
+    )
+
+
+def _softmax_scale(config: HfConfig, head_dim: int) -> float:
+    """1 / sqrt(head_dim), and YaRN's sharpening of all channels where `mscale_all_dim` says so."""
+    _, rope = config.rope_fields()
+    amount = rope.get("mscale_all_dim")
+    sharpening = yarn_sharpening(float(rope["factor"]), amount) if amount else 1.0
+    return sharpening**2 / math.sqrt(head_dim)
+
+
+DEEPSEEK_V3 = ModelFamily("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights)

@@ -1,0 +1,82 @@
+"""Gemma 3, text (arXiv 2503.19786): norms around attention and MLP, five layers with a window to one without.
+
+The models of 4 B parameters and more come with an image encoder (`Gemma3ForConditionalGeneration`) and are
+not read.
+"""
+
+from typing import Any
+
+from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
+from .hf_config import HfConfig, decoder_shape, layer_windows
+from .llama import ATTENTION_OUTPUT, EMBEDDINGS, INPUT_NORM, MLP, QKV
+from .qwen3 import QK_NORMS
+from .shape import ModelShape, Rope
+
+
+def _norm(param: str, name: str) -> WeightRule:
+    tensor = HfTensor(f"model.layers.{{layer}}.{name}.weight", (Dim.HIDDEN,))
+    return WeightRule(f"decoder.layers.{{layer}}.{param}.weight", (tensor,), Split.REPLICATED)
+
+
+_WEIGHTS = (
+    *EMBEDDINGS,
+    INPUT_NORM,
+    QKV,
+    *QK_NORMS,
+    ATTENTION_OUTPUT,
+    _norm("self_attn_bda.norm", "post_attention_layernorm"),
+    _norm("pre_mlp_layernorm", "pre_feedforward_layernorm"),
+    *MLP,
+    _norm("mlp_bda.norm", "post_feedforward_layernorm"),
+)
+
+
+def _read(config: HfConfig) -> ModelShape:
+    config.require(
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    )
+    if config.get("use_bidirectional_attention", False):
+        raise config.unsupported("use_bidirectional_attention", "a policy looks at earlier tokens only")
+    rope, local_rope = _ropes(config)
+    return decoder_shape(
+        config,
+        "gemma3",
+        head_dim=config.get("head_dim", 256),
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+        rope=rope,
+        local_rope=local_rope,
+        windows=_windows(config),
+        qk_norm=True,
+        activation="gelu_tanh",
+        softmax_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        zero_centered_norm=True,
+        post_norms=True,
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+    )
+
+
+def _windows(config: HfConfig) -> tuple[int | None, ...]:
+    if "layer_types" in config.fields:
+        return layer_windows(config)
+    window, every = config.integer("sliding_window"), config.get("sliding_window_pattern", 6)
+    layers = range(1, config.integer("num_hidden_layers") + 1)
+    return tuple(None if number % every == 0 else window for number in layers)
+
+
+def _ropes(config: HfConfig) -> tuple[Rope, Rope]:
+    """Of the layers that see all tokens, and of those with a window."""
+    parameters: dict[str, Any] = config.get("rope_parameters", {})
+    if "full_attention" in parameters:  # since transformers 5
+        full, local = (
+            config.rope_from(f"rope_parameters.{kind}", parameters[kind])
+            for kind in ("full_attention", "sliding_attention")
+        )
+        return full, local
+    scaled = {"rope_theta": config.get("rope_theta", 1e6), **config.get("rope_scaling", {})}
+    return config.rope_from("rope_scaling", scaled), Rope(float(config.get("rope_local_base_freq", 1e4)))
+
+
+GEMMA3 = ModelFamily("gemma3", ("Gemma3ForCausalLM",), _read, lambda shape: _WEIGHTS)
