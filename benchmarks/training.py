@@ -1,0 +1,370 @@
+"""How fast is our packed training step beside raw Megatron and padded transformers, and how does it grow?
+
+    python benchmarks/training.py [--model models/smollm2] [--rounds 5] [--json PATH]
+
+Overhead: our step beside Megatron's own forward and backward on the same tokens. Packing: our step beside
+transformers with padding, on sequences whose lengths vary as those of rollouts do. Growth: our step over
+sequence lengths and batch sizes. `training_sides.py` says what each side does; loss and gradient norm of all
+must agree before anything is timed. Each side lives in a process of its own, they take turns, and their
+seconds are those of forward and backward with all that stands around them, the optimizer's left out.
+
+Without the model's folder a random one of the same width and fewer layers is made (`--layers`).
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common import Timing, publish, table_of
+from meter import peak_flops
+from rich.console import Console
+from training_sides import Figures, Setting, run_step, start
+from training_work import (
+    COMPLETION_LIMIT,
+    COMPLETION_MEDIAN,
+    COMPLETION_SIGMA,
+    PROMPT_TOKENS,
+    Work,
+    equal_work,
+    growth,
+    padding_waste,
+    rollout_work,
+    training_flops,
+)
+
+from nemorl.models.shape import ModelShape
+
+# Relative differences of loss and gradient norm that the sides may have; bfloat16 keeps 8 bits.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+LIMITS = {"overhead": 0.05, "speed": 1.5}
+OURS = "nemorl"
+GROWTH_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sides that train on the same work in turns, ours first."""
+
+    title: str
+    work: Work
+    sides: tuple[str, ...]
+
+
+class Processes:
+    """One process for each side that is asked for; variants of a side share one."""
+
+    def __init__(self, setting: Setting, stack: ExitStack) -> None:
+        self._setting = setting
+        self._stack = stack
+        self._ends: dict[str, Connection[Any, Any]] = {}
+
+    def step(self, side: str, work: Work) -> Figures:
+        """One step of a side, for which all others wait."""
+        name, _, variant = side.partition(":")
+        if name not in self._ends:
+            self._ends[name] = self._stack.enter_context(_process(name, self._setting))
+        try:
+            self._ends[name].send((work, variant))
+            return self._ends[name].recv()  # type: ignore[no-any-return]
+        except (EOFError, BrokenPipeError):
+            raise RuntimeError(f"the process of {name} ended; its reason stands above") from None
+
+
+@contextmanager
+def _process(side: str, setting: Setting) -> Iterator["Connection[Any, Any]"]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, side, setting), name=side, daemon=True)
+    process.start()
+    there.close()  # a process that died then ends the wait for it with EOFError
+    try:
+        yield here
+    finally:
+        here.close()
+        process.join(timeout=30)
+        process.kill()
+
+
+def _serve(end: "Connection[Any, Any]", name: str, setting: Setting) -> None:
+    side = start(name, setting)
+    while True:
+        try:
+            work, variant = end.recv()
+        except EOFError:
+            return
+        end.send(run_step(setting, side, work, variant))
+
+
+def check_agreement(figures: Mapping[str, Figures], tolerance: float) -> None:
+    """Raise RuntimeError unless loss and gradient norm of all sides are ours, within a relative tolerance."""
+    ours = figures[OURS]
+    for side, theirs in figures.items():
+        for what, mine, other in (
+            ("loss", ours.loss, theirs.loss),
+            ("gradient norm", ours.grad_norm, theirs.grad_norm),
+        ):
+            if not abs(other - mine) <= tolerance * abs(mine):
+                raise RuntimeError(
+                    f"{side} has the {what} {other:.8g}, ours is {mine:.8g}: the sides do not compute the "
+                    f"same (relative tolerance {tolerance:g}), so their times cannot be compared"
+                )
+
+
+def compare(
+    processes: Processes, comparison: Comparison, rounds: int, tolerance: float
+) -> dict[str, list[Figures]]:
+    """Figures of every side and round; an uncounted first round warms up and must agree."""
+    sides = comparison.sides
+    check_agreement({side: processes.step(side, comparison.work) for side in sides}, tolerance)
+    seen: dict[str, list[Figures]] = {side: [] for side in sides}
+    for number in range(rounds):
+        first = number % len(sides)
+        for side in sides[first:] + sides[:first]:
+            seen[side].append(processes.step(side, comparison.work))
+    return seen
+
+
+def summary(
+    side: str, seen: Sequence[Figures], ours: Sequence[Figures], work: Work, flops: float, peak: float | None
+) -> dict[str, Any]:
+    """One side's figures beside ours; a ratio above 1 says that we are faster."""
+    seconds, mine = (Timing("", tuple(f.span.seconds for f in figures)) for figures in (seen, ours))
+    cpu, my_cpu = (Timing("", tuple(f.span.cpu_seconds for f in figures)) for figures in (seen, ours))
+    ratios = [a / b for a, b in zip(seconds.seconds, mine.seconds, strict=True)]
+    return {
+        "side": side,
+        "seconds": seconds.median,
+        "seconds_by_round": seconds.seconds,
+        "cpu_seconds": cpu.median,
+        "optimizer_seconds": statistics.median(f.optimizer.seconds for f in seen),
+        "tokens_per_second": work.num_tokens / seconds.median,
+        "flops_per_second": flops / seconds.median,
+        "mfu": None if peak is None else flops / seconds.median / peak,
+        "seconds_over_ours": seconds.ratio_to(mine),
+        "seconds_over_ours_range": [min(ratios), max(ratios)],
+        "median_seconds_over_our_median": seconds.median / mine.median,
+        "cpu_seconds_over_ours": cpu.ratio_to(my_cpu),
+        "before_bytes": max(f.memory.before_bytes for f in seen),
+        "peak_bytes": max(f.memory.peak_bytes for f in seen),
+        "work_bytes": max(f.memory.work_bytes for f in seen),
+        "loss": seen[0].loss,
+        "grad_norm": seen[0].grad_norm,
+    }
+
+
+def table_row(side: Mapping[str, Any]) -> dict[str, object]:
+    """What of a summary people look at first."""
+    return {
+        "side": side["side"],
+        "seconds": side["seconds"],
+        "tokens/s": side["tokens_per_second"],
+        **({} if side["mfu"] is None else {"MFU": side["mfu"]}),
+        "over ours": "{:.3f} ({:.3f} to {:.3f})".format(
+            side["seconds_over_ours"], *side["seconds_over_ours_range"]
+        ),
+        "CPU over ours": side["cpu_seconds_over_ours"],
+        "peak GB": side["peak_bytes"] / 1e9,
+        "of it work": side["work_bytes"] / 1e9,
+    }
+
+
+def measure_comparison(
+    setting: Setting, comparison: Comparison, rounds: int, console: Console
+) -> dict[str, Any]:
+    """All sides of a comparison, with a table."""
+    shape = ModelShape.load(setting.model)
+    work, peak = comparison.work, peak_flops(setting.device)
+    flops = training_flops(shape, work)
+    with ExitStack() as stack:
+        seen = compare(Processes(setting, stack), comparison, rounds, TOLERANCE[setting.precision])
+    sides = [summary(side, figures, seen[OURS], work, flops, peak) for side, figures in seen.items()]
+    console.print(table_of(comparison.title, [table_row(side) for side in sides]))
+    count = len(work.packed(shape.hidden_size))
+    return {
+        "lengths": work.lengths,
+        "tokens": work.num_tokens,
+        "learnt_tokens": work.num_learnt,
+        "micro_batches": count,
+        "flops": flops,
+        "padding_waste": padding_waste(work.lengths, work.chunks(count, by_length=False)),
+        "padding_waste_sorted": padding_waste(work.lengths, work.chunks(count, by_length=True)),
+        "sides": sides,
+    }
+
+
+def measure_growth(setting: Setting, title: str, works: Sequence[Work], console: Console) -> dict[str, Any]:
+    """Our step on works that grow, in a process of its own; exponents of time and memory over tokens."""
+    shape = ModelShape.load(setting.model)
+    with ExitStack() as stack:
+        processes = Processes(setting, stack)
+        processes.step(OURS, works[0])  # warms up
+        # From small to large, so that memory which the process keeps from one step hides no larger peak.
+        rounds = [[processes.step(OURS, work) for work in works] for _ in range(GROWTH_ROUNDS)]
+    points = [
+        {
+            "sequences": len(work.lengths),
+            "length": work.lengths[0],
+            "tokens": work.num_tokens,
+            "seconds": statistics.median(f.span.seconds for f in seen),
+            "tokens_per_second": work.num_tokens / statistics.median(f.span.seconds for f in seen),
+            "work_bytes": max(f.memory.work_bytes for f in seen),
+            "peak_bytes": max(f.memory.peak_bytes for f in seen),
+            "flops": training_flops(shape, work),
+        }
+        for work, seen in zip(works, zip(*rounds, strict=True), strict=True)
+    ]
+    tokens = [point["tokens"] for point in points]
+    exponents = {
+        what: growth(tokens, [point[what] for point in points]) for what in ("seconds", "work_bytes", "flops")
+    }
+    console.print(
+        table_of(
+            f"{title}: as tokens to the power of {exponents['seconds']:.2f} in seconds, "
+            f"{exponents['flops']:.2f} in operations, {exponents['work_bytes']:.2f} in memory of the step",
+            [
+                {
+                    "sequences": point["sequences"],
+                    "length": point["length"],
+                    "seconds": point["seconds"],
+                    "tokens/s": point["tokens_per_second"],
+                    "peak GB": point["peak_bytes"] / 1e9,
+                    "of it work": point["work_bytes"] / 1e9,
+                }
+                for point in points
+            ],
+        )
+    )
+    return {"points": points, "exponents_over_tokens": exponents}
+
+
+def verdict(ragged: Mapping[str, Any], equal: Mapping[str, Any]) -> list[dict[str, object]]:
+    """The bounds beside what was seen."""
+    over = {
+        (name, side["side"]): side["seconds_over_ours"]
+        for name, measured in (("ragged", ragged), ("equal", equal))
+        for side in measured["sides"]
+    }
+    overheads = [
+        (f"overhead over {side}, {name} lengths", 1 / over[name, side] - 1, f"<= {LIMITS['overhead']}")
+        for name, side in (("ragged", "megatron"), ("equal", "megatron"), ("equal", "megatron-stock"))
+    ]
+    speed = over["ragged", "transformers"]
+    return [
+        {"what": what, "seen": seen, "bound": bound}
+        for what, seen, bound in (
+            *overheads,
+            ("speed over padded transformers, ragged lengths", speed, f">= {LIMITS['speed']}"),
+        )
+    ]
+
+
+def random_model(folder: Path, layers: int) -> None:
+    """SmolLM2-135M's shape with fewer layers and random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=layers,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--layers", type=int, default=8, help="of a random model, where --model is missing")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each comparison")
+    parser.add_argument("--sequences", type=int, default=16, help="with the lengths of rollouts")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=128, help="of sequences of equal length")
+    parser.add_argument("--growth", type=int, default=8, help="largest factor of length and batch")
+    parser.add_argument("--json", type=Path, help="where the figures are written too")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = arguments.model
+        if not model.exists():
+            model = Path(temporary) / "model"
+            random_model(model, arguments.layers)
+        setting = Setting(
+            model,
+            arguments.device,
+            "float32" if arguments.device == "cpu" else "bfloat16",
+            arguments.threads,
+            max(PROMPT_TOKENS[1] + COMPLETION_LIMIT, arguments.length * arguments.growth),
+        )
+        report(setting, arguments)
+
+
+def report(setting: Setting, arguments: argparse.Namespace) -> None:
+    """All comparisons and growths in one file, and the bounds beside what was seen."""
+    console = Console()
+    shape = ModelShape.load(setting.model)
+    budget, length, vocabulary = arguments.micro_batch_tokens, arguments.length, shape.vocab_size
+    ragged = Comparison(
+        "lengths of rollouts",
+        rollout_work(arguments.sequences, budget, vocabulary),
+        (OURS, "nemorl:grpo", "megatron", "transformers", "transformers:sorted"),
+    )
+    equal = Comparison(
+        "equal lengths",
+        equal_work(max(1, budget // length // 2), length, budget, vocabulary),
+        (OURS, "megatron", "megatron-stock", "transformers"),
+    )
+    factors = [2**k for k in range(arguments.growth.bit_length())]
+    grown = {
+        "length": [equal_work(1, length * n, length * n, vocabulary) for n in factors],
+        "batch": [equal_work(n, length, length * n, vocabulary) for n in factors],
+        "batch_in_micro_batches": [equal_work(n, length, length, vocabulary) for n in factors],
+    }
+    load = os.getloadavg()
+    measured = {
+        "ragged": measure_comparison(setting, ragged, arguments.rounds, console),
+        "equal": measure_comparison(setting, equal, arguments.rounds, console),
+        "growth": {
+            name: measure_growth(setting, f"growth of {name.replace('_', ' ')}", works, console)
+            for name, works in grown.items()
+        },
+    }
+    verdicts = verdict(measured["ragged"], measured["equal"])
+    path = publish(
+        "training",
+        {
+            "setting": {**asdict(setting), "model": str(arguments.model), "layers": shape.num_layers},
+            "load_before_and_after": [load, os.getloadavg()],
+            "rollout_lengths": {
+                "prompt_tokens_uniform": PROMPT_TOKENS,
+                "completion_log_normal": {"median": COMPLETION_MEDIAN, "sigma": COMPLETION_SIGMA},
+                "completion_limit": COMPLETION_LIMIT,
+            },
+            "verdicts": verdicts,
+            **measured,
+        },
+        table_of("bounds", verdicts),
+    )
+    if arguments.json:
+        shutil.copy(path, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
