@@ -1,6 +1,6 @@
 """What a model's layers are made of: Megatron's local modules with our norm and our core attention."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from nemorl.models.shape import ModelShape
 
 from .attention import PackedAttention
+from .latent import LatentAttention
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,27 +32,67 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """The same with a weight that is kept less one, as Gemma has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape and type of `x` [..., hidden_size], computed in float32 as transformers does."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float() + 1, self.eps).type_as(x)
+
+
+class NormedAdd(torch.nn.Module):
+    """Megatron's step from a sublayer's output to the residual stream, with a norm of the output.
+
+    Under sequence parallelism it sees the rank's own tokens, as the other norms do.
+    """
+
+    def __init__(self, norm: type[RMSNorm], config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """A function of (output, bias), the residual stream and the dropout, of which there is none."""
+        return self._add
+
+    def _add(self, output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + self.norm(output[0])
+
+
 def block_spec(
     config: TransformerConfig, shape: ModelShape, layers: Iterable[int]
 ) -> TransformerBlockSubmodules:
     """A run of layers, by their numbers in the whole model."""
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config, shape, layer) for layer in layers], layer_norm=_norm(shape)
     )
 
 
-def _layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
+def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        qk_layernorm=shape.qk_norm, multi_latent_attention=shape.mla is not None, normalization="RMSNorm"
+    )
+    norm = _norm(shape)
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = _core_attention(shape, layer)
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if shape.mla is not None:
+        spec.submodules.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = norm
+    if shape.post_norms:
+        add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
     return spec
+
+
+def _norm(shape: ModelShape) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if shape.zero_centered_norm else RMSNorm
 
 
 def _core_attention(shape: ModelShape, layer: int) -> ModuleSpec:
     window = shape.window(layer)
     local_rope = window is not None and shape.local_rope is not None
-    return ModuleSpec(PackedAttention, params={"window": window, "local_rope": local_rope})
+    params = {"window": window, "local_rope": local_rope, "rotates": shape.mla is None}
+    return ModuleSpec(PackedAttention, params=params)

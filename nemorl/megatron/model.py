@@ -1,5 +1,6 @@
 """The policy's model: Megatron's GPTModel with our norm, our attention and deferred logits."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
@@ -56,6 +57,7 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",
         )
+        self.embedding_scale = _rounded(shape.embedding_scale, config.params_dtype)
         self.chunk_tokens = policy.logprob_chunk_tokens
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
         self._mark_sharded_weights()
@@ -66,6 +68,8 @@ class PolicyModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=micro.tokens, position_ids=micro.position_ids)
+            if self.embedding_scale is not None:
+                embedded = embedded * self.embedding_scale
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
 
     def score(
@@ -158,7 +162,7 @@ def build_model(
 def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind) -> TransformerConfig:
     """Megatron's configuration of a model, laid out and run as `policy` says."""
     layout, dtype = policy.layout, DTYPES[policy.precision]
-    return TransformerConfig(
+    return (TransformerConfig if shape.mla is None else MLATransformerConfig)(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -171,7 +175,6 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         softmax_scale=shape.softmax_scale,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -197,7 +200,40 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        **_latent_attention(shape),
+        **_activation(shape),
     )
+
+
+def _latent_attention(shape: ModelShape) -> dict[str, Any]:
+    """Fields of `MLATransformerConfig`; positions and the softmax scale are ours (latent.py)."""
+    mla = shape.mla
+    if mla is None:
+        return {}
+    return {
+        "q_lora_rank": mla.query_rank,
+        "kv_lora_rank": mla.key_value_rank,
+        "qk_head_dim": mla.head_dim,
+        "qk_pos_emb_head_dim": mla.rotary_dim,
+        "v_head_dim": mla.value_dim,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    }
+
+
+def _activation(shape: ModelShape) -> dict[str, Any]:
+    """Megatron's fields for `activation(gate) * up` of an MLP or an expert."""
+    match shape.activation:
+        case "silu":
+            return {"activation_func": F.silu}
+        case "gelu_tanh":
+            return {"activation_func": partial(F.gelu, approximate="tanh")}
+    raise NotImplementedError(shape.activation)
+
+
+def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
+    """A factor as the type of the weights has it: transformers multiplies by that."""
+    return None if scale is None else float(torch.tensor(scale, dtype=dtype))
 
 
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:

@@ -6,8 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -28,6 +34,30 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 16,
+    },
 }
 
 
@@ -57,9 +87,39 @@ def random_model(family: str) -> PreTrainedModel:
                 if name.endswith("bias"):  # zero in a fresh model
                     torch.nn.init.normal_(parameter)
             return model
+        case "mistral":
+            return MistralForCausalLM(MistralConfig(**common, sliding_window=6))
+        case "gemma3":
+            ropes = {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            }
+            model = Gemma3ForCausalLM(
+                Gemma3TextConfig(
+                    **common,
+                    head_dim=16,
+                    query_pre_attn_scalar=24,
+                    sliding_window=6,
+                    sliding_window_pattern=3,
+                    rope_parameters=ropes,
+                )
+            )
+            return _with_random_norms(model)
+        case "deepseek-dense":
+            return DeepseekV3ForCausalLM(
+                DeepseekV3Config(**(common | DEEPSEEK | {"first_k_dense_replace": 4}))
+            )
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
     raise ValueError(family)
+
+
+def _with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Norms that are all ones (or, less one, all zeros) in a fresh model."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+    return model
 
 
 def policy_config(model_path: Path, **fields: object) -> PolicyConfig:

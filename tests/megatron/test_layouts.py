@@ -37,8 +37,8 @@ def test_five_steps_equal_one_process(run, name, per_micro_batch):
         assert_same_course(life, alone)
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3"])
-@pytest.mark.parametrize("name", ["TP2-SP", "TP2-PP2"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "deepseek-dense"])
+@pytest.mark.parametrize("name", ["TP2", "TP2-SP", "TP2-PP2"])
 def test_five_steps_of_each_family_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):

@@ -1,0 +1,100 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed tokens.
+
+Queries, and keys and values together, pass through a narrow latent that is normed. Keys have two parts: one
+of each head, from the latent, without positions, and one that positions turn and that all heads share.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from .attention import Angles, PackedLayout
+from .rotary import rotate
+
+# DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.
+LATENT_NORM_EPS = 1e-6
+
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Without Transformer Engine Megatron has stand-ins for its classes, and takes them for the real here.
+    multi_latent_attention.HAVE_TE = False
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's module and parameters with our rotary angles.
+
+    Megatron's own forward pass turns positions by the place in the packed batch, and without sequence
+    parallelism it leaves the gradient of the shared key a part of what it is: each tensor-parallel rank's
+    heads add theirs.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # Megatron knows a scale of its own yarn's only.
+        self.core_attention.softmax_scale = self.config.softmax_scale
+        for norm in (getattr(self, "q_layernorm", None), self.kv_layernorm):
+            if norm is not None:
+                norm.eps = LATENT_NORM_EPS
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedLayout | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Queries and keys [N, heads, dim + rotary dim] and values [N, heads, value dim], for Megatron.
+
+        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism; the heads are this rank's. The
+        two latents that Megatron hands on to its sparse attention are not given.
+        """
+        assert packed_seq_params is not None, "tokens come packed"
+        assert packed_seq_params.rotary is not None, "a packed layout carries its rotary angles"
+        config, angles = self.config, packed_seq_params.rotary
+        joint = self._whole(self.linear_kv_down_proj(hidden_states)[0])
+        latent, shared_key = joint.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        shared_key = copy_to_tensor_model_parallel_region(shared_key)  # sums the gradient over ranks
+        latent = self.kv_layernorm(self._own_tokens(latent))
+        key_value = self._heads(self.linear_kv_up_proj(latent)[0])
+        key, value = key_value.split((config.qk_head_dim, config.v_head_dim), -1)
+        turned = _rotate_pairs(shared_key, angles).expand(-1, key.shape[1], -1)
+
+        query = self._heads(self._queries(hidden_states))
+        plain, positioned = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
+        query = torch.cat((plain, _rotate_pairs(positioned, angles)), -1)
+        return query, torch.cat((key, turned), -1), value, None, None
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            return self.linear_q_proj(hidden_states)[0]  # type: ignore[no-any-return]
+        latent = self._whole(self.linear_q_down_proj(hidden_states)[0])
+        return self.linear_q_up_proj(self.q_layernorm(self._own_tokens(latent)))[0]  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[N, 1, heads * dim] -> [N, heads, dim]."""
+        return x.view(x.shape[0], self.num_attention_heads_per_partition, -1)
+
+    @staticmethod
+    def _whole(latent: Tensor) -> Tensor:
+        """All channels [N, 1, C] of what each rank computed some of."""
+        return gather_from_tensor_model_parallel_region(latent)  # type: ignore[no-any-return]
+
+    def _own_tokens(self, latent: Tensor) -> Tensor:
+        """This rank's tokens: the projections up collect those of all ranks."""
+        if not self.config.sequence_parallel:
+            return latent
+        return scatter_to_sequence_parallel_region(latent)  # type: ignore[no-any-return]
+
+
+def _rotate_pairs(x: Tensor, angles: Angles) -> Tensor:
+    """Turn neighbouring channels [N, heads, dim]; they end up as halves, in queries and keys alike."""
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(halves, *angles)
