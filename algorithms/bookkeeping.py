@@ -93,8 +93,8 @@ class Bookkeeper:
         """Write the conversations that came with their text."""
         self._observer.samples(list(samples_of(step, groups, phase)))
 
-    def summarize(self) -> Path:
-        """Show what changed over the run and write the report; gives its path."""
+    def summarize(self) -> Path | None:
+        """Show what changed over the run and write the report; gives its path, if there was room for it."""
         steps = read_metrics(self._observer.folder.paths.metrics)
         names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft"]
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])

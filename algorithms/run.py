@@ -35,6 +35,7 @@ from nemorl.session.session import Session, open_session
 
 from .bookkeeping import Bookkeeper, Progress, samples_of
 from .evaluate import validate
+from .full_disk import full_disk_named
 from .grpo import Grpo
 from .online import OnlineLoop
 from .sft import SftLoop
@@ -49,7 +50,7 @@ class RunResult:
     """What a finished run leaves."""
 
     run_dir: Path
-    report: Path
+    report: Path | None  # None where there was no room for it
     hf_dir: Path | None  # the final weights, where `checkpointing.save_hf` asks for them
 
 
@@ -101,7 +102,8 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
             f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
             "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
-    export_hf(checkpoint, out, load_experiment(config).policy)
+    with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
+        export_hf(checkpoint, out, load_experiment(config).policy)
 
 
 async def _train(
@@ -123,9 +125,19 @@ async def _train(
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
-                shutil.rmtree(hf_dir, ignore_errors=True)
-                export_hf(store.path(books.done), hf_dir, experiment.policy)
+                _replace_hf(store.path(books.done), hf_dir, experiment)
         return RunResult(experiment.run_dir, books.summarize(), hf_dir)
+
+
+def _replace_hf(checkpoint: Path, hf_dir: Path, experiment: Experiment) -> None:
+    """Write `hf_dir` anew; what an earlier run left there stays until the new folder is whole."""
+    mend = f"All checkpoints are whole: make room, then `nemorl models export {checkpoint} {hf_dir}`."
+    fresh = hf_dir.with_name(".hf.new")
+    with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, mend):
+        shutil.rmtree(fresh, ignore_errors=True)
+        export_hf(checkpoint, fresh, experiment.policy)
+        shutil.rmtree(hf_dir, ignore_errors=True)
+        fresh.rename(hf_dir)
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,9 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     folder = experiment.run_dir / "eval"
     apart = experiment.model_copy(update={"run_dir": folder})
     samples = folder / "samples.jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    samples.unlink(missing_ok=True)
+    with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or name another run_dir."):
+        folder.mkdir(parents=True, exist_ok=True)
+        samples.unlink(missing_ok=True)
     async with _session(apart, policy=False, sampling=True) as session:
         figures, groups = await validate(session, apart)
     writer = SampleWriter(samples)

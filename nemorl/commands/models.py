@@ -36,8 +36,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Every one of them writes a folder that is not there yet. Raises NemorlError."""
+    from nemorl.algorithms.full_disk import full_disk_named  # with safetensors, which --help does without
+
+    what, where = f"The model {arguments.folder}", arguments.folder.parent
     try:
-        arguments.action(arguments)
+        with full_disk_named(what, where, "Make room, or name another folder."):
+            arguments.action(arguments)
     except FileExistsError as error:
         raise NemorlError(f"{arguments.folder} exists already: name another folder, or remove it") from error
     say(f"model: {arguments.folder}")

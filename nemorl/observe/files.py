@@ -14,15 +14,19 @@ JsonObject = dict[str, Any]
 
 def write_failed(path: Path, error: OSError) -> WriteError:
     """The sentence for a file that could not be written, with the room that is left on its disk."""
-    try:
-        free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MB are free on its disk"
-    except OSError:
-        free = f"its folder {path.parent} cannot be read"
-    reason = error.strerror or str(error)
     return WriteError(
-        f"{path} could not be written: {reason}; {free}. What was written before is whole: "
-        "make room or mend the folder, then continue with --resume."
+        f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}. What was written "
+        "before is whole: make room or mend the folder, then continue with --resume."
     )
+
+
+def room_left(folder: Path) -> str:
+    """Half a sentence about the disk of a folder, which need not be there yet."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    try:
+        return f"{shutil.disk_usage(there).free / 2**20:.1f} MB are free on its disk"
+    except OSError:
+        return f"its folder {there} cannot be read"
 
 
 def write_whole(path: Path, text: str) -> None:

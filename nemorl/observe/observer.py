@@ -18,12 +18,15 @@ from typing import TextIO
 from nemorl.config.run import LoggerConfig
 
 from .console import open_console
+from .errors import WriteError
 from .metrics import Change, MetricsWriter, StepMetrics
 from .run_folder import RunFolder
 from .samples import Sample, SampleWriter
 from .stages import Stage, Stages
 from .timeline import Timeline
 from .trackers import open_trackers
+
+logger = logging.getLogger(__name__)
 
 
 class Observer:
@@ -76,11 +79,19 @@ class Observer:
         """Keep some conversations. Raises `WriteError`."""
         self._samples.write(samples)
 
-    def summary(self, changes: Sequence[Change]) -> Path:
-        """Write the report, show what changed and where the report is."""
+    def summary(self, changes: Sequence[Change]) -> Path | None:
+        """Write the report, show what changed and where the report is.
+
+        A report that cannot be written is a warning and None: everything it is made of is whole.
+        """
         from .report import write_report
 
-        report = write_report(self.folder.paths.root)
+        root = self.folder.paths.root
+        report = None
+        try:
+            report = write_report(root)
+        except WriteError as error:
+            logger.warning("%s Everything else is there; `nemorl report %s` tries again.", error, root)
         self._console.summary(changes, report)
         return report
 
@@ -104,12 +115,19 @@ class Observer:
         self.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A log that says nothing about itself: what cannot be written is left out, as on a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Else logging prints a traceback for every line."""
+
+
 class _LogHandlers:
     """Sends warnings to the console, and those and our own notes to a file, while a run goes on."""
 
     def __init__(self, console: logging.Handler, file: Path) -> None:
         console.setLevel(logging.WARNING)
-        to_file = logging.FileHandler(file, encoding="utf-8")
+        to_file = _LogFile(file, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handlers = (console, to_file)
         self._ours = logging.getLogger("nemorl")

@@ -102,7 +102,7 @@ class RunFolder:
         self.resumed_step = resumed_step
         self._lock = lock
         for folder in (self.paths.checkpoints, self.paths.logs):
-            folder.mkdir(exist_ok=True)
+            _make(folder)
         write_whole(root / "ABOUT.md", ABOUT)
         write_whole(self.paths.config, config_yaml)
         self._starts = [*read_header(self.paths.header), collect_facts(resumed_step)]
@@ -157,8 +157,8 @@ def read_header(path: Path) -> list[JsonObject]:
 
 def _lock(root: Path) -> IO[str]:
     """Hold the folder until the process ends, however it ends."""
+    _make(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise write_failed(root, error) from error
@@ -171,7 +171,17 @@ def _lock(root: Path) -> IO[str]:
         raise RunFolderError(
             f"{root} is being written by process {holder}. End that process first, or choose another run_dir."
         ) from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
-    lock.flush()
+    try:
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
+        lock.flush()
+    except OSError as error:
+        raise write_failed(root / ".lock", error) from error
     return lock
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_failed(folder, error) from error

@@ -7,6 +7,7 @@ import nemorl as package
 from nemorl.commands import doctor
 from tests.cli.conftest import Nemorl, Trainer
 from tests.config.experiments import write
+from tests.full_disk import files_end_at
 
 
 def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
@@ -60,6 +61,16 @@ def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None
     assert twice.err == "again exists already: name another folder, or remove it\n"
 
 
+def test_a_model_without_room_is_a_sentence(nemorl: Nemorl, tmp_path: Path) -> None:
+    with files_end_at(10_000):
+        outcome = nemorl("models", "create", "arithmetic", "tiny")
+
+    assert outcome.status == 1
+    assert outcome.err.startswith("The model tiny could not be written to .: ")
+    assert outcome.err.endswith(" MB are free on its disk. Make room, or name another folder.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_model_is_a_sentence(nemorl: Nemorl) -> None:
     outcome = nemorl("models", "import", "nowhere", "out")
 
@@ -80,9 +91,9 @@ def test_config_shows_type_default_and_help(nemorl: Nemorl, monkeypatch: pytest.
     outcome = nemorl("config", "policy.layout")
 
     assert outcome.status == 0
-    (line,) = [line for line in outcome.out.splitlines() if "pipeline_parallel_size" in line]
+    (line,) = [line for line in outcome.out.splitlines() if ".pipeline_parallel_size" in line]
     assert "whole number >= 1" in line
-    assert "Stages that share the layers (PP). Divides the number of layers." in line
+    assert "Stages that share the layers (PP)." in line
 
 
 def test_config_knows_all_fields(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:

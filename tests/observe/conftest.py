@@ -1,8 +1,6 @@
-"""A small run folder to look at, and a disk that is full when a test wants it."""
+"""A small run folder to look at."""
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,20 +34,3 @@ def write_run(run_dir: Path) -> Callable[..., Path]:
         return run_dir
 
     return write
-
-
-@pytest.fixture
-def files_end_at() -> Callable[[int], AbstractContextManager[None]]:
-    """`with files_end_at(n)`: no file grows beyond n bytes. As on a full disk, a write that would cross n is
-    cut there and the next one fails."""
-
-    @contextmanager
-    def limit(size: int) -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    return limit

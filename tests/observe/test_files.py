@@ -7,6 +7,7 @@ import pytest
 
 from nemorl.observe.errors import RunFolderError, WriteError
 from nemorl.observe.files import JsonLinesWriter, keep_json_lines, read_json_lines, write_whole
+from tests.full_disk import files_end_at
 
 
 def lines_of(path: Path, *records: object) -> Path:
@@ -33,7 +34,7 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path, damage):
         read_json_lines(path)
 
 
-def test_a_full_disk_leaves_whole_lines_and_a_sentence(tmp_path, files_end_at):
+def test_a_full_disk_leaves_whole_lines_and_a_sentence(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = JsonLinesWriter(path)
     writer.append({"text": "a" * 50})
@@ -47,7 +48,7 @@ def test_a_full_disk_leaves_whole_lines_and_a_sentence(tmp_path, files_end_at):
     assert read_json_lines(path) == [{"text": "a" * 50}, {"text": "c"}]
 
 
-def test_a_full_disk_keeps_the_file_that_was_to_be_replaced(tmp_path, files_end_at):
+def test_a_full_disk_keeps_the_file_that_was_to_be_replaced(tmp_path):
     path = tmp_path / "config.yaml"
     write_whole(path, "seed: 1\n")
     with files_end_at(100), pytest.raises(WriteError, match=r"config\.yaml could not be written"):

@@ -12,6 +12,7 @@ from nemorl.observe.metrics import Change, read_metrics
 from nemorl.observe.observer import Observer
 from nemorl.observe.run_folder import RunFolder, read_header
 from nemorl.observe.samples import read_samples
+from tests.full_disk import files_end_at
 from tests.observe.examples import CONFIG, make_sample
 
 
@@ -65,6 +66,24 @@ def test_one_run_from_start_to_report(run_dir):
     assert "INFO nemorl.somewhere: a note for the file" in log
     assert "a note for the file" not in printed
     assert report.stat().st_size > 1_000_000  # the plots' script is inside
+
+
+def test_a_report_without_room_is_a_warning_and_a_log_without_room_is_silent(run_dir, capsys):
+    screen = io.StringIO()
+    with (
+        Observer(
+            RunFolder.create(run_dir, CONFIG), LoggerConfig(console="plain"), total_steps=1, stream=screen
+        ) as observer,
+        files_end_at(20_000),
+    ):
+        for _ in range(30):
+            logging.getLogger("nemorl.somewhere").info("x" * 1000)
+        assert observer.summary([Change("reward/mean", 0.25, 0.75)]) is None
+    printed = screen.getvalue()
+    assert "report.html could not be written: File too large" in printed
+    assert f"`nemorl report {run_dir}` tries again" in printed
+    assert "reward/mean: 0.25 before, 0.75 after" in printed
+    assert capsys.readouterr().err == ""
 
 
 def test_logging_and_the_folder_are_free_afterwards(run_dir):

@@ -11,6 +11,7 @@ from nemorl.observe.facts import git_commit
 from nemorl.observe.metrics import MetricsWriter, StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunFolder, read_header
 from nemorl.observe.samples import SampleWriter, read_samples
+from tests.full_disk import files_end_at
 from tests.observe.examples import CONFIG, make_sample
 
 
@@ -116,6 +117,16 @@ def test_the_commit_is_that_of_a_tracked_file_only(tmp_path):
     assert git_commit(stranger) is None
     file.write_text("3")
     assert git_commit(file) == f"{commit}+changes"
+
+
+def test_a_run_folder_without_room_is_named(run_dir):
+    with files_end_at(0), pytest.raises(WriteError, match=r"run/\.lock could not be written: File too large"):
+        RunFolder.create(run_dir, CONFIG)
+    RunFolder.create(run_dir, CONFIG).close()
+    (run_dir / "logs").rmdir()
+    (run_dir / "logs").write_text("in the way")
+    with pytest.raises(WriteError, match=r"run/logs could not be written: File exists"):
+        RunFolder.resume(run_dir, CONFIG, step=None)
 
 
 def test_the_header_is_strict_json(run_dir):

@@ -8,6 +8,7 @@ import pytest
 from nemorl.observe.errors import WriteError
 from nemorl.observe.stages import Stages
 from nemorl.observe.timeline import Timeline
+from tests.full_disk import files_end_at
 
 
 def spans(events):
@@ -66,7 +67,7 @@ def test_an_empty_file_is_begun(tmp_path):
     assert spans(json.loads(path.read_text())) == []
 
 
-def test_a_full_disk_leaves_whole_events(tmp_path, files_end_at):
+def test_a_full_disk_leaves_whole_events(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     stages = Stages([timeline])
