@@ -50,6 +50,37 @@ class LayoutConfig(Config):
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
 
 
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+
+
+class NoRecompute(Config):
+    name: Literal["none"] = "none"
+    """All activations are kept for the backward pass."""
+
+
+class SelectiveRecompute(Config):
+    name: Literal["selective"]
+    """Parts of every layer are computed again in the backward pass."""
+    modules: tuple[RecomputeModule, ...] = Field(("core_attn",), min_length=1)
+    """Which: what is large and cheap. `core_attn` helps only where attention keeps its scores."""
+
+
+class FullRecompute(Config):
+    name: Literal["full"]
+    """Whole layers are computed again in the backward pass; about a third more work."""
+    method: Literal["uniform", "block"] = "uniform"
+    """`uniform` keeps the input of every `num_layers` layers; `block` recomputes the first `num_layers`."""
+    num_layers: int = Field(1, ge=1)
+    """Layers of a stage (of a run of its layers under VPP) that `method` speaks of."""
+
+
+RecomputeConfig = Annotated[
+    NoRecompute | SelectiveRecompute | FullRecompute,
+    Field(discriminator="name"),
+    default_variant(NoRecompute),
+]
+
+
 class AdamConfig(Config):
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
@@ -121,3 +152,7 @@ class PolicyConfig(Config):
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
     max_skipped_steps: int = Field(10, ge=0)
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights, which stay as they are; null trains the weights."""
+    recompute: RecomputeConfig = NoRecompute()
+    """Which activations are computed again in the backward pass instead of kept."""

@@ -1,98 +1,26 @@
-"""Core attention over packed sequences, and the layout that all layers of a micro-batch share.
+"""Core attention over packed sequences.
 
 Megatron's own `DotProductAttention` refuses packed sequences. This one takes them in every back end: a
 variable-length kernel where the device has one, else dense buckets of sequences of similar length. The rotary
 embedding is applied here too, because here the packed positions are known once for all layers.
+
+Under context parallelism a rank has the queries of its share of every sequence, and collects the keys and
+values of the other ranks.
 """
 
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core import tensor_parallel
 from torch import Tensor
 
-from .device import AttentionKernel
+from .packing import Bucket, PackedLayout, Span
 from .rotary import rotate
 
-Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
-
-# Sequences share a bucket while the shortest is at least this fraction of the longest: padding is computed
-# for nothing, but each bucket costs several kernel launches per layer.
-SIMILAR = 0.75
-# Below this many tokens the launches always cost more than the padding.
-SHORT = 32
 # Queries of a layer with a window are taken in blocks of at least this many, each with the keys they see.
 BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Neighbouring sequences of similar length, laid out densely as `count` rows of `length` tokens."""
-
-    start: int  # first packed token
-    end: int
-    count: int
-    length: int
-    index: Tensor | None  # [end - start] dense place of each packed token; None when there is no padding
-
-
-@dataclass
-class PackedLayout(PackedSeqParams):
-    """How a micro-batch is packed. Goes through Megatron's layers as its `packed_seq_params`."""
-
-    qkv_format: str = "thd"
-    rotary: Angles | None = None
-    local_rotary: Angles | None = None  # of the layers with a window, where theirs are others
-    buckets: list[Bucket] = field(default_factory=list)  # empty where a variable-length kernel is used
-    kernel: AttentionKernel | None = None
-
-
-def packed_layout(
-    lengths: list[int],
-    rotary: Angles,
-    kernel: AttentionKernel | None,
-    local_rotary: Angles | None = None,
-) -> PackedLayout:
-    """Layout of sequences laid end to end; neighbours should be of similar length (sort them).
-
-    Without a kernel buckets are made.
-    """
-    device = rotary[0].device
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    return PackedLayout(
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        rotary=rotary,
-        local_rotary=local_rotary,
-        buckets=[] if kernel else _buckets(lengths, starts, device),
-        kernel=kernel,
-    )
-
-
-def _buckets(lengths: list[int], starts: list[int], device: torch.device) -> list[Bucket]:
-    bounds, low, high = [0], lengths[0], lengths[0]
-    for i, length in enumerate(lengths):
-        low, high = min(low, length), max(high, length)
-        if high > SHORT and low < SIMILAR * high:
-            bounds.append(i)
-            low = high = length
-    bounds.append(len(lengths))
-    return [_bucket(lengths[a:b], starts[a], starts[b], device) for a, b in pairwise(bounds)]
-
-
-def _bucket(lengths: list[int], start: int, end: int, device: torch.device) -> Bucket:
-    longest = max(lengths)
-    index = None
-    if min(lengths) < longest:
-        rows = [torch.arange(n) + i * longest for i, n in enumerate(lengths)]
-        index = torch.cat(rows).to(device)
-    return Bucket(start, end, len(lengths), longest, index)
 
 
 class PackedAttention(torch.nn.Module):
@@ -135,6 +63,8 @@ class PackedAttention(torch.nn.Module):
             angles = layout.local_rotary if self.local_rope else layout.rotary
             assert angles is not None, "a packed layout carries the angles that its layers want"
             query, key = rotate(query, *angles), rotate(key, *angles)
+        if layout.key_order is not None:
+            key, value = _of_all_ranks(key, value, layout)
         width = value.shape[-1]
         # Kernels want values as wide as keys; columns of zeros give columns of zeros.
         value = F.pad(value, (0, key.shape[-1] - width))
@@ -144,50 +74,59 @@ class PackedAttention(torch.nn.Module):
         """[N, heads, dim]"""
         scale, window = self.softmax_scale, self.window
         if layout.kernel is not None:
-            cu_seqlens, longest = layout.cu_seqlens_q, layout.max_seqlen_q
-            return layout.kernel(query, key, value, cu_seqlens, longest, scale, window)
+            rows = layout.kernel_rows
+            if layout.kernel_keys is not None:
+                key, value = (x.index_select(0, layout.kernel_keys) for x in (key, value))
+            return layout.kernel(query, key, value, rows, scale, window)
         parts = [_dense_attention(query, key, value, bucket, scale, window) for bucket in layout.buckets]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _of_all_ranks(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of whole sequences; in backward each rank gets the sum of its own tokens' gradients."""
+    both = tensor_parallel.gather_from_sequence_parallel_region(
+        torch.cat((key, value), -1), group=layout.share.group
+    )
+    whole = both.index_select(0, layout.key_order)
+    return whole[..., : key.shape[-1]], whole[..., key.shape[-1] :]
 
 
 def _dense_attention(
     query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attention of one bucket -> [its tokens, heads, dim].
+    """Attention of one bucket -> [its tokens, heads, dim]."""
+    q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
+    parts = []
+    for span in bucket.spans:
+        queries = q[:, :, span.first : span.first + span.length]
+        parts += _span_attention(queries, k, v, span, scale, window)
+    return bucket.queries.packed(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
 
-    Padding stands at the end of a row, where no real query looks, so the causal mask is all the mask there
-    is.
+
+def _span_attention(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, scale: float | None, window: int | None
+) -> Iterator[Tensor]:
+    """[count, heads, queries, dim] of blocks of queries, each with no more keys than they see.
+
+    The rows of one rank that holds whole sequences begin with their first query, so without a window the
+    causal mask is all the mask there is.
     """
-    q, k, v = (_to_dense(x[bucket.start : bucket.end], bucket) for x in (query, key, value))
-    if window is None or window >= bucket.length:
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    grouped = q.shape[1] != k.shape[1]
+    if window is not None and window >= k.shape[2]:
+        window = None
+    if window is None and span.starts is None:
+        yield F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return
+    size = span.length if window is None else max(window, BLOCK)
+    for first in range(0, span.length, size):
+        block = range(first, min(first + size, span.length))
+        start = 0 if window is None else max(span.least_start + first - window + 1, 0)
+        keys = range(start, min(span.largest_start + block.stop, k.shape[2]))
+        yield F.scaled_dot_product_attention(
+            q[:, :, block.start : block.stop],
+            k[:, :, keys.start : keys.stop],
+            v[:, :, keys.start : keys.stop],
+            span.sees(block, keys, window),
+            scale=scale,
+            enable_gqa=grouped,
         )
-    else:
-        out = _windowed_attention(q, k, v, scale, window)
-    packed = out.transpose(1, 2).reshape(bucket.count * bucket.length, *query.shape[1:])
-    return packed if bucket.index is None else packed.index_select(0, bucket.index)
-
-
-def _windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
-    """[count, heads, length, dim]: a block of queries sees at most a block and a window of keys."""
-    length, size = q.shape[2], max(window, BLOCK)
-    blocks = []
-    for first in range(0, length, size):
-        last, start = min(first + size, length), max(first - window + 1, 0)
-        ahead = first - start  # keys before the block's first query
-        sees = torch.ones(last - first, last - start, dtype=torch.bool, device=q.device)
-        sees = sees.tril(ahead).triu(ahead - window + 1)
-        keys, values = k[:, :, start:last], v[:, :, start:last]
-        block = F.scaled_dot_product_attention(
-            q[:, :, first:last], keys, values, sees, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        blocks.append(block)
-    return torch.cat(blocks, 2)
-
-
-def _to_dense(x: Tensor, bucket: Bucket) -> Tensor:
-    """[tokens, heads, dim] -> [count, heads, length, dim]."""
-    if bucket.index is not None:
-        x = x.new_zeros(bucket.count * bucket.length, *x.shape[1:]).index_copy(0, bucket.index, x)
-    return x.reshape(bucket.count, bucket.length, *x.shape[1:]).transpose(1, 2)

@@ -14,6 +14,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -71,10 +72,20 @@ def installed_kernels() -> dict[str, str]:
     return {name: _version(name) for name in ("transformer_engine", "apex", "flash_attn")}
 
 
-# (query, key, value, cu_seqlens, max_seqlen, scale, window) -> causal attention within each packed sequence;
-# `window` is how many tokens are seen, itself included, or None for all
+@dataclass(frozen=True)
+class KernelRows:
+    """Rows of queries and of the keys that they look at; the last query of a row sees its last key."""
+
+    cu_queries: torch.Tensor  # [rows + 1] int32
+    cu_keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+# (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens are
+# seen, itself included, or None for all
 AttentionKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, KernelRows, float | None, int | None], torch.Tensor
 ]
 
 
@@ -84,18 +95,15 @@ def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, 
         return "torch scaled_dot_product_attention in buckets", None
     if importlib.util.find_spec("flash_attn") is not None:
         flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
-        return "flash_attn_varlen_func", lambda q, k, v, cu, n, scale, window: flash_attn(
-            q, k, v, cu, cu, n, n, causal=True, softmax_scale=scale, window_size=(_before(window), 0)
+        return "flash_attn_varlen_func", lambda q, k, v, rows, scale, window: flash_attn(
+            q, k, v, *_sizes(rows), causal=True, softmax_scale=scale, window_size=(_before(window), 0)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return "torch varlen_attn", lambda q, k, v, cu, n, scale, window: varlen_attn(
+    return "torch varlen_attn", lambda q, k, v, rows, scale, window: varlen_attn(
         q,
         k,
         v,
-        cu,
-        cu,
-        n,
-        n,
+        *_sizes(rows),
         scale=scale,
         window_size=(_before(window), 0),
         enable_gqa=q.shape[1] != k.shape[1],
@@ -103,6 +111,10 @@ def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, 
 
 
 def _before(window: int | None) -> int:
+def _sizes(rows: KernelRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return rows.cu_queries, rows.cu_keys, rows.max_queries, rows.max_keys
+
+
     """Tokens before itself that a query sees, as kernels say it: -1 for all."""
     return -1 if window is None else window - 1
 

@@ -16,7 +16,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from .attention import Angles, PackedLayout
+from .packing import Angles, PackedLayout
 from .rotary import rotate
 
 # DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.

@@ -1,7 +1,8 @@
 """Micro-batches: which sequences run together, in the order and padding the model wants."""
 
+import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -9,24 +10,28 @@ from torch import Tensor
 from nemorl.data.packed import PackedBatch
 from nemorl.models.rope import RotaryTable
 
-from .attention import PackedLayout, packed_layout
+from .context import ContextShare
 from .device import AttentionKernel
+from .packing import PackedLayout, packed_layout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Sequences of one forward pass, shortest first.
 
-    `tokens` and `position_ids` may end in a few tokens of padding, a sequence of its own that nothing looks
-    at: sequence parallelism wants a multiple of the tensor-parallel size.
+    A rank computes `tokens`: its share of every sequence, which is padded to cut into equal chunks under
+    context parallelism, and then of a few tokens of padding, a sequence of its own that nothing looks at:
+    sequence parallelism wants a multiple of the tensor-parallel size.
     """
 
-    batch: PackedBatch  # [N]
+    batch: PackedBatch  # [N] whole sequences
     places: Tensor  # [N] where each token stands in the whole batch of this rank
-    tokens: Tensor  # [1, N + padding]
-    position_ids: Tensor  # [1, N + padding]
+    tokens: Tensor  # [1, n]
+    position_ids: Tensor  # [1, n], 0 for padding
     layout: PackedLayout
     scored: Tensor  # [M] places in `batch` whose logprob is wanted: those of the loss mask
+    labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
+    predictors: Tensor  # [m] place in `tokens` of the token before each label
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class MicroBatchMaker:
     rotary: RotaryTable
     local_rotary: RotaryTable | None  # of the layers with a window, where theirs is another
     kernel: AttentionKernel | None
-    multiple: int  # the number of tokens is padded to a multiple of this
+    multiple: int  # the number of a rank's tokens is padded to a multiple of this
+    share: ContextShare
     device: torch.device
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
@@ -47,24 +53,50 @@ class MicroBatchMaker:
         sequences, lengths = [sequences[i] for i in order], [lengths[i] for i in order]
         selected = batch.select(sequences)
         places = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
-        padding = -selected.num_tokens % self.multiple
-        positions = torch.cat((selected.position_ids, torch.arange(padding)))
-        tokens = torch.nn.functional.pad(selected.tokens, (0, padding))
-        positions = positions.to(self.device)
+        padded = self._padded(lengths)
+        real = torch.cat(
+            [
+                torch.arange(n) + start
+                for n, start in zip(lengths, accumulate(padded, initial=0), strict=False)
+            ]
+        )  # [N] where each token of the batch stands in the padded sequences
+        held = self.share.places(padded)  # [n] where each of the rank's tokens stands there
+        place_here = torch.full((sum(padded),), -1)
+        place_here[held] = torch.arange(len(held))
+        scored = selected.loss_mask.nonzero().squeeze(1)
+        predictors = place_here[real[scored] - 1]
+        mine = predictors >= 0
+        positions = _spread(selected.position_ids, real, sum(padded))[held].to(self.device)
         layout = packed_layout(
-            lengths + [padding] * (padding > 0),
+            padded,
             self.rotary.at(positions),
             self.kernel,
             self.local_rotary.at(positions) if self.local_rotary else None,
+            self.share,
         )
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,
-            tokens=tokens.to(self.device).unsqueeze(0),
+            tokens=_spread(selected.tokens, real, sum(padded))[held].to(self.device).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             layout=layout,
-            scored=selected.loss_mask.nonzero().squeeze(1).to(self.device),
+            scored=scored.to(self.device),
+            labels=scored[mine].to(self.device),
+            predictors=predictors[mine].to(self.device),
         )
+
+    def _padded(self, lengths: list[int]) -> list[int]:
+        """Tokens of each sequence with its padding, and of the last one, which is padding alone, if any."""
+        chunks = self.share.num_chunks
+        padded = [-(-length // chunks) * chunks for length in lengths]
+        multiple = math.lcm(self.multiple, len(self.share.chunks))
+        missing = -(sum(padded) // self.share.size) % multiple * self.share.size
+        return padded + [missing] * (missing > 0)
+
+
+def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
+    """[size] with the values at their places and 0 elsewhere."""
+    return values.new_zeros(size).index_copy(0, places, values)
 
 
 def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:

@@ -31,33 +31,37 @@ from .layers import block_spec
 from .micro_batch import MicroBatch
 
 # Dimension of the weight that tensor parallelism divides.
+from .pipeline import pipeline_arguments, recompute_arguments
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of a policy.
+    """One pipeline stage of a policy, or one of its runs of layers under VPP.
 
     `forward` ends at the hidden states; `score` turns those of the last stage into logprobs without ever
     holding the logits of a batch. Position embeddings are rotary and live in the attention, hence `none`
     here.
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig, chunk: int
+    ) -> None:
         tp_size = policy.layout.tensor_parallel_size
         stage = parallel_state.get_pipeline_model_parallel_rank()
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(
-                config, shape, stage_layers(shape.num_layers, policy.layout, stage)
+                config, shape, stage_layers(shape.num_layers, policy.layout, stage, chunk)
             ),
             vocab_size=padded_vocab_size(shape, tp_size),
             max_sequence_length=policy.max_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",
         )
         self.embedding_scale = _rounded(shape.embedding_scale, config.params_dtype)
+            vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         self.chunk_tokens = policy.logprob_chunk_tokens
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
         self._mark_sharded_weights()
@@ -78,25 +82,26 @@ class PolicyModel(GPTModel):
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
         The position before a token predicts it, and only positions that predict a masked-in token are
-        computed.
+        computed. Under context parallelism all ranks get the values of all: each then computes the same loss,
+        and takes from its gradient the part of its own tokens.
         """
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        hidden = hidden.squeeze(1).index_select(0, micro.scored - 1)
+        hidden = hidden.squeeze(1).index_select(0, micro.predictors)
         if not self.config.sequence_parallel:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         logprobs, entropies = token_logprobs(
             hidden,
             self._output_weight(),
-            micro.batch.tokens.index_select(0, micro.scored),
+            micro.batch.tokens.index_select(0, micro.labels),
             self.vocabulary,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
         )
-        empty = logprobs.new_zeros(micro.batch.num_tokens)
-        spread = empty.index_copy(0, micro.scored, logprobs)
-        return spread, None if entropies is None else empty.index_copy(0, micro.scored, entropies)
+        if entropies is not None:
+            entropies = _of_whole_batch(entropies, micro)
+        return _of_whole_batch(logprobs, micro), entropies
 
     def _output_weight(self) -> Tensor:
         """[V / TP, H]: the output layer's own weight or the embedding's."""
@@ -155,8 +160,10 @@ def build_model(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     with building(kind):
-        model = PolicyModel(config, shape, policy).to(device)
-        return [PolicyParallel(config, ddp_config, model)]
+        return [
+            PolicyParallel(config, ddp_config, PolicyModel(config, shape, policy, chunk).to(device))
+            for chunk in range(policy.layout.virtual_pipeline_parallel_size)
+        ]
 
 
 def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind) -> TransformerConfig:
@@ -179,7 +186,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -189,7 +196,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         moe_token_dispatcher_type="alltoall",  # wanted by variable_seq_lengths, dense models included
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_sums,
-        deallocate_pipeline_outputs=layout.pipeline_parallel_size > 1,
+        **pipeline_arguments(layout, kind),
+        **recompute_arguments(policy.recompute),
         use_cpu_initialization=kind == "cpu",
         cuda_graph_scope=[],
         # Weights are always loaded.
@@ -250,3 +258,10 @@ def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:
         num_real=min(max(vocab_size - start, 0), columns),
         group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
     )
+def _of_whole_batch(values: Tensor, micro: MicroBatch) -> Tensor:
+    """[N] from those of the rank's labels and of the other context-parallel ranks'."""
+    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, micro.labels, values)
+    group = parallel_state.get_context_parallel_group()
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
+
+

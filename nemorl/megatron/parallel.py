@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemorl.config.policy import LayoutConfig
 
+from .context import ContextShare
 from .device import DeviceKind, communication_backend, use_loopback
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ def join(
         raise ValueError(
             f"policy.layout wants {layout.world_size} processes "
             f"({layout.tensor_parallel_size} TP x {layout.pipeline_parallel_size} PP x "
-            f"{layout.data_parallel_size} DP) but {world_size} were started"
+            f"{layout.context_parallel_size} CP x {layout.data_parallel_size} DP) "
+            f"but {world_size} were started"
         )
     if rendezvous.startswith(("file:", "tcp://127.", "tcp://localhost")):
         use_loopback(device)
@@ -50,9 +52,14 @@ def join(
         world_size=world_size,
         timeout=timeout,
     )
+    chunks = layout.virtual_pipeline_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         distributed_timeout_minutes=deadline_seconds / 60,
         create_gloo_process_groups=False,
     )
@@ -60,6 +67,15 @@ def join(
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
+
+
+def context_share() -> ContextShare:
+    """This rank's part of every sequence."""
+    return ContextShare(
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_group(),
+    )
 
 
 def leave() -> None:

@@ -16,6 +16,7 @@ from nemorl.data.losses import Loss, LossOutput
 
 from .micro_batch import MicroBatch
 from .model import PolicyParallel
+from .pipeline import micro_batches_in_a_row
 
 
 def run_training(
@@ -67,10 +68,15 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    run = get_forward_backward_func()
-    outputs = run(
+    config = chunks[0].config
+    if len(chunks) > 1:
+        config.microbatch_group_size_per_vp_stage = micro_batches_in_a_row(
+            len(micro_batches), config.pipeline_model_parallel_size
+        )
+    iterators = [iter(micro_batches) for _ in chunks]
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
         # Stages tell each other the real number of tokens (variable_seq_lengths).

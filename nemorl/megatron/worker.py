@@ -225,11 +225,11 @@ class PolicyWorker:
         )
 
     def _rotary_table(self, rope: Rope) -> RotaryTable:
-        layout = self._config.layout
         return RotaryTable(
             self._shape.rotary_dim,
             rope,
-            max_positions=max(self._config.max_sequence_length, layout.tensor_parallel_size),
+            max_positions=self._config.max_sequence_length,
             dtype=DTYPES[self._config.precision],
             device=self._device,
         )
+            share=parallel.context_share(),

@@ -43,9 +43,10 @@ def start_worker(
 
 
 def share(batch: PackedBatch, rank: int, config: PolicyConfig) -> PackedBatch:
-    """The sequences of a rank's data-parallel copy, in Megatron's rank order tp, dp, pp."""
+    """The sequences of a rank's data-parallel copy, in Megatron's rank order tp, cp, dp, pp."""
     layout = config.layout
-    copy = rank // layout.tensor_parallel_size % layout.data_parallel_size
+    sharing = layout.tensor_parallel_size * layout.context_parallel_size
+    copy = rank // sharing % layout.data_parallel_size
     return batch.select(list(range(copy, batch.num_sequences, layout.data_parallel_size)))
 
 

@@ -137,11 +137,23 @@ def policy_config(model_path: Path, **fields: object) -> PolicyConfig:
     )
 
 
-def layout(tp: int = 1, pp: int = 1, dp: int = 1, sp: bool = False) -> LayoutConfig:
-    """TP, PP, DP and SP by their short names."""
-    return LayoutConfig(
-        tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=dp, sequence_parallel=sp
-    )
+SHORT_NAMES = {
+    "tp": "tensor_parallel_size",
+    "sp": "sequence_parallel",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "first": "layers_in_first_stage",
+    "last": "layers_in_last_stage",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def layout(**sizes: int | bool) -> LayoutConfig:
+    """A layout by the short names of its axes, such as `layout(tp=2, sp=True)`."""
+    return LayoutConfig(**{SHORT_NAMES[name]: size for name, size in sizes.items()})
 
 
 def ragged_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> PackedBatch:

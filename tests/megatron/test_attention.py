@@ -5,7 +5,8 @@ import cmath
 import pytest
 import torch
 
-from nemorl.megatron.attention import PackedAttention, packed_layout
+from nemorl.megatron.attention import PackedAttention
+from nemorl.megatron.packing import packed_layout
 from nemorl.megatron.rotary import rotate
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
@@ -61,7 +62,8 @@ def test_ragged_sequences_forward_and_backward(lengths, buckets):
     upstream = torch.randn(num_tokens, HEADS * DIM)
     positions = torch.cat([torch.arange(n) for n in lengths])
     layout = packed_layout(lengths, table().at(positions), kernel=None)
-    assert [(b.count, b.length, b.index is not None) for b in layout.buckets] == buckets
+    rows = [bucket.keys for bucket in layout.buckets]
+    assert [(r.count, r.length, r.index is not None) for r in rows] == buckets
 
     out = PackedAttention()(q, k, v, None, attn_mask_type=None, attention_bias=None, packed_seq_params=layout)
     grads = torch.autograd.grad(out, (q, k, v), upstream)
@@ -120,9 +122,9 @@ def test_values_may_be_narrower_than_keys():
 def test_a_kernel_gets_the_packed_tensors_as_they_are():
     seen = {}
 
-    def kernel(q, k, v, cu_seqlens, max_seqlen, scale, window):
-        seen.update(cu_seqlens=cu_seqlens.tolist(), max_seqlen=max_seqlen, k=tuple(k.shape))
-        seen.update(scale=scale, window=window)
+    def kernel(q, k, v, rows, scale, window):
+        seen.update(queries=rows.cu_queries.tolist(), longest=rows.max_queries, k=tuple(k.shape))
+        seen.update(keys=rows.cu_keys.tolist(), scale=scale, window=window)
         return q
 
     layout = packed_layout([2, 3], table().at(torch.tensor([0, 1, 0, 1, 2])), kernel)
@@ -132,8 +134,9 @@ def test_a_kernel_gets_the_packed_tensors_as_they_are():
     )
     assert out.shape == (5, HEADS * DIM)
     assert seen == {
-        "cu_seqlens": [0, 2, 5],
-        "max_seqlen": 3,
+        "queries": [0, 2, 5],
+        "keys": [0, 2, 5],
+        "longest": 3,
         "k": (5, KV_HEADS, DIM),
         "scale": 0.5,
         "window": 2,

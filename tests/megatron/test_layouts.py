@@ -12,7 +12,12 @@ LAYOUTS = {
     "TP2": layout(tp=2),
     "TP2-SP": layout(tp=2, sp=True),
     "PP2": layout(pp=2),
+    "PP2-uneven": layout(pp=2, first=1),
+    "PP2-VPP2": layout(pp=2, vpp=2),
     "DP2": layout(dp=2),
+    "CP2": layout(cp=2),
+    "CP2-TP2-SP": layout(cp=2, tp=2, sp=True),
+    "CP2-DP2": layout(cp=2, dp=2),
     "TP2-PP2": layout(tp=2, pp=2),
 }
 STEPS = 5

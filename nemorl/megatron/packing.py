@@ -1,0 +1,199 @@
+"""The layout of a micro-batch's packed sequences that all layers share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from .context import ContextShare
+from .device import AttentionKernel, KernelRows
+
+Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
+
+# Sequences share a bucket while the shortest is at least this fraction of the longest: padding is computed
+# for nothing, but each bucket costs several kernel launches per layer.
+SIMILAR = 0.75
+# Below this many tokens the launches always cost more than the padding.
+SHORT = 32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of packed tokens laid out densely as `count` rows of `length` tokens."""
+
+    start: int  # first packed token
+    end: int
+    count: int
+    length: int
+    index: Tensor | None  # [end - start] dense place of each packed token; None when there is no padding
+
+    def dense(self, packed: Tensor) -> Tensor:
+        """[tokens, heads, dim] of all packed tokens -> [count, heads, length, dim]."""
+        x = packed[self.start : self.end]
+        if self.index is not None:
+            x = x.new_zeros(self.count * self.length, *x.shape[1:]).index_copy(0, self.index, x)
+        return x.reshape(self.count, self.length, *x.shape[1:]).transpose(1, 2)
+
+    def packed(self, dense: Tensor) -> Tensor:
+        """[count, heads, length, dim] -> [end - start, heads, dim]."""
+        x = dense.transpose(1, 2).reshape(self.count * self.length, dense.shape[1], dense.shape[3])
+        return x if self.index is None else x.index_select(0, self.index)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A chunk of every row of a bucket, of `length` queries that follow one another in their sequence."""
+
+    first: int  # place in the row of queries
+    length: int
+    starts: Tensor | None = None  # [rows] place of its first query in the sequence; None: 0 for all
+    least_start: int = 0
+    largest_start: int = 0
+
+    def sees(self, queries: range, keys: range, window: int | None) -> Tensor:
+        """Whether queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
+
+        Padding stands at the end of a row, where no real query looks.
+        """
+        places = torch.arange(queries.start, queries.stop)
+        key_places = torch.arange(keys.start, keys.stop)
+        if self.starts is not None:
+            places = (self.starts.unsqueeze(1) + places.to(self.starts.device)).unsqueeze(1)
+            key_places = key_places.to(self.starts.device)
+        places = places.unsqueeze(-1)
+        seen = key_places <= places
+        return seen if window is None else seen & (key_places > places - window)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring sequences of similar length."""
+
+    queries: Rows
+    keys: Rows
+    spans: tuple[Span, ...]
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """How a micro-batch is packed. Goes through Megatron's layers as its `packed_seq_params`.
+
+    `cu_seqlens` are those of whole sequences, also where context parallelism gives the rank a part of each.
+    """
+
+    qkv_format: str = "thd"
+    rotary: Angles | None = None
+    local_rotary: Angles | None = None  # of the layers with a window, where theirs are others
+    buckets: list[Bucket] = field(default_factory=list)  # empty where a variable-length kernel is used
+    kernel: AttentionKernel | None = None
+    kernel_rows: KernelRows | None = None
+    kernel_keys: Tensor | None = None  # which packed keys these rows have; None for all in their order
+    share: ContextShare = ContextShare()
+    key_order: Tensor | None = None  # [tokens of all ranks], see `ContextShare.order`; None for one rank
+
+
+def packed_layout(
+    lengths: Sequence[int],
+    rotary: Angles,
+    kernel: AttentionKernel | None,
+    local_rotary: Angles | None = None,
+    share: ContextShare = ContextShare(),  # noqa: B008 - frozen
+) -> PackedLayout:
+    """Layout of sequences laid end to end; neighbours should be of similar length (sort them).
+
+    `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens. Without a
+    kernel buckets are made.
+    """
+    device = rotary[0].device
+    cu_seqlens = _starts(lengths, device)
+    return PackedLayout(
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        rotary=rotary,
+        local_rotary=local_rotary,
+        buckets=[] if kernel else _buckets(lengths, share, device),
+        kernel=kernel,
+        kernel_rows=_kernel_rows(lengths, share, device) if kernel else None,
+        kernel_keys=_kernel_keys(lengths, share, device) if kernel and share.size > 1 else None,
+        share=share,
+        key_order=share.order(lengths).to(device) if share.size > 1 else None,
+    )
+
+
+def _kernel_rows(lengths: Sequence[int], share: ContextShare, device: torch.device) -> KernelRows:
+    """A row for each chunk that the rank takes: its queries, and the sequence's keys up to its end."""
+    queries = [length // share.num_chunks for length in lengths for _ in share.chunks]
+    keys = [length // share.num_chunks * (number + 1) for length in lengths for number in share.chunks]
+    return KernelRows(_starts(queries, device), _starts(keys, device), max(queries), max(keys))
+
+
+def _kernel_keys(lengths: Sequence[int], share: ContextShare, device: torch.device) -> Tensor:
+    starts = accumulate(lengths, initial=0)
+    places = [
+        torch.arange(length // share.num_chunks * (number + 1)) + start
+        for start, length in zip(starts, lengths, strict=False)
+        for number in share.chunks
+    ]
+    return torch.cat(places).to(device)
+
+
+def _buckets(lengths: Sequence[int], share: ContextShare, device: torch.device) -> list[Bucket]:
+    bounds, low, high = [0], lengths[0], lengths[0]
+    for i, length in enumerate(lengths):
+        low, high = min(low, length), max(high, length)
+        if high > SHORT and low < SIMILAR * high:
+            bounds.append(i)
+            low = high = length
+    bounds.append(len(lengths))
+    starts = [0, *accumulate(lengths)]
+    return [_bucket(lengths[a:b], starts[a], share, device) for a, b in pairwise(bounds)]
+
+
+def _bucket(lengths: Sequence[int], start: int, share: ContextShare, device: torch.device) -> Bucket:
+    chunks = [length // share.num_chunks for length in lengths]
+    longest = max(chunks)
+    keys = _rows(lengths, share.num_chunks * longest, [(0, length) for length in lengths], start, device)
+    if share.size == 1:
+        return Bucket(keys, keys, (Span(0, longest),))
+    runs = [(longest * i, chunk) for chunk in chunks for i in range(len(share.chunks))]
+    queries = _rows(lengths, len(share.chunks) * longest, runs, start // share.size, device)
+    spans = tuple(
+        Span(
+            first=i * longest,
+            length=longest,
+            starts=torch.tensor(chunks, device=device) * number,
+            least_start=min(chunks) * number,
+            largest_start=longest * number,
+        )
+        for i, number in enumerate(share.chunks)
+    )
+    return Bucket(queries, keys, spans)
+
+
+def _rows(
+    lengths: Sequence[int],
+    row_length: int,
+    runs: Sequence[tuple[int, int]],
+    start: int,
+    device: torch.device,
+) -> Rows:
+    """`runs` of tokens (first place in the row, number), equally many for each row, in packed order."""
+    num_tokens = sum(number for _, number in runs)
+    index = None
+    if num_tokens < len(lengths) * row_length:
+        by_row = len(runs) // len(lengths)
+        places = [
+            torch.arange(number) + first + i // by_row * row_length for i, (first, number) in enumerate(runs)
+        ]
+        index = torch.cat(places).to(device)
+    return Rows(start, start + num_tokens, len(lengths), row_length, index)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[rows + 1] int32: where each begins, then the end."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
