@@ -152,7 +152,5 @@ class PolicyConfig(Config):
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
     max_skipped_steps: int = Field(10, ge=0)
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
-    lora: LoraConfig | None = None
-    """Train adapters instead of the weights, which stay as they are; null trains the weights."""
     recompute: RecomputeConfig = NoRecompute()
     """Which activations are computed again in the backward pass instead of kept."""
