@@ -29,9 +29,9 @@ from .device import DTYPES, DeviceKind, building
 from .head import VocabularyShard, token_logprobs
 from .layers import block_spec
 from .micro_batch import MicroBatch
+from .pipeline import pipeline_arguments, recompute_arguments
 
 # Dimension of the weight that tensor parallelism divides.
-from .pipeline import pipeline_arguments, recompute_arguments
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
@@ -59,9 +59,9 @@ class PolicyModel(GPTModel):
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="none",
+            vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
         self.embedding_scale = _rounded(shape.embedding_scale, config.params_dtype)
-            vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         self.chunk_tokens = policy.logprob_chunk_tokens
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
         self._mark_sharded_weights()
@@ -139,12 +139,12 @@ class PolicyParallel(DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel ranks; each keeps the shard that it updates."""
-        if self.dp_group.size() > 1:
+        if self.dp_cp_group.size() > 1:
             super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_param_sync(self, *_: Any, **options: bool) -> None:
         """Collect the updated shards from the data-parallel ranks."""
-        if self.dp_group.size() > 1:
+        if self.dp_cp_group.size() > 1:
             super().start_param_sync(**options)
 
 
@@ -188,6 +188,8 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         tensor_model_parallel_size=layout.tensor_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
+        **pipeline_arguments(layout, kind),
+        **recompute_arguments(policy.recompute),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -196,8 +198,6 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         moe_token_dispatcher_type="alltoall",  # wanted by variable_seq_lengths, dense models included
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_sums,
-        **pipeline_arguments(layout, kind),
-        **recompute_arguments(policy.recompute),
         use_cpu_initialization=kind == "cpu",
         cuda_graph_scope=[],
         # Weights are always loaded.
@@ -249,6 +249,13 @@ def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -
     finalize_model_grads(models, None, **groups)
 
 
+def _of_whole_batch(values: Tensor, micro: MicroBatch) -> Tensor:
+    """[N] from those of the rank's labels and of the other context-parallel ranks'."""
+    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, micro.labels, values)
+    group = parallel_state.get_context_parallel_group()
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
+
+
 def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     columns = padded_size // tp_size
@@ -258,10 +265,3 @@ def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:
         num_real=min(max(vocab_size - start, 0), columns),
         group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
     )
-def _of_whole_batch(values: Tensor, micro: MicroBatch) -> Tensor:
-    """[N] from those of the rank's labels and of the other context-parallel ranks'."""
-    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, micro.labels, values)
-    group = parallel_state.get_context_parallel_group()
-    return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
-
-

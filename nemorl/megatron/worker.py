@@ -221,6 +221,7 @@ class PolicyWorker:
             local_rotary=self._rotary_table(local_rope) if local_rope else None,
             kernel=packed_attention_kernel(self._kind, dtype)[1],
             multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
+            share=parallel.context_share(),
             device=self._device,
         )
 
@@ -232,4 +233,3 @@ class PolicyWorker:
             dtype=DTYPES[self._config.precision],
             device=self._device,
         )
-            share=parallel.context_share(),
