@@ -110,11 +110,11 @@ def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, 
     )
 
 
-def _before(window: int | None) -> int:
 def _sizes(rows: KernelRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     return rows.cu_queries, rows.cu_keys, rows.max_queries, rows.max_keys
 
 
+def _before(window: int | None) -> int:
     """Tokens before itself that a query sees, as kernels say it: -1 for all."""
     return -1 if window is None else window - 1
 
