@@ -10,6 +10,12 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.fixture(scope="session", params=[name for name in CONFIGS if not name.startswith("deepseek")])
+def tiny_grouped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Of the families with grouped queries, whose projections Megatron fuses."""
+    return write_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return write_tiny("llama", tmp_path_factory.mktemp("llama"))

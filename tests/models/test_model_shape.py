@@ -83,9 +83,12 @@ def test_every_family_reads_what_transformers_writes(tiny: TinyModel) -> None:
     assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (4, 32, 101)
     assert shape.qkv_bias == any(name.endswith("q_proj.bias") for name in tiny.tensors)
     assert shape.qk_norm == any(name.endswith("q_norm.weight") for name in tiny.tensors)
-    assert shape.extent(Dim.QUERY) == tiny.tensors["model.layers.0.self_attn.q_proj.weight"].shape[0]
-    assert shape.rope.theta == config["rope_parameters"]["rope_theta"]
-    assert (shape.rope.scaling is not None) == (config["rope_parameters"]["rope_type"] == "llama3")
+    queries = next(name for name in tiny.tensors if name.endswith(("q_proj.weight", "q_b_proj.weight")))
+    assert shape.extent(Dim.QUERY) == tiny.tensors[queries].shape[0]
+    rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    assert shape.rope.theta == rope["rope_theta"]
+    assert (shape.rope.scaling is not None) == (rope["rope_type"] == "llama3")
 
 
 def test_defaults_are_those_of_transformers() -> None:

@@ -13,7 +13,7 @@ from nemorl.models.local_view import local_view
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 
-LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 2, 4)]
 
 
 def layout(tp_size: int = 1, pp_size: int = 1) -> LayoutConfig:
@@ -31,22 +31,26 @@ def test_names_and_shapes_are_those_of_transformers(tiny: TinyModel) -> None:
     assert hf_tensors(tiny.shape) == expected
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
-def test_every_layout_gives_the_folder_back(tiny: TinyModel, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize(("tp_size", "pp_size", "ep_size"), LAYOUTS)
+def test_every_layout_gives_the_folder_back(
+    tiny: TinyModel, tp_size: int, pp_size: int, ep_size: int
+) -> None:
     gathered = {name: torch.full_like(tensor, torch.nan) for name, tensor in tiny.tensors.items()}
-    for rank in ranks(tp_size, pp_size):
+    for rank in ranks(tp_size, pp_size, ep_size):
         parameters = load(tiny, rank)
         for part in policy_slices(tiny.shape, rank):
             box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
-            gathered[part.name][box] = local_view(parameters, part)
+            gathered[part.name].view(part.shape)[box] = local_view(parameters, part)
     for name, tensor in tiny.tensors.items():
         assert torch.equal(gathered[name], tensor), name
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
-def test_every_local_element_is_loaded_but_the_padding(tiny: TinyModel, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize(("tp_size", "pp_size", "ep_size"), LAYOUTS)
+def test_every_local_element_is_loaded_but_the_padding(
+    tiny: TinyModel, tp_size: int, pp_size: int, ep_size: int
+) -> None:
     """101 tokens over 2 or 4 ranks leave 1 or 3 rows of padding, on the last rank."""
-    for rank in ranks(tp_size, pp_size):
+    for rank in ranks(tp_size, pp_size, ep_size):
         padding = padded_vocab_size(tiny.shape, tp_size) - 101 if rank.tp_rank == tp_size - 1 else 0
         for name, parameter in load(tiny, rank).items():
             holds_vocabulary = "word_embeddings" in name or "output_layer" in name
@@ -54,19 +58,19 @@ def test_every_local_element_is_loaded_but_the_padding(tiny: TinyModel, tp_size:
             assert int(parameter.isnan().sum()) == expected, (rank, name)
 
 
-def test_query_key_and_value_are_interleaved_per_key_value_head(tiny: TinyModel) -> None:
+def test_query_key_and_value_are_interleaved_per_key_value_head(tiny_grouped: TinyModel) -> None:
     """Megatron's order written out: [4 groups, (2 queries, 1 key, 1 value), head, hidden], cut over ranks."""
     attention = "model.layers.3.self_attn."
-    kind = ("weight", "bias") if tiny.shape.qkv_bias else ("weight",)
+    kind = ("weight", "bias") if tiny_grouped.shape.qkv_bias else ("weight",)
     for suffix in kind:
-        q, k, v = (tiny.tensors[f"{attention}{x}_proj.{suffix}"] for x in "qkv")
-        head, rest = tiny.shape.head_dim, q.shape[1:]
+        q, k, v = (tiny_grouped.tensors[f"{attention}{x}_proj.{suffix}"] for x in "qkv")
+        head, rest = tiny_grouped.shape.head_dim, q.shape[1:]
         grouped = torch.cat(
             (q.view(4, 2, head, *rest), k.view(4, 1, head, *rest), v.view(4, 1, head, *rest)), dim=1
         )
         shards = grouped.reshape(-1, *rest).chunk(2)
         for tp_rank in range(2):
-            parameters = load(tiny, PolicyRank(layout(2, 2), tp_rank, pp_rank=1))
+            parameters = load(tiny_grouped, PolicyRank(layout(2, 2), tp_rank, pp_rank=1))
             fused = parameters[f"decoder.layers.1.self_attention.linear_qkv.{suffix}"]
             assert torch.equal(fused, shards[tp_rank])
 
@@ -79,13 +83,13 @@ def test_gate_and_up_follow_each_other_on_every_rank(tiny: TinyModel) -> None:
 
 
 def test_row_parallel_linears_are_cut_by_columns(tiny: TinyModel) -> None:
-    output, down = (tiny.tensors[f"model.layers.2.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
+    output, down = (tiny.tensors[f"model.layers.0.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
     for tp_rank in range(2):
         parameters = load(tiny, PolicyRank(layout(2), tp_rank))
-        projection = parameters["decoder.layers.2.self_attention.linear_proj.weight"]
+        projection = parameters["decoder.layers.0.self_attention.linear_proj.weight"]
         assert torch.equal(projection, output.chunk(2, dim=1)[tp_rank])
         assert torch.equal(
-            parameters["decoder.layers.2.mlp.linear_fc2.weight"], down.chunk(2, dim=1)[tp_rank]
+            parameters["decoder.layers.0.mlp.linear_fc2.weight"], down.chunk(2, dim=1)[tp_rank]
         )
 
 

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -34,6 +38,21 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "llama-tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
@@ -41,6 +60,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**COMMON),
     "qwen2-tied": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=16),
+    "mistral": MistralConfig(**COMMON, sliding_window=16),
+    "gemma3": Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=16, sliding_window_pattern=3),
+    "deepseek-v3": DeepseekV3Config(**{**COMMON, **DEEPSEEK}),
+    "deepseek-v3-plain-query": DeepseekV3Config(**{**COMMON, **DEEPSEEK, "q_lora_rank": None}),
 }
 
 
@@ -48,19 +71,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
 class TinyModel:
     folder: Path
     shape: ModelShape
-    tensors: dict[str, Tensor]  # transformers' state, without the second name of tied embeddings
+    tensors: dict[str, Tensor]  # as transformers wrote them
 
 
 def write_tiny(name: str, folder: Path) -> TinyModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
-    for parameter in model.parameters():  # norms and biases too: transformers leaves them at one and zero
-        parameter.data.normal_()
+    for weight in model.state_dict().values():  # norms and biases too, which are ones and zeros at first
+        weight.normal_()
     model.save_pretrained(folder)
-    shape = ModelShape.load(folder)
-    tensors = {
-        tensor_name: tensor
-        for tensor_name, tensor in model.state_dict().items()
-        if not (tensor_name == "lm_head.weight" and CONFIGS[name].tie_word_embeddings)
-    }
-    return TinyModel(folder, shape, tensors)
+    return TinyModel(folder, ModelShape.load(folder), load_file(folder / "model.safetensors"))
