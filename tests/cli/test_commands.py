@@ -1,10 +1,13 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import nemorl as package
 from nemorl.commands import doctor
+from nemorl.megatron.kernels import Installed
+from nemorl.plan.machine import Gpu, read_machine
 from tests.cli.conftest import Nemorl, Trainer
 from tests.config.experiments import write
 from tests.full_disk import files_end_at
@@ -128,6 +131,22 @@ def test_doctor_names_what_is_missing(nemorl: Nemorl, monkeypatch: pytest.Monkey
 
     assert outcome.status == 1
     assert outcome.out.endswith("not ready: megatron-kore\n")
+
+
+def test_doctor_says_which_kernels_a_gpu_would_lack(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu("a GPU", 80 * 10**9)
+    monkeypatch.setattr(doctor, "read_machine", lambda: replace(read_machine(), gpus=(gpu,)))
+    monkeypatch.setattr(Installed, "find", lambda: Installed({"transformer_engine": "2.8.0"}))
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    lines = nemorl("doctor").out.splitlines()
+
+    found = {line[:22].strip(): line for line in lines if "kernel" in line or "gradient" in line}
+    assert "torch varlen_attn (flash_attn not found)" in found["attention kernel"]
+    assert "transformer_engine 2.8.0" in found["layer kernels"]
+    assert "FusedAdam of transformer_engine 2.8.0" in found["optimizer kernel"]
+    assert "not fused (fused_weight_gradient_mlp_cuda not found)" in found["gradient accumulation"]
 
 
 def test_the_version(nemorl: Nemorl) -> None:

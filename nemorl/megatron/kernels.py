@@ -1,0 +1,162 @@
+"""Which kernels a policy uses: chosen from what is asked for and what is installed. Imports no torch.
+
+| what | fastest first |
+|---|---|
+| attention | flash-attn, torch's `varlen_attn`, `scaled_dot_product_attention` in buckets |
+| layers | Transformer Engine's linears and norms, Megatron's local ones |
+| optimizer | Transformer Engine's `FusedAdam`, apex's, torch's fused `AdamW`: Megatron looks in this order |
+| gradients | apex's `fused_weight_gradient_mlp_cuda` adds a weight's gradient to its float32 sum in one go |
+| activation | SwiGLU as one kernel, which Triton compiles |
+
+The attention is ours also between Transformer Engine's linears. Its `DotProductAttention` would need Megatron
+to rotate queries and keys (ours are rotated by the positions of a packed batch, by layer), and picks one of
+its back ends by version, shape and environment variables; a variable-length kernel called by ourselves
+computes the same for every family, window and sink, under context parallelism too, and is what the CPU tests.
+"""
+
+import importlib
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+AttentionName = Literal["flash_attn", "torch_varlen", "torch_buckets"]
+LayerKernels = Literal["local", "transformer_engine"]
+
+TRANSFORMER_ENGINE = "transformer_engine"
+APEX = "apex"
+FLASH_ATTENTION = "flash_attn"
+FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
+TRITON = "triton"
+# The part of a library that is used; what PyPI calls apex is another project, which has no optimizers.
+_MODULES = {
+    TRANSFORMER_ENGINE: "transformer_engine.pytorch",
+    APEX: "apex.optimizers",
+    FLASH_ATTENTION: "flash_attn",
+    FUSED_WEIGHT_GRADIENT: "fused_weight_gradient_mlp_cuda",
+    TRITON: "triton",
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The kernel libraries that can be imported, by name, with versions (empty where they tell none)."""
+
+    versions: dict[str, str]
+    compiler: bool = False  # with Python's headers, which Triton wants both
+
+    @classmethod
+    def find(cls) -> "Installed":
+        """Those of this process; a library whose import fails is as good as missing."""
+        found = {name: version for name in _MODULES if (version := _version(name)) is not None}
+        headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+        return cls(found, compiler=headers and any(map(shutil.which, ("cc", "gcc", "clang"))))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.versions
+
+    def described(self, name: str) -> str:
+        """`name version`, or `name not found`."""
+        return f"{name} {self.versions.get(name, 'not found')}".rstrip()
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a policy process computes with."""
+
+    attention: AttentionName = "torch_buckets"
+    layers: LayerKernels = "local"
+    fused_gradients: bool = False
+    fused_activation: bool = False
+
+    def described(self, installed: Installed, kind: Device) -> dict[str, str]:
+        """One line each for a run's header: what is used, and on a GPU what was looked for and not found."""
+        flash = installed.described(FLASH_ATTENTION)
+        return {
+            "attention kernel": {
+                "flash_attn": f"{flash} (flash_attn_varlen_func)",
+                "torch_varlen": f"torch varlen_attn ({flash})",
+                "torch_buckets": "torch scaled_dot_product_attention in buckets",
+            }[self.attention],
+            "layer kernels": _layers(self.layers, installed, kind),
+            "activation kernel": _fused(self.fused_activation, TRITON, installed, kind),
+            "optimizer kernel": optimizer_kernel(installed, kind),
+            "gradient accumulation": _fused(self.fused_gradients, FUSED_WEIGHT_GRADIENT, installed, kind),
+        }
+
+
+class KernelsNotFound(RuntimeError):
+    """The config asks for kernels that are not here; the message says which and where."""
+
+
+def choose(
+    wanted: Literal["auto", "local", "transformer_engine"],
+    *,
+    kind: Device,
+    precision: str,
+    activation: str,
+    installed: Installed,
+) -> Kernels:
+    """The kernels of a policy on a device of this kind.
+
+    Raises `KernelsNotFound` where `wanted` is `transformer_engine` and it cannot be had.
+    """
+    if wanted == "transformer_engine" and (kind == "cpu" or TRANSFORMER_ENGINE not in installed):
+        why = (
+            "this process runs on the CPU, where it has no kernels"
+            if kind == "cpu"
+            else "the package transformer_engine cannot be imported here"
+        )
+        raise KernelsNotFound(
+            f"policy.kernels is transformer_engine, but {why}: set it to auto to use what is there"
+        )
+    if kind == "cpu":
+        return Kernels()
+    attention: AttentionName = "torch_varlen"
+    if precision == "float32":  # no variable-length kernel takes it
+        attention = "torch_buckets"
+    elif FLASH_ATTENTION in installed:
+        attention = "flash_attn"
+    return Kernels(
+        attention=attention,
+        layers="transformer_engine" if wanted != "local" and TRANSFORMER_ENGINE in installed else "local",
+        fused_gradients=FUSED_WEIGHT_GRADIENT in installed,
+        # Megatron has fused forms of a few activations only.
+        fused_activation=activation == "silu" and TRITON in installed and installed.compiler,
+    )
+
+
+def optimizer_kernel(installed: Installed, kind: Device) -> str:
+    """The Adam that Megatron takes: it looks for them in this order, whatever the device."""
+    for library in (TRANSFORMER_ENGINE, APEX):
+        if library in installed:
+            return f"FusedAdam of {installed.described(library)}"
+    return "torch AdamW" + _missing(TRANSFORMER_ENGINE, installed, kind) + _missing(APEX, installed, kind)
+
+
+def _layers(layers: LayerKernels, installed: Installed, kind: Device) -> str:
+    if layers == "transformer_engine":
+        return installed.described(TRANSFORMER_ENGINE)
+    return "megatron-core local" + _missing(TRANSFORMER_ENGINE, installed, kind)
+
+
+def _fused(is_fused: bool, library: str, installed: Installed, kind: Device) -> str:
+    if is_fused:
+        return f"fused ({installed.described(library)})"
+    return "not fused" + _missing(library, installed, kind)
+
+
+def _missing(library: str, installed: Installed, kind: Device) -> str:
+    """On a CPU nobody misses these."""
+    return "" if kind == "cpu" or library in installed else f" ({installed.described(library)})"
+
+
+def _version(library: str) -> str | None:
+    try:
+        importlib.import_module(_MODULES[library])
+    except (ImportError, OSError):  # missing, or built for another torch or a CUDA that is not here
+        return None
+    package = importlib.import_module(library)
+    return str(getattr(package, "__version__", ""))

@@ -1,0 +1,9 @@
+"""Random states."""
+
+
+class CudaRNGStatesTracker:
+    pass
+
+
+def activation_recompute_forward(*_, **__):
+    raise NotImplementedError

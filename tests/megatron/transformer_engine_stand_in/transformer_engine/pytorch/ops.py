@@ -1,0 +1,9 @@
+"""Names in annotations."""
+
+
+class Sequential:
+    pass
+
+
+class FusibleOperation:
+    pass
