@@ -43,6 +43,7 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     # Megatron overlaps tensor-parallel communication in the order it issued it; it warns wherever this is not
     # set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _teach_megatron_to_route_without_transformer_engine()
     if kind == "cpu":
         _teach_megatron_the_cpu()
         return torch.device("cpu")
@@ -192,6 +193,26 @@ def _teach_megatron_the_cpu() -> None:
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         module.torch = view
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # or it would make one
+    dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_cpu
+
+
+def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """In place of copies from the device to the host: the counts are here, and wanted as numpy arrays."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(self, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(self, name, counts.numpy())
+    return tokens_per_expert
+
+
+def _teach_megatron_to_route_without_transformer_engine() -> None:
+    """Its router asks whether a name is None that it imports only together with Transformer Engine."""
+    utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None
 
 
 def _version(package: str) -> str:

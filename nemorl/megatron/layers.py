@@ -14,6 +14,7 @@ from torch import Tensor
 from nemorl.models.shape import ModelShape
 
 from .attention import PackedAttention
+from .experts import ExpertLayer
 from .latent import LatentAttention
 
 
@@ -74,6 +75,8 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
     norm = _norm(shape)
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
+    if shape.is_moe(layer):
+        spec.submodules.mlp = ExpertLayer
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = _core_attention(shape, layer)
     if shape.qk_norm:

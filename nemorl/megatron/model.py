@@ -11,6 +11,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -26,6 +27,7 @@ from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
 from .device import DTYPES, DeviceKind, building
+from .experts import expert_arguments
 from .head import VocabularyShard, token_logprobs
 from .layers import block_spec
 from .micro_batch import MicroBatch
@@ -139,13 +141,20 @@ class PolicyParallel(DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sum the gradients over the data-parallel ranks; each keeps the shard that it updates."""
-        if self.dp_cp_group.size() > 1:
+        if self._has_copies:
             super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_param_sync(self, *_: Any, **options: bool) -> None:
         """Collect the updated shards from the data-parallel ranks."""
-        if self.dp_cp_group.size() > 1:
+        if self._has_copies:
             super().start_param_sync(**options)
+
+    @property
+    def _has_copies(self) -> bool:
+        """Experts may have copies where the rest has none: on the TP ranks that do not share them."""
+        return self.dp_cp_group.size() > 1 or (
+            bool(self.expert_parallel_buffers) and self.expt_dp_group.size() > 1
+        )
 
 
 def build_model(
@@ -182,7 +191,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         softmax_scale=shape.softmax_scale,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear=shape.linear_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_parallel_size,
@@ -210,6 +219,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         bias_dropout_fusion=False,
         **_latent_attention(shape),
         **_activation(shape),
+        **expert_arguments(shape, policy),
     )
 
 
@@ -236,7 +246,13 @@ def _activation(shape: ModelShape) -> dict[str, Any]:
             return {"activation_func": F.silu}
         case "gelu_tanh":
             return {"activation_func": partial(F.gelu, approximate="tanh")}
-    raise NotImplementedError(shape.activation)
+        case "clamped_swiglu":
+            # gate * sigmoid(1.702 gate) * (up + 1), both clamped first
+            return {
+                "activation_func": quick_gelu,
+                "activation_func_clamp_value": 7.0,
+                "glu_linear_offset": 1.0,
+            }
 
 
 def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,7 +40,6 @@ class OptimizerProgress:
     """What the schedule and the guard remember; part of a checkpoint."""
 
     updates: int = 0  # optimizer steps that changed the weights
-    skipped: int = 0  # optimizer steps that were skipped, ever
     skipped_in_a_row: int = 0
 
 
@@ -57,6 +57,19 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
     done = (update - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)
     left = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
     return schedule.min_lr + left * (peak - schedule.min_lr)
+
+
+@dataclass(frozen=True)
+class _MainShard:
+    """The elements of one parameter that this rank updates."""
+
+    start: int  # the first of them in the local parameter
+    weight: Tensor  # float32, one dimension
+    optimizer: torch.optim.Optimizer  # that updates it
+
+    def state(self, name: str) -> Tensor:
+        """The float32 weight or one of the optimizer's own tensors."""
+        return self.weight if name == WEIGHT else self.optimizer.state[self.weight][name]
 
 
 class PolicyOptimizer:
@@ -81,7 +94,8 @@ class PolicyOptimizer:
                 for name, parameter in chunk.module.named_parameters()
             }
         )
-        self._prepare_groups()
+        for distributed in self._distributed:
+            self._prepare_groups(distributed.optimizer)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -103,9 +117,8 @@ class PolicyOptimizer:
             self._skip(norm)
             return StepResult(norm, lr, skipped=True)
         if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.megatron.get_parameters(), self._config.max_grad_norm, torch.tensor(norm)
-            )
+            shards = [part.weight for part in self._main.values()]
+            torch.nn.utils.clip_grads_with_norm_(shards, self._config.max_grad_norm, torch.tensor(norm))
         for group in self.megatron.param_groups:
             group["lr"] = lr
         self.megatron.step_with_ready_grads()
@@ -124,17 +137,14 @@ class PolicyOptimizer:
 
     def shards(self, state: str) -> dict[str, Shard]:
         """What this rank updates of one state, by parameter; the tensors themselves."""
-        return {
-            name: Shard(start, main if state == WEIGHT else self._torch.state[main][state])
-            for name, (start, main) in self._main.items()
-        }
+        return {name: Shard(part.start, part.state(state)) for name, part in self._main.items()}
 
     def set_shard(self, name: str, state: str, values: Tensor) -> None:
         """Take this rank's part of a state from the whole local parameter [its elements]."""
         if name in self._main:
-            start, main = self._main[name]
-            shard = main if state == WEIGHT else self._torch.state[main][state]
-            shard.copy_(values[start : start + shard.numel()])
+            part = self._main[name]
+            shard = part.state(state)
+            shard.copy_(values[part.start : part.start + shard.numel()])
 
     def check_state_names(self, saved: tuple[str, ...], where: Path) -> None:
         """Raise `UnfitCheckpoint` unless these are the states of this optimizer."""
@@ -148,17 +158,19 @@ class PolicyOptimizer:
     def resume(self, progress: OptimizerProgress) -> None:
         """Go on from here, after the shards were set."""
         self.progress = progress
-        if isinstance(self._torch, torch.optim.AdamW):
-            for state in self._torch.state.values():
-                state["step"].fill_(progress.updates)
-        else:
-            # Transformer Engine's and apex's Adam count by group; SGD does not count.
-            for group in self._torch.param_groups:
-                group["step"] = progress.updates
+        for optimizer in (distributed.optimizer for distributed in self._distributed):
+            if isinstance(optimizer, torch.optim.AdamW):
+                for state in optimizer.state.values():
+                    state["step"].fill_(progress.updates)
+            else:
+                # Transformer Engine's and apex's Adam count by group; SGD does not count.
+                for group in optimizer.param_groups:
+                    group["step"] = progress.updates
 
     @property
-    def _torch(self) -> torch.optim.Optimizer:
-        return self.megatron.optimizer  # type: ignore[no-any-return]
+    def _distributed(self) -> list[Any]:
+        """Megatron's: one for the ordinary parameters and, where there are any, one for the experts."""
+        return list(self.megatron.chained_optimizers)
 
     def _moments(self) -> tuple[str, ...]:
         optimizer = self._config.optimizer
@@ -168,42 +180,41 @@ class PolicyOptimizer:
 
     def _replace_by_sgd(self, config: SgdConfig) -> None:
         """Megatron's distributed optimizer takes only Adam because its checkpoints know no other; ours do."""
-        (distributed,) = self.megatron.chained_optimizers
-        sgd = torch.optim.SGD([torch.zeros(())], config.lr, momentum=config.momentum)
-        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
-        # non-leaves.
-        sgd.param_groups = [{**group, **sgd.defaults} for group in distributed.optimizer.param_groups]
-        distributed.optimizer = sgd
+        for distributed in self._distributed:
+            sgd = torch.optim.SGD([torch.zeros(())], config.lr, momentum=config.momentum)
+            # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes
+            # for non-leaves.
+            sgd.param_groups = [{**group, **sgd.defaults} for group in distributed.optimizer.param_groups]
+            distributed.optimizer = sgd
 
-    def _prepare_groups(self) -> None:
+    def _prepare_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
-        is_torch_adam = isinstance(self._torch, torch.optim.AdamW)
-        for group in self._torch.param_groups:
+        is_torch_adam = isinstance(optimizer, torch.optim.AdamW)
+        for group in optimizer.param_groups:
             # 0 for norms and biases, else 1; Megatron leaves multiplying to whoever schedules.
             group["weight_decay"] = self._config.optimizer.weight_decay * group["wd_mult"]
             if is_torch_adam:
                 # One pass over memory instead of about ten; a CPU feels it most.
                 group["fused"], group["foreach"] = True, False
             for main in group["params"]:
-                state = self._torch.state[main]
+                state = optimizer.state[main]
                 if is_torch_adam:
                     state["step"] = torch.zeros((), device=main.device)
                 for moment in self._moments():
                     state[moment] = torch.zeros_like(main)
 
-    def _main_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, Tensor]]:
-        """By parameter: first of its elements that this rank updates, and the float32 tensor of these."""
-        (distributed,) = self.megatron.chained_optimizers
+    def _main_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, _MainShard]:
         found = {}
-        for name, parameter in parameters.items():
-            if parameter in distributed.model_param_gbuf_map:
-                group, order = distributed.model_param_group_index_map[parameter]
-                start = distributed._get_model_param_range_map(parameter)["param"].start
-                found[name] = (start, self._torch.param_groups[group]["params"][order])
+        for distributed in self._distributed:
+            for name, parameter in parameters.items():
+                if parameter in distributed.model_param_gbuf_map:
+                    group, order = distributed.model_param_group_index_map[parameter]
+                    start = distributed._get_model_param_range_map(parameter)["param"].start
+                    optimizer = distributed.optimizer
+                    found[name] = _MainShard(start, optimizer.param_groups[group]["params"][order], optimizer)
         return found
 
     def _skip(self, norm: float) -> None:
-        self.progress.skipped += 1
         self.progress.skipped_in_a_row += 1
         logger.warning(
             "optimizer step skipped: the gradient norm is %s (%d in a row, policy.max_skipped_steps is %d)",

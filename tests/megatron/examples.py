@@ -10,15 +10,21 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
@@ -111,14 +117,47 @@ def random_model(family: str) -> PreTrainedModel:
             )
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
+        case "qwen3-moe":
+            return _with_random_norms(
+                Qwen3MoeForCausalLM(
+                    Qwen3MoeConfig(
+                        **common,
+                        head_dim=16,
+                        num_experts=4,
+                        num_experts_per_tok=2,
+                        moe_intermediate_size=24,
+                        norm_topk_prob=False,
+                        mlp_only_layers=[0, 1],
+                    )
+                )
+            )
+        case "mixtral":
+            return _with_random_norms(
+                MixtralForCausalLM(MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2))
+            )
+        case "gpt-oss":
+            return _with_random_norms(
+                GptOssForCausalLM(
+                    GptOssConfig(
+                        **common,
+                        head_dim=16,
+                        num_local_experts=4,
+                        num_experts_per_tok=2,
+                        sliding_window=8,
+                        attn_implementation="eager",
+                    )
+                )
+            )
     raise ValueError(family)
 
 
 def _with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Norms that are all ones (or, less one, all zeros) in a fresh model."""
+    """Drawn, too, what is constant in a fresh model: norms, biases and sinks."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+        elif "bias" in name or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 

@@ -1,0 +1,66 @@
+"""Layers with experts: what Megatron is told about them, and what it forgets to tell itself."""
+
+from typing import Any
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import Module
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.models.shape import ModelShape
+
+
+def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
+    """Fields of Megatron's configuration for a model with experts; none for another."""
+    moe, layout = shape.moe, policy.layout
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(shape.is_moe(layer)) for layer in range(shape.num_layers)],
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.scores,
+        # A softmax over the chosen experts' logits is the normalised softmax over all.
+        "moe_router_pre_softmax": moe.scores == "softmax" and not moe.normalize,
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
+        "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
+        "moe_router_group_topk": moe.groups_per_token if moe.num_groups > 1 else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": layout.expert_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+    }
+
+
+class ExpertLayer(MoELayer):
+    """Megatron's router and experts, one expert after another."""
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts).submodules
+        super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts), **options)
+        self._mark_experts()
+
+    def _mark_experts(self) -> None:
+        """Say of the experts' parameters what Megatron says only of some layouts'.
+
+        Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
+        them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not
+        summed over the TP ranks; and it sums the biases of different experts over the TP ranks under SP.
+        """
+        experts: Module = self.experts
+        for parameter in experts.parameters():
+            marks: Any = parameter
+            marks.allreduce = False
+            marks.sequence_parallel = False
+            marks.tensor_model_parallel = True  # no TP rank holds a copy: the gradient norm counts each
+        for module in experts.modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                # The dispatcher has moved the tokens already. Without this, a bias is added in place to a
+                # view of what a collective of one rank returned, which autograd refuses.
+                module.explicit_expert_comm = True
