@@ -13,7 +13,7 @@ import importlib.util
 import os
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -44,6 +44,7 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     # set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _teach_megatron_to_route_without_transformer_engine()
+    _teach_megatron_to_recompute_without_transformer_engine()
     if kind == "cpu":
         _teach_megatron_the_cpu()
         return torch.device("cpu")
@@ -213,6 +214,15 @@ def _teach_megatron_to_route_without_transformer_engine() -> None:
     utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None
+
+
+def _teach_megatron_to_recompute_without_transformer_engine() -> None:
+    """Its recomputation of norms asks for Transformer Engine's FP8 state also where there is no FP8."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not random.HAVE_TE:
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = lambda **_: nullcontext()
+        random.fp8_autocast = lambda **_: nullcontext()
 
 
 def _version(package: str) -> str:
