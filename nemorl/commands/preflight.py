@@ -1,17 +1,17 @@
 """All that can be checked before a run, in one go: configuration, model, files and machine."""
 
-import importlib.util
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemorl.commands.reward_functions import reward_violations
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT, Violation
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.fit import Plan, plan_run
 from nemorl.plan.machine import Machine
-from nemorl.rewards.functions import BUILT_IN
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def prepare(
     def further_checks(experiment: Experiment) -> Iterator[Violation]:
         plans.append(plan_run(experiment, machine, training=training))
         yield from plans[0].violations
-        yield from _unknown_rewards(experiment)
+        yield from reward_violations(experiment)
         yield from _run_folder(experiment, new_run)
         if not training and experiment.data.validation is None:
             mend = "an evaluation measures on these tasks: name a dataset"
@@ -44,20 +44,6 @@ def prepare(
     return Ready(experiment, plans[0])
 
 
-def _unknown_rewards(experiment: Experiment) -> Iterator[Violation]:
-    """A reward of one's own is looked for, not imported: that may take long."""
-    for place, reward in enumerate(experiment.rewards):
-        module, colon, _ = reward.function.partition(":")
-        field = f"rewards.{place}.function"
-        if not colon and module not in BUILT_IN:
-            known = ", ".join(f"`{name}`" for name in sorted(BUILT_IN))
-            mend = f"built in are {known}; one of your own is written `package.module:function`"
-            yield Violation(field, reward.function, mend)
-        elif colon and importlib.util.find_spec(module.partition(".")[0]) is None:
-            mend = f"there is no package `{module.partition('.')[0]}` here: install it, or mend the name"
-            yield Violation(field, reward.function, mend)
-
-
 def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
     run_dir = experiment.run_dir
     if run_dir.exists() and not run_dir.is_dir():
@@ -65,3 +51,15 @@ def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
     elif new_run and RunPaths(run_dir).has_steps:
         mend = "the folder holds a run already: go on with --resume, or name another folder"
         yield Violation("run_dir", str(run_dir), mend)
+    elif (problem := _not_writable(run_dir)) is not None:
+        yield Violation("run_dir", str(run_dir), problem)
+
+
+def _not_writable(run_dir: Path) -> str | None:
+    """Why nothing can be written into a folder, or where it is to be made. Leaves nothing behind."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return f"nothing can be written in {there} ({error.strerror}): name a folder where that is allowed"

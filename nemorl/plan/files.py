@@ -10,13 +10,17 @@ from nemorl.config.data import JsonlDataset
 from nemorl.config.experiment import Experiment
 from nemorl.errors import Violation
 
-_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+from .weights import weight_problems
+
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def file_violations(experiment: Experiment) -> Iterator[Violation]:
     """Everything that is missing beside the model's own config.json."""
-    yield from _weights(experiment.policy.model_path)
+    model = experiment.policy.model_path
+    if model.is_dir():
+        for problem in weight_problems(model):
+            yield Violation("policy.model_path", str(model), problem)
     yield from _tokenizer(experiment)
     for path, dataset in datasets(experiment.data):
         if isinstance(dataset, JsonlDataset):
@@ -28,12 +32,6 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("logger.tensorboard", True, mend)
 
 
-def _weights(model: Path) -> Iterator[Violation]:
-    if model.is_dir() and not any((model / name).is_file() for name in _WEIGHT_FILES):
-        mend = f"the folder holds no weights: {' or '.join(_WEIGHT_FILES)} is wanted"
-        yield Violation("policy.model_path", str(model), mend)
-
-
 def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
     config, model = experiment.policy.tokenizer, experiment.policy.model_path
     folder = config.path or model
@@ -41,6 +39,10 @@ def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
     if (config.path or model.is_dir()) and not (folder / "tokenizer.json").is_file():
         field = "policy.tokenizer.path" if config.path else "policy.model_path"
         mend = "the folder holds no tokenizer.json: name a folder that does in policy.tokenizer.path"
+        yield Violation(field, str(folder), mend)
+    elif (folder / "tokenizer.json").is_file() and not _is_tokenizer(folder / "tokenizer.json"):
+        field = "policy.tokenizer.path" if config.path else "policy.model_path"
+        mend = "its tokenizer.json is not what the tokenizers library writes, or was cut off: fetch it again"
         yield Violation(field, str(folder), mend)
     elif config.chat_template is not None:
         if not config.chat_template.is_file():
@@ -52,6 +54,14 @@ def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
             "in policy.tokenizer.chat_template"
         )
         yield Violation("data.chat", True, mend)
+
+
+def _is_tokenizer(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("model"), dict)
 
 
 def _has_template(folder: Path) -> bool:

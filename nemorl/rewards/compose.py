@@ -3,22 +3,15 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from nemorl.config.env import RewardConfig
 from nemorl.rollout.types import Conversation, Message, Task, Trajectory
 
 from .deadline import attempt
-from .functions import BUILT_IN
-
-Scores = Sequence[float | None]
-
-
-class RewardError(RuntimeError):
-    """A reward that cannot be found, called or used; the message names the function."""
+from .find import RewardError, Scores, find_reward
 
 
 class RewardFunction:
@@ -29,40 +22,33 @@ class RewardFunction:
         self.name = config.function.rpartition(":")[2]
         self.weight = config.weight
         self._arguments = config.arguments
-        self._function = _resolve(config.function)
-        parameters = inspect.signature(self._function).parameters.values()
-        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        unknown = sorted(set(config.arguments) - self._takes) if not self._takes_any else []
-        if unknown:
-            raise RewardError(f"reward `{config.function}` takes no argument {', '.join(unknown)}")
-        self._needs = {p.name for p in parameters if p.name in self._takes and p.default is p.empty} - set(
-            config.arguments
-        )
+        self._found = find_reward(config)
 
     async def score(self, columns: dict[str, list[Any]], count: int, seconds: float) -> list[float | None]:
         """One reward for each of `count` completions. Raises RewardError naming this function."""
-        missing = sorted(self._needs - columns.keys())
+        missing = sorted(self._found.needs - columns.keys())
         if missing:
             raise RewardError(
                 f"reward `{self.name}` asks for {', '.join(missing)}; "
                 f"the columns are {', '.join(sorted(columns))}"
             )
-        given = {key: value for key, value in columns.items() if self._takes_any or key in self._takes}
+        given = {
+            key: value for key, value in columns.items() if self._found.takes_any or key in self._found.takes
+        }
         outcome = await attempt(self._call(given | self._arguments), f"reward `{self.name}`", seconds)
         if outcome.failure is not None:
             raise RewardError(outcome.failure)
         return self._checked(outcome.value, count)
 
     async def _call(self, arguments: dict[str, Any]) -> Scores:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**arguments)  # type: ignore[no-any-return]
+        if inspect.iscoroutinefunction(self._found.function):
+            return await self._found.function(**arguments)  # type: ignore[no-any-return]
         # In a thread, so that a slow function holds up no other conversation.
         return await asyncio.to_thread(self._blocking_call, arguments)
 
     def _blocking_call(self, arguments: dict[str, Any]) -> Scores:
         try:
-            return self._function(**arguments)  # type: ignore[return-value]
+            return self._found.function(**arguments)  # type: ignore[return-value]
         except SystemExit as exit_:  # it would end the event loop of all conversations without a word
             raise RuntimeError(f"it called sys.exit({exit_.code!r})") from exit_
 
@@ -145,21 +131,3 @@ class Rewards:
         if self._chat:
             return [{"role": m.role, "content": m.content} for m in messages]
         return "".join(m.content for m in messages)
-
-
-def _resolve(name: str) -> Callable[..., Scores | Awaitable[Scores]]:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        if name not in BUILT_IN:
-            raise RewardError(
-                f"no reward `{name}`: built in are {', '.join(sorted(BUILT_IN))}; "
-                "write `package.module:function` for one of your own"
-            )
-        return BUILT_IN[name]
-    try:
-        function = getattr(import_module(module), attribute, None)
-    except ImportError as error:
-        raise RewardError(f"reward `{name}`: cannot import {module}: {error}") from error
-    if not callable(function):
-        raise RewardError(f"reward `{name}`: {module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]

@@ -1,3 +1,5 @@
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,8 +63,8 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
-        "built in are `exact_match`, `format_tags`",
-        "there is no package `nowhere` here",
+        "built in are exact_match, format_tags",
+        "cannot import nowhere.at_all: ModuleNotFoundError",
     ):
         assert part in outcome.err
 
@@ -73,6 +75,70 @@ def test_a_reward_in_the_current_folder_is_found(
     (tmp_path / "own_sums.py").write_text("def close(completions, **columns): ...\n", encoding="utf-8")
 
     assert nemorl("train", experiment, "rewards=[{function: own_sums:close}]").status == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "mend"),
+    [
+        (
+            "def close(prompt, answers): ...",
+            "{function: own:close}",
+            "takes (prompt, answers): rewards are",
+        ),
+        (
+            "def close(completions, /): ...",
+            "{function: own:close}",
+            "takes (completions): rewards are",
+        ),
+        (
+            "def close(completions, level): ...",
+            "{function: own:close}",
+            "asks for level, and the tasks of",
+        ),
+        ("def close(completions): ...", "{function: own:clos}", "own has no function clos"),
+        ("def close(completions): ...", "{function: own:close, arguments: {k: 1}}", "takes no argument k"),
+        ("import sys; sys.exit(3)", "{function: own:close}", "cannot import own: SystemExit: 3"),
+        ("1 / 0", "{function: own:close}", "cannot import own: ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_would_fail_in_the_first_step_is_refused(
+    nemorl: Nemorl,
+    experiment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    reward: str,
+    mend: str,
+) -> None:
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    importlib.invalidate_caches()
+
+    outcome = nemorl("train", experiment, "--dry-run", f"rewards=[{reward}]")
+
+    assert outcome.status == 2
+    assert "rewards.0.function = own:clos" in outcome.err
+    assert mend in outcome.err
+
+
+def test_columns_of_the_tasks_can_be_asked_for(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
+    (tmp_path / "levels.py").write_text("def close(completions, answer, level): ...", encoding="utf-8")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 1}\n', encoding="utf-8")
+    tasks = ["data.train={name: jsonl, path: tasks.jsonl}", "data.validation=null"]
+
+    assert nemorl("train", experiment, "--dry-run", "rewards=[{function: levels:close}]", *tasks).status == 0
+
+
+@pytest.mark.parametrize("run_dir", ["/proc/run", "/proc/1/new/run"])
+def test_a_run_folder_that_cannot_be_written_is_refused(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, run_dir: str
+) -> None:
+    outcome = nemorl("train", experiment, f"run_dir={run_dir}")
+
+    assert outcome.status == 2
+    assert f"run_dir = {run_dir}" in outcome.err
+    assert "nothing can be written in /proc" in outcome.err
+    assert trainer.calls == []
 
 
 def test_a_failed_run_is_a_sentence(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:

@@ -1,8 +1,15 @@
 """Model folders of names and numbers only: what the plan reads, and no weights."""
 
 import json
+import math
+import os
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from nemorl.models.layout import hf_tensors
+from nemorl.models.shape import ModelShape
 
 # 8 query and 4 key-value heads of 16, 6 layers
 CONFIG: dict[str, Any] = {
@@ -20,9 +27,20 @@ CONFIG: dict[str, Any] = {
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A Llama folder whose weights and tokenizer are empty files."""
+    """A Llama folder with an empty tokenizer, and weights that take no room: a header and a hole."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes), encoding="utf-8")
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).touch()
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}', encoding="utf-8")
+    write_weights(folder / "model.safetensors", hf_tensors(ModelShape.load(folder)))
     return folder
+
+
+def write_weights(file: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str = "F32") -> None:
+    """A safetensors file of zeros, 4 bytes each."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    written = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(written)) + written)
+    os.truncate(file, 8 + len(written) + end)

@@ -10,7 +10,7 @@ from nemorl.errors import Violation
 from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from tests.plan.conftest import Configure
-from tests.plan.models import write_model
+from tests.plan.models import CONFIG, write_model
 
 ROOMY = Machine(cores=8, memory_bytes=10**11, shared_memory_bytes=10**10, gpus=())
 
@@ -116,7 +116,8 @@ def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
 
 
 def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "falcon", architectures=["FalconForCausalLM"])
+    folder = write_model(tmp_path / "falcon")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["FalconForCausalLM"]}))
 
     violation = only_violation(configure, f"policy.model_path={folder}")
 
