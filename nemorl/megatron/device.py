@@ -9,7 +9,6 @@ but slows every operation.
 """
 
 import importlib
-import importlib.util
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+
+from .kernels import AttentionName
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -69,11 +70,6 @@ def use_loopback(kind: DeviceKind) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def installed_kernels() -> dict[str, str]:
-    """Version of each optional kernel library, or `not found`."""
-    return {name: _version(name) for name in ("transformer_engine", "apex", "flash_attn")}
-
-
 @dataclass(frozen=True)
 class KernelRows:
     """Rows of queries and of the keys that they look at; the last query of a row sees its last key."""
@@ -91,17 +87,17 @@ AttentionKernel = Callable[
 ]
 
 
-def packed_attention_kernel(kind: DeviceKind, dtype: torch.dtype) -> tuple[str, AttentionKernel | None]:
-    """Name and, where there is one, function of the variable-length attention of a device and type."""
-    if kind == "cpu" or dtype == torch.float32:
-        return "torch scaled_dot_product_attention in buckets", None
-    if importlib.util.find_spec("flash_attn") is not None:
+def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
+    """The variable-length attention of a name; None for the one in buckets, which needs no kernel."""
+    if name == "torch_buckets":
+        return None
+    if name == "flash_attn":
         flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
-        return "flash_attn_varlen_func", lambda q, k, v, rows, scale, window: flash_attn(
+        return lambda q, k, v, rows, scale, window: flash_attn(
             q, k, v, *_sizes(rows), causal=True, softmax_scale=scale, window_size=(_before(window), 0)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return "torch varlen_attn", lambda q, k, v, rows, scale, window: varlen_attn(
+    return lambda q, k, v, rows, scale, window: varlen_attn(
         q,
         k,
         v,
@@ -223,9 +219,3 @@ def _teach_megatron_to_recompute_without_transformer_engine() -> None:
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = lambda **_: nullcontext()
         random.fp8_autocast = lambda **_: nullcontext()
-
-
-def _version(package: str) -> str:
-    if importlib.util.find_spec(package) is None:
-        return "not found"
-    return str(getattr(importlib.import_module(package), "__version__", "found"))

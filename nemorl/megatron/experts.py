@@ -39,10 +39,13 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's router and experts, one expert after another."""
+    """Megatron's router and experts: one after another, or all at once with Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts).submodules
+        grouped = config.transformer_impl == "transformer_engine"
+        spec = get_moe_module_spec(
+            use_te=grouped, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
+        ).submodules
         super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts), **options)
         self._mark_experts()
 

@@ -39,9 +39,9 @@ class LatentAttention(MLASelfAttention):
         super().__init__(*args, **options)
         # Megatron knows a scale of its own yarn's only.
         self.core_attention.softmax_scale = self.config.softmax_scale
-        for norm in (getattr(self, "q_layernorm", None), self.kv_layernorm):
-            if norm is not None:
-                norm.eps = LATENT_NORM_EPS
+        for module in self.children():
+            if hasattr(module, "eps"):  # a norm, or a projection with the norm before it
+                module.eps = LATENT_NORM_EPS
 
     def get_query_key_value_tensors(
         self,

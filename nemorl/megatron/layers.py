@@ -1,4 +1,4 @@
-"""What a model's layers are made of: Megatron's local modules with our norm and our core attention."""
+"""What a model's layers are made of: Megatron's modules with our core attention, and norms where local."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +16,7 @@ from nemorl.models.shape import ModelShape
 from .attention import PackedAttention
 from .experts import ExpertLayer
 from .latent import LatentAttention
+from .te_layers import TENorm, transformer_engine_layer
 
 
 class RMSNorm(torch.nn.Module):
@@ -64,29 +65,37 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """A run of layers, by their numbers in the whole model."""
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, shape, layer) for layer in layers], layer_norm=_norm(shape)
+        layer_specs=[_layer_spec(config, shape, layer) for layer in layers],
+        layer_norm=TENorm if config.transformer_impl == "transformer_engine" else _norm(shape),
     )
 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
+    if config.transformer_impl == "transformer_engine":
+        spec = transformer_engine_layer(shape, layer)
+    else:
+        spec = _local_layer(shape)
+    if shape.is_moe(layer):
+        spec.submodules.mlp = ExpertLayer
+    spec.submodules.self_attention.submodules.core_attention = _core_attention(shape, layer)
+    if shape.mla is not None:
+        spec.submodules.self_attention.module = LatentAttention
+    if shape.post_norms:
+        add = ModuleSpec(NormedAdd, params={"norm": _norm(shape), "config": config})
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+    return spec
+
+
+def _local_layer(shape: ModelShape) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_local_spec(
         qk_layernorm=shape.qk_norm, multi_latent_attention=shape.mla is not None, normalization="RMSNorm"
     )
-    norm = _norm(shape)
-    spec.submodules.input_layernorm = norm
-    spec.submodules.pre_mlp_layernorm = norm
-    if shape.is_moe(layer):
-        spec.submodules.mlp = ExpertLayer
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = _core_attention(shape, layer)
+    attention, norm = spec.submodules.self_attention.submodules, _norm(shape)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.mla is not None:
-        spec.submodules.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = norm
-    if shape.post_norms:
-        add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
-        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
     return spec
 
 

@@ -29,6 +29,7 @@ from nemorl.models.shape import ModelShape
 from .device import DTYPES, DeviceKind, building
 from .experts import expert_arguments
 from .head import VocabularyShard, token_logprobs
+from .kernels import Kernels
 from .layers import block_spec
 from .micro_batch import MicroBatch
 from .pipeline import pipeline_arguments, recompute_arguments
@@ -158,13 +159,13 @@ class PolicyParallel(DistributedDataParallel):
 
 
 def build_model(
-    shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device
+    shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device, kernels: Kernels
 ) -> list[PolicyParallel]:
     """This rank's part of the model, with room for gradients; its weights are not loaded yet.
 
     A list of the stage's runs of layers, in their order: one, or several under VPP.
     """
-    config = transformer_config(shape, policy, kind)
+    config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
@@ -175,7 +176,9 @@ def build_model(
         ]
 
 
-def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, kernels: Kernels
+) -> TransformerConfig:
     """Megatron's configuration of a model, laid out and run as `policy` says."""
     layout, dtype = policy.layout, DTYPES[policy.precision]
     return (TransformerConfig if shape.mla is None else MLATransformerConfig)(
@@ -190,6 +193,7 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         qk_layernorm=shape.qk_norm,
         softmax_scale=shape.softmax_scale,
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=shape.zero_centered_norm,
         gated_linear_unit=True,
         add_bias_linear=shape.linear_bias,
         hidden_dropout=0.0,
@@ -211,11 +215,13 @@ def transformer_config(shape: ModelShape, policy: PolicyConfig, kind: DeviceKind
         cuda_graph_scope=[],
         # Weights are always loaded.
         perform_initialization=False,
-        # These want apex, Transformer Engine or a compiler at run time.
-        gradient_accumulation_fusion=False,
+        transformer_impl=kernels.layers,
+        moe_grouped_gemm=kernels.layers == "transformer_engine",
+        gradient_accumulation_fusion=kernels.fused_gradients,
+        bias_activation_fusion=kernels.fused_activation,
+        # Rotation and softmax are our attention's, and without dropout and bias there is nothing to fuse.
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         **_latent_attention(shape),
         **_activation(shape),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
 from nemorl.models.layout import chunk_prefix
+from nemorl.models.megatron_names import local_name
 
 from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DTYPES, DeviceKind, building
@@ -89,7 +90,7 @@ class PolicyOptimizer:
         self.progress = OptimizerProgress()
         self._main = self._main_shards(
             {
-                chunk_prefix(number) + name: parameter
+                chunk_prefix(number) + local_name(name): parameter
                 for number, chunk in enumerate(chunks)
                 for name, parameter in chunk.module.named_parameters()
             }

@@ -18,13 +18,15 @@ from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import chunk_prefix, policy_rank, policy_slices
+from nemorl.models.megatron_names import local_name
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
 from .collect import from_last_stage, global_figures
-from .device import DTYPES, DeviceKind, installed_kernels, packed_attention_kernel, select_device
+from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
+from .kernels import Installed, choose
 from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
 from .optimizer import PolicyOptimizer
@@ -59,6 +61,15 @@ class PolicyWorker:
         self._device = select_device(device, rank)
         self._temperature = temperature
         self._keep_reference = keep_reference
+        self._shape = ModelShape.load(config.model_path)
+        self._installed = Installed.find()
+        self._kernels = choose(
+            config.kernels,
+            kind=device,
+            precision=config.precision,
+            activation=self._shape.activation,
+            installed=self._installed,
+        )
         parallel.join(
             config.layout,
             rank=rank,
@@ -67,8 +78,7 @@ class PolicyWorker:
             device=device,
             deadline_seconds=deadline_seconds,
         )
-        self._shape = ModelShape.load(config.model_path)
-        self._chunks = build_model(self._shape, config, device, self._device)
+        self._chunks = build_model(self._shape, config, device, self._device, self._kernels)
         self.optimizer = PolicyOptimizer(config, self._chunks, device)
         self._maker = self._micro_batch_maker()
         self._reference: ReferenceWeights | None = None
@@ -77,7 +87,6 @@ class PolicyWorker:
     def header(self) -> dict[str, str]:
         """Which device, layout, kernels and versions are in use; for the head of a run's log."""
         layout = self._config.layout
-        name, _ = packed_attention_kernel(self._kind, DTYPES[self._config.precision])
         return {
             "device": str(self._device),
             "backend": dist.get_backend(),
@@ -87,7 +96,7 @@ class PolicyWorker:
             "attention": name,
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
-            **installed_kernels(),
+            **self._kernels.described(self._installed, self._kind),
         }
 
     def load_hf(self, folder: Path) -> None:
@@ -107,7 +116,7 @@ class PolicyWorker:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's weights by Megatron's names; the tensors themselves, not copies."""
         return {
-            chunk_prefix(chunk) + name: parameter.data
+            chunk_prefix(chunk) + local_name(name): parameter.data
             for chunk, module in enumerate(self._modules)
             for name, parameter in module.named_parameters()
         }
@@ -214,12 +223,12 @@ class PolicyWorker:
         return LogprobStats(total / max(count, 1.0), float(largest), int(count))
 
     def _micro_batch_maker(self) -> MicroBatchMaker:
-        dtype, layout = DTYPES[self._config.precision], self._config.layout
+        layout = self._config.layout
         local_rope = self._shape.local_rope
         return MicroBatchMaker(
             rotary=self._rotary_table(self._shape.rope),
             local_rotary=self._rotary_table(local_rope) if local_rope else None,
-            kernel=packed_attention_kernel(self._kind, dtype)[1],
+            kernel=packed_attention_kernel(self._kernels.attention),
             multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
             share=parallel.context_share(),
             device=self._device,

@@ -1,0 +1,62 @@
+"""Megatron's own Transformer Engine layers, on a stand-in of the library that computes on a CPU."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.models.megatron_names import local_name
+from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
+from tests.megatron.pool import Pool
+from tests.megatron.te_cases import LOCAL, TRANSFORMER_ENGINE, live_with, names_of_rank
+
+STAND_IN = Path(__file__).parent / "transformer_engine_stand_in"
+FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "deepseek-dense"]
+
+
+@pytest.fixture(scope="module")
+def engine_pool() -> Iterator[Pool]:
+    """A process of its own: Megatron looks for the library when it is imported."""
+    sys.path.insert(0, str(STAND_IN))
+    try:
+        pool = Pool(1)
+    finally:
+        sys.path.remove(str(STAND_IN))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, {}) for family in FAMILIES),
+        *((family, {"tp": 2, "sp": True}) for family in FAMILIES),
+        ("qwen3-moe", {"tp": 2, "ep": 2}),
+    ],
+)
+def test_both_kinds_of_layers_hold_the_same_parameters(engine_pool, model, family, sizes):
+    config = policy_config(model(family)[1], layout=layout(**sizes))
+    last_rank = config.layout.world_size - 1
+
+    (names,) = engine_pool.run(1, names_of_rank, config, last_rank)
+
+    assert names.transformer_engine != names.local
+    assert {local_name(name): shape for name, shape in names.transformer_engine.items()} == names.local
+    assert names.mapped == names.local.keys()
+    assert not names.unmarked
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_kinds_of_layers_compute_and_learn_the_same(engine_pool, model, family):
+    reference, folder = model(family)
+    config, batches = policy_config(folder), [ragged_batch(seed=seed) for seed in (1, 2)]
+
+    (engine,) = engine_pool.run(1, live_with, TRANSFORMER_ENGINE, config, batches)
+    (local,) = engine_pool.run(1, live_with, LOCAL, config, batches)
+
+    torch.testing.assert_close(engine.logprobs, reference_logprobs(reference, batches[0]), atol=1e-4, rtol=0)
+    for ours, theirs in zip(engine.steps, local.steps, strict=True):
+        assert ours.sums == pytest.approx(theirs.sums, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
