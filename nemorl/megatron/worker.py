@@ -70,6 +70,14 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
+        self._installed = Installed.find()
+        self._kernels = choose(
+            config.kernels,
+            kind=device,
+            precision=config.precision,
+            activation=self._shape.activation,
+            installed=self._installed,
+        )
         parallel.join(
             config.layout,
             rank=rank,
@@ -93,7 +101,6 @@ class PolicyWorker:
             "precision": self._config.precision,
             "layout": f"TP{layout.tensor_parallel_size} PP{layout.pipeline_parallel_size} "
             f"DP{layout.data_parallel_size}" + (" SP" if layout.sequence_parallel else ""),
-            "attention": name,
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind),
