@@ -7,7 +7,9 @@ import pytest
 
 from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
 from nemorl.algorithms.grpo import Grpo
-from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.algorithm import GrpoConfig, ValidationConfig
+from nemorl.config.checks.figures import figures
+from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.types import StopReason
 
@@ -54,6 +56,16 @@ def test_rollout_figures() -> None:
     assert figures["stop/length"] == 0.25
     assert figures["tokens/generated"] == 14
     assert environment_share(groups) == 0.25
+
+
+def test_every_figure_can_be_named_in_a_config() -> None:
+    config = GrpoConfig(
+        name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3,
+        validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2)),
+    )  # fmt: skip
+    groups = [group(0, *(trajectory(1.0, row, stop=stop) for row, stop in enumerate(StopReason)))]
+    written = rollout_figures(groups).keys() | validation_figures(groups, 1.0, (1, 2)).keys()
+    assert written <= figures(config, SingleTurnEnvConfig(), (RewardConfig(function="own:exact"),))
 
 
 def test_failed_trajectories_are_no_rewards() -> None:

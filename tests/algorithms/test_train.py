@@ -9,6 +9,8 @@ import psutil
 import pytest
 import yaml
 
+from nemorl.config.checks.figures import figures
+from nemorl.config.load import load_experiment
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
 
@@ -32,6 +34,12 @@ def uninterrupted(folder: Path, model: Path) -> Path:
     return folder / "uninterrupted"
 
 
+def known_figures(run: Path) -> frozenset[str]:
+    """What `checkpointing.metric` may name in a run."""
+    experiment = load_experiment(run / "config.yaml")
+    return figures(experiment.algorithm, experiment.env, experiment.rewards)
+
+
 def worker_pid(log: Path) -> int:
     """The process that a worker's log names in its first line."""
     return int(log.read_text().partition("process ")[2].split()[0])
@@ -48,6 +56,7 @@ def test_a_run_leaves_its_story(uninterrupted: Path) -> None:
     }  # fmt: skip
     assert all(expected <= set(s.values) for s in steps)
     assert [s.step for s in steps if "validation/pass@1" in s.values] == [3, 6]
+    assert {name for s in steps for name in s.values} <= known_figures(uninterrupted)
     assert {p.name for p in uninterrupted.iterdir()} >= {
         "config.yaml", "metrics.jsonl", "samples.jsonl", "timeline.json", "report.html", "header.json",
         "logs",
@@ -139,6 +148,7 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
     assert status == 0, output
     steps = lines(folder / "sft")
     assert steps[-1].values["loss/sft"] < 0.8 * steps[0].values["loss/sft"]
+    assert {name for s in steps for name in s.values} <= known_figures(folder / "sft")
     exported = folder / "exported"
     status, output = finish(
         start("models", "export", folder / "sft" / "checkpoints" / "step_00000012", exported)

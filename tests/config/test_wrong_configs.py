@@ -323,6 +323,60 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "reward/mean",
         "checkpointing.enabled is false",
     ),
+    "a best checkpoint by a figure misspelled": (
+        ["checkpointing.metric=reward/meen"],
+        "checkpointing.metric",
+        "reward/meen",
+        "the run has no such figure: did you mean `reward/mean`?",
+    ),
+    "a best checkpoint by a figure of validation misspelled": (
+        ["checkpointing.metric=validation/acuracy", VALIDATION + "period=2"],
+        "checkpointing.metric",
+        "validation/acuracy",
+        "did you mean `validation/accuracy`?",
+    ),
+    "a best checkpoint by a figure of another algorithm": (
+        [*SFT, "checkpointing.metric=ratio/mean"],
+        "checkpointing.metric",
+        "ratio/mean",
+        "there are grad_norm, loss/sft, lr, nll, ",
+    ),
+    "a best checkpoint by a divergence that is not computed": (
+        ["checkpointing.metric=kl/reference"],
+        "checkpointing.metric",
+        "kl/reference",
+        "the run has no such figure",
+    ),
+    "better than what": (
+        ["checkpointing.higher_is_better=false"],
+        "checkpointing.higher_is_better",
+        False,
+        "it belongs to checkpointing.metric",
+    ),
+    "a period of no checkpoints": (
+        ["checkpointing.enabled=false", "checkpointing.period=5"],
+        "checkpointing.period",
+        5,
+        "checkpointing.enabled is false",
+    ),
+    "a number of no checkpoints": (
+        ["checkpointing.enabled=false", "checkpointing.keep=5"],
+        "checkpointing.keep",
+        5,
+        "checkpointing.enabled is false",
+    ),
+    "an estimator of nothing": (
+        ["algorithm.loss.kl.estimator=k1"],
+        "algorithm.loss.kl.estimator",
+        "k1",
+        "algorithm.loss.kl.coefficient is 0",
+    ),
+    "an epsilon that is added to nothing": (
+        ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
+        "algorithm.advantage.epsilon",
+        1e-4,
+        "algorithm.advantage.normalize is false",
+    ),
     "weights saved without a checkpoint": (
         ["checkpointing.save_hf=true", "checkpointing.enabled=false"],
         "checkpointing.save_hf",
@@ -411,6 +465,13 @@ RIGHT: dict[str, list[str]] = {
         "algorithm.loss.aggregation_length=8",
     ],
     "a best checkpoint by a training figure": ["checkpointing.metric=reward/mean"],
+    "a best checkpoint by one reward": ["checkpointing.metric=reward/exact_match"],
+    "a best checkpoint by a reward in validation": [
+        "checkpointing={metric: validation/reward/exact_match, higher_is_better: false}",
+        VALIDATION + "period=2",
+    ],
+    "a best checkpoint by a loss": [*SFT, "checkpointing={metric: loss/sft, higher_is_better: false}"],
+    "no checkpoints": ["checkpointing.enabled=false"],
     "an optimizer that does not repeat its default name": ["policy.optimizer={lr: 1e-5}"],
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from nemorl.config.algorithm import AdvantageConfig, AlgorithmConfig, GrpoConfig, KLConfig, SftConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import ABSENT, Violation
 
@@ -56,6 +56,19 @@ def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             1,
             "a trajectory alone in its group has advantage 0 and nothing is learnt: take 2 or more",
         )
+
+
+def loss_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """What a term of the loss or the advantage is like says nothing where there is no such term."""
+    if not isinstance(algorithm, GrpoConfig):
+        return
+    kl, advantage = algorithm.loss.kl, algorithm.advantage
+    if kl.coefficient == 0 and kl.estimator != KLConfig().estimator:
+        mend = "algorithm.loss.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
+        yield Violation("algorithm.loss.kl.estimator", kl.estimator, mend)
+    if not advantage.normalize and advantage.epsilon != AdvantageConfig().epsilon:
+        mend = "algorithm.advantage.normalize is false, so nothing is divided: set it to true, or remove this"
+        yield Violation("algorithm.advantage.epsilon", advantage.epsilon, mend)
 
 
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:

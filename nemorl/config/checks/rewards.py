@@ -8,6 +8,7 @@ from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, Sing
 from nemorl.errors import Violation
 
 from .facts import generates
+from .figures import reward_names
 
 
 def something_is_rewarded(
@@ -25,9 +26,9 @@ def something_is_rewarded(
 
 def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
     """A metric can hold one reward; a function's name is what stands after the colon."""
-    taken: set[str] = set() if isinstance(env, SingleTurnEnvConfig) else {env.name}
+    taken = set(reward_names(env, ()))
     for place, reward in enumerate(rewards):
-        name = reward.function.rpartition(":")[2]
+        (name,) = reward_names(SingleTurnEnvConfig(), (reward,))
         if name in taken:
             mend = f"another reward is named `{name}` already: remove one, or give the function another name"
             yield Violation(f"rewards.{place}.function", reward.function, mend)

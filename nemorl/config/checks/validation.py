@@ -1,11 +1,17 @@
 """Measuring: on what, how often and for which checkpoint."""
 
+import difflib
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig, JsonlDataset
+from nemorl.config.env import EnvConfig, RewardConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Violation
+
+from .figures import figures
+
+_WITH_CHECKS_OF_THEIR_OWN = {"metric", "higher_is_better", "save_hf"}
 
 
 def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -45,15 +51,37 @@ def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> 
 
 
 def best_checkpoint_is_measured(
-    checkpointing: CheckpointingConfig, algorithm: AlgorithmConfig
+    checkpointing: CheckpointingConfig,
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: tuple[RewardConfig, ...],
 ) -> Iterator[Violation]:
     """The best checkpoint is found by a figure that the run has."""
     metric = checkpointing.metric
     if metric is None:
+        if not checkpointing.higher_is_better:
+            mend = "it belongs to checkpointing.metric, which is not given: give it, or remove this"
+            yield Violation("checkpointing.higher_is_better", False, mend)
         return
+    known = figures(algorithm, env, rewards)
     if not checkpointing.enabled:
         mend = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
         yield Violation("checkpointing.metric", metric, mend)
     elif metric.startswith("validation/") and algorithm.validation.period is None:
         mend = "it is measured by validation only: give algorithm.validation.period"
         yield Violation("checkpointing.metric", metric, mend)
+    elif metric not in known:
+        close = difflib.get_close_matches(metric, known, n=1)
+        mend = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(known))}"
+        yield Violation("checkpointing.metric", metric, f"the run has no such figure: {mend}")
+
+
+def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
+    """How to write checkpoints says nothing where none is written."""
+    if checkpointing.enabled:
+        return
+    for name in sorted(CheckpointingConfig.model_fields.keys() - {"enabled", *_WITH_CHECKS_OF_THEIR_OWN}):
+        value = getattr(checkpointing, name)
+        if value != CheckpointingConfig.model_fields[name].default:
+            mend = "checkpointing.enabled is false, so no checkpoint is written: remove one of the two"
+            yield Violation(f"checkpointing.{name}", value, mend)

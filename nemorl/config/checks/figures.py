@@ -1,0 +1,48 @@
+"""The figures that a run writes into metrics.jsonl, by name."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig, ValidationConfig
+from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+
+_UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
+_HANDING_OVER = {"refit/gigabytes", "refit/gigabytes_per_second", "time/refit"}
+_SAMPLING = {
+    *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
+    *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
+    *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
+    *("time/generation", "time/environment", "time/logprobs"),
+}
+_POLICY_LOSS = {
+    *("loss/total", "loss/policy", "entropy", "ratio/mean", "clip_fraction/low", "clip_fraction/high"),
+    *("logprob_gap/mean", "logprob_gap/max"),
+}
+_STAGES = {"time/step", "time/training", "time/checkpoint"}
+
+
+def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> frozenset[str]:
+    """Names of all figures that a line of such a run may hold."""
+    names = _UPDATES | _STAGES
+    paid = {f"reward/{name}" for name in reward_names(env, rewards)}
+    if isinstance(algorithm, GrpoConfig):
+        names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
+        if algorithm.loss.kl.coefficient > 0:
+            names |= {"kl/reference"}
+    else:
+        names = names | {"loss/sft", "nll"}
+    if algorithm.validation.scheduled:
+        names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
+    return frozenset(names)
+
+
+def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:
+    """What each reward is called in figures: an environment by its name, a function by its own."""
+    if not isinstance(env, SingleTurnEnvConfig):
+        yield env.name
+    yield from (reward.function.rpartition(":")[2] for reward in rewards)
+
+
+def _measured(validation: ValidationConfig, paid: set[str]) -> Iterator[str]:
+    yield from (f"validation/{name}" for name in ("reward", "accuracy", "length", "errors", *paid))
+    yield from (f"validation/pass@{k}" for k in validation.pass_at_k)
+    yield "time/validation"
