@@ -106,5 +106,5 @@ def _norm(shape: ModelShape) -> type[RMSNorm]:
 def _core_attention(shape: ModelShape, layer: int) -> ModuleSpec:
     window = shape.window(layer)
     local_rope = window is not None and shape.local_rope is not None
-    params = {"window": window, "local_rope": local_rope, "rotates": shape.mla is None}
+    params = {"window": window, "local_rope": local_rope, "rotates": shape.mla is None, "sinks": shape.sinks}
     return ModuleSpec(PackedAttention, params=params)

@@ -1,6 +1,8 @@
 """Packed attention against one sequence at a time; the rotary embedding against complex numbers."""
 
 import cmath
+import itertools
+import types
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from nemorl.megatron.attention import PackedAttention
 from nemorl.megatron.packing import packed_layout
 from nemorl.megatron.rotary import rotate
+from nemorl.megatron.sinks import DenseKernel
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
 
@@ -24,8 +27,11 @@ def table(max_positions=64):
     )
 
 
-def one_by_one(q, k, v, lengths, scale=DIM**-0.5, window=None):
-    """Masked softmax attention of each sequence, in float64; a window is counted token by token."""
+def one_by_one(q, k, v, lengths, scale=DIM**-0.5, window=None, sinks=None):
+    """Masked softmax attention of each sequence, in float64; a window is counted token by token.
+
+    Sinks [heads] are one more column of the softmax, that of a value of zero.
+    """
     outputs, start = [], 0
     for length in lengths:
         cos_sin = table(length).at(torch.arange(length))
@@ -39,6 +45,10 @@ def one_by_one(q, k, v, lengths, scale=DIM**-0.5, window=None):
             for query in range(length)
         ]
         scores = scores.masked_fill(torch.tensor(unseen), float("-inf"))
+        if sinks is not None:
+            column = sinks.double().view(-1, 1, 1).expand(-1, length, 1)
+            scores = torch.cat((scores, column), -1)
+            vs = torch.cat((vs, vs.new_zeros(HEADS, 1, DIM)), 1)
         outputs.append((scores.softmax(-1) @ vs).transpose(0, 1).flatten(1))
         start += length
     return torch.cat(outputs)
@@ -91,6 +101,86 @@ def test_a_window_hides_what_is_far(window):
 
     expected = one_by_one(q, k, v, lengths, 0.9, window)
     expected_grads = torch.autograd.grad(expected, (q, k, v), upstream.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+    for mine, its in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+SINK_CONFIG = types.SimpleNamespace(
+    num_attention_heads=HEADS,
+    tensor_model_parallel_size=1,
+    params_dtype=torch.float32,
+    use_cpu_initialization=True,
+)
+
+
+@pytest.mark.parametrize("window", [None, 5, 150])
+def test_a_sink_takes_its_share_of_every_query(window):
+    torch.manual_seed(0)
+    lengths = [5, 200, 220]
+    q, k, v = (
+        torch.randn(sum(lengths), heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    upstream = torch.randn(sum(lengths), HEADS * DIM)
+    layout = packed_layout(lengths, table(220).at(torch.cat([torch.arange(n) for n in lengths])), None)
+    attention = PackedAttention(window=window, sinks=True, config=SINK_CONFIG)
+    sinks = attention.softmax_offset
+    sinks.data = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+    out = attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    grads = torch.autograd.grad(out, (q, k, v, sinks), upstream)
+
+    expected = one_by_one(q, k, v, lengths, window=window, sinks=sinks)
+    expected_grads = torch.autograd.grad(expected, (q, k, v, sinks), upstream.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+    for mine, its in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
+    """The kernel of a GPU stood in for by dense attention of each sequence, with its order of heads in lse."""
+    lengths, options = [3, 8, 8], []
+
+    def rows(x, cu):
+        return [x[a:b].transpose(0, 1).unsqueeze(0) for a, b in itertools.pairwise(cu.tolist())]
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size, grouped):
+        options.append((max_q, max_k, causal, window_size, grouped))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        parts = [
+            DenseKernel(None, scale).forward(*x) for x in zip(rows(q, cu_q), rows(k, cu_k), rows(v, cu_k))
+        ]
+        out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
+        return out, torch.cat([lse[0] for _, lse in parts], 1), None
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, _, scale, window_size):
+        assert lse.shape == (HEADS, sum(lengths))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        lse = [x.unsqueeze(0) for x in lse.split(lengths, 1)]
+        parts = [
+            DenseKernel(None, scale).backward(*x)
+            for x in zip(*(rows(x, cu_q) for x in (grad, q, k, v, out)), lse)
+        ]
+        q, k, v = (torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts))
+        return q, *(x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in (k, v))
+
+    operators = types.SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
+    monkeypatch.setattr(torch.ops, "torch_attn", operators)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    upstream = torch.randn(sum(lengths), HEADS * DIM)
+    angles = table().at(torch.cat([torch.arange(n) for n in lengths]))
+    layout = packed_layout(lengths, angles, lambda *_: pytest.fail("this one knows no sinks"))
+    attention = PackedAttention(sinks=True, config=SINK_CONFIG)
+    sinks = attention.softmax_offset
+    sinks.data = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+    out = attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    grads = torch.autograd.grad(out, (q, k, v, sinks), upstream)
+
+    expected = one_by_one(q, k, v, lengths, sinks=sinks)
+    expected_grads = torch.autograd.grad(expected, (q, k, v, sinks), upstream.double())
+    assert options == [(8, 8, True, [-1, 0], True)]
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
     for mine, its in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
