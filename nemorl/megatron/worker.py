@@ -70,14 +70,6 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
-        self._installed = Installed.find()
-        self._kernels = choose(
-            config.kernels,
-            kind=device,
-            precision=config.precision,
-            activation=self._shape.activation,
-            installed=self._installed,
-        )
         parallel.join(
             config.layout,
             rank=rank,
