@@ -24,6 +24,7 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
 from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.peft_export import export_adapter
 from nemorl.observe.files import write_whole
 from nemorl.observe.observer import Observer
 from nemorl.observe.run_folder import RunFolder, RunPaths
@@ -93,8 +94,8 @@ def evaluate(experiment: Experiment) -> Evaluation:
     return _run_to_end(_evaluate(experiment))
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> None:
-    """Write a checkpoint of a run folder as a Hugging Face folder. Raises NemorlError."""
+def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
+    """Write a checkpoint of a run folder as a Hugging Face folder, or its adapters. Raises NemorlError."""
     verify(checkpoint)
     config = RunPaths(checkpoint.absolute().parents[1]).config
     if not config.exists():
@@ -103,7 +104,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
             "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
-        export_hf(checkpoint, out, load_experiment(config).policy)
+        (export_adapter if adapter else export_hf)(checkpoint, out, load_experiment(config).policy)
 
 
 async def _train(

@@ -29,7 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     importing = add("import", "check a Hugging Face folder and write it whole, as safetensors", _import)
     importing.add_argument("source", type=Path, metavar="HF_DIR")
     importing.add_argument("folder", type=Path, metavar="OUT")
-    export = add("export", "write the weights of a checkpoint as a Hugging Face folder", _export)
+    export = add(
+        "export",
+        "write the weights of a checkpoint as a Hugging Face folder; trained adapters are merged into them",
+        _export,
+    )
+    export.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT's format")
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     export.add_argument("folder", type=Path, metavar="HF_DIR")
 
@@ -73,4 +78,4 @@ def _import(arguments: Namespace) -> None:
 def _export(arguments: Namespace) -> None:
     from nemorl.algorithms.run import export_checkpoint
 
-    export_checkpoint(arguments.checkpoint, arguments.folder)
+    export_checkpoint(arguments.checkpoint, arguments.folder, adapter=arguments.adapter)

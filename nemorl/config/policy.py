@@ -129,6 +129,38 @@ ScheduleConfig = Annotated[
 ]
 
 
+Projection = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+]
+
+
+class LoraConfig(Config):
+    """Adapters of low rank beside frozen weights (Hu et al. 2021, arXiv 2106.09685)."""
+
+    rank: int = Field(ge=1)
+    """Rank of every adapter."""
+    alpha: float = Field(gt=0)
+    """The adapters' part is multiplied by alpha / rank."""
+    targets: Literal["all-linear"] | tuple[Projection, ...] = Field("all-linear", min_length=1)
+    """Which matrices get an adapter, by their Hugging Face names; `all-linear` means all of the model's but
+    the experts' and the head's."""
+
+    @property
+    def scale(self) -> float:
+        """Of the adapters' part."""
+        return self.alpha / self.rank
+
+
 class OffloadConfig(Config):
     """What leaves the device while generation has it, for policies that share their devices with engines."""
 
@@ -149,6 +181,10 @@ class PolicyConfig(Config):
     """Tokens of a whole conversation, prompt included; longer ones are cut off with stop reason `length`."""
     layout: LayoutConfig = LayoutConfig()
     """How the policy is spread over processes."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights, which stay as they are; null trains the weights."""
+    recompute: RecomputeConfig = NoRecompute()
+    """Which activations are computed again in the backward pass instead of kept."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
@@ -166,5 +202,3 @@ class PolicyConfig(Config):
     it is installed. The run's header says which."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
-    recompute: RecomputeConfig = NoRecompute()
-    """Which activations are computed again in the backward pass instead of kept."""

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.shape import ModelShape
+from nemorl.models.adapters import TrainedWeights
 from nemorl.models.slices import TensorSlice
 
 from .checkpoint_files import WEIGHT, SavedState, write_index, write_state
@@ -19,7 +19,7 @@ def save(
     folder: Path,
     *,
     rank: int,
-    shape: ModelShape,
+    trained: TrainedWeights,
     layout: LayoutConfig,
     optimizer: PolicyOptimizer,
     device: DeviceKind,
@@ -30,7 +30,7 @@ def save(
         write_state(folder, state, rank, optimizer.shards(state))
     save_file(random_states(device), _random_file(folder, rank))
     if rank == 0:
-        write_index(folder, shape, layout, optimizer.state_names, asdict(optimizer.progress))
+        write_index(folder, trained, layout, optimizer.state_names, asdict(optimizer.progress))
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def load(
     folder: Path,
     *,
     rank: int,
-    shape: ModelShape,
+    trained: TrainedWeights,
     layout: LayoutConfig,
     slices: list[TensorSlice],
     parameters: dict[str, torch.Tensor],
@@ -49,7 +49,7 @@ def load(
 
     Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
     """
-    saved = SavedState(folder, shape)
+    saved = SavedState(folder, trained)
     optimizer.check_state_names(saved.states, folder)
     for name, parameter in parameters.items():
         mine = [part for part in slices if part.param == name]

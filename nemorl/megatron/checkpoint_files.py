@@ -5,8 +5,8 @@
                                      optimizer): of each local parameter the run of elements that it updates
     random_<rank>.safetensors        states of the random generators
 
-A rank's parameters are described in HF coordinates by `policy_slices`, those of the writing layout as well as
-those of the reading one, so reading is copying boxes, whatever the two layouts are.
+A rank's parameters are described in HF coordinates (PEFT's, for adapters) by `TrainedWeights`, those of the
+writing layout as well as those of the reading one, so reading is copying boxes, whatever the two layouts are.
 
 Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening somebody's
 checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.errors import RunError
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
+from nemorl.models.adapters import TrainedWeights
+from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.local_view import local_view
-from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
 INDEX = "policy.json"
@@ -58,13 +58,17 @@ def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]
 
 
 def write_index(
-    folder: Path, shape: ModelShape, layout: LayoutConfig, states: Iterable[str], progress: Mapping[str, int]
+    folder: Path,
+    trained: TrainedWeights,
+    layout: LayoutConfig,
+    states: Iterable[str],
+    progress: Mapping[str, int],
 ) -> None:
     """What all ranks share; written by one of them."""
     index = {
         "format": FORMAT,
         "layout": layout.model_dump(),
-        "tensors": hf_tensors(shape),
+        "tensors": trained.tensors(),
         "states": list(states),
         "progress": dict(progress),
     }
@@ -82,18 +86,18 @@ class _Source:
 class SavedState:
     """A training state on disk. Raises `UnfitCheckpoint` when it is not of this model."""
 
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
+    def __init__(self, folder: Path, trained: TrainedWeights) -> None:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise UnfitCheckpoint(
                 f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
             )
-        _check_same_model(folder, index["tensors"], hf_tensors(shape))
+        _check_same_model(folder, index["tensors"], trained.tensors())
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
         self.progress: dict[str, int] = index["progress"]
-        self._sources = _sources(shape, self.layout)
+        self._sources = _sources(trained, self.layout)
         # Slices come parameter by parameter, so the last few are all that is asked for again.
         self._parameter = lru_cache(maxsize=4)(self._read_parameter)
 
@@ -114,7 +118,7 @@ class SavedState:
                 copied.add(overlap)
 
     def hf_tensor(self, name: str) -> Tensor:
-        """A whole tensor of the HF checkpoint, float32."""
+        """A whole tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
         extents = self._sources[name][0].part.shape
         whole = torch.empty(extents)
         strides = whole.stride()
@@ -140,14 +144,14 @@ def _state_file(folder: Path, state: str, rank: int) -> Path:
     return folder / f"{state}_{rank:05d}.safetensors"
 
 
-def _sources(shape: ModelShape, layout: LayoutConfig) -> dict[str, list[_Source]]:
+def _sources(trained: TrainedWeights, layout: LayoutConfig) -> dict[str, list[_Source]]:
     """Who held which boxes of each HF tensor: the optimizer spreads a parameter over all that hold it."""
     ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
         ranks_of[policy_rank(layout, rank)].append(rank)
     holders: dict[TensorSlice, list[int]] = defaultdict(list)
     for place, ranks in ranks_of.items():
-        for part in policy_slices(shape, place):
+        for part in trained.slices(place):
             holders[part] += ranks
     sources: dict[str, list[_Source]] = defaultdict(list)
     for part, held_by in holders.items():
@@ -175,5 +179,5 @@ def _check_same_model(folder: Path, there: Mapping[str, Any], here: Mapping[str,
         if tuple(there.get(name, ())) != here.get(name, ()):
             raise UnfitCheckpoint(
                 f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} in "
-                "the model of policy.model_path"
+                "the model of policy.model_path with policy.lora as it is"
             )

@@ -95,7 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_entropies is not None and not grad_entropies.any():
             grad_entropies = None  # a loss that reports the entropy but weighs it by zero
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None when frozen
         for rows in _rows(labels.shape[0], chunk_tokens):
             if kept:
                 chunk = kept.pop()
@@ -112,7 +112,8 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
-            grad_weight.addmm_(grad.t(), hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[rows])
         return grad_hidden, grad_weight, None, None, None, None, None
 
 

@@ -5,23 +5,37 @@ from pathlib import Path
 import torch
 
 from nemorl.config.policy import PolicyConfig
+from nemorl.models.adapters import TrainedWeights, peft_names
+from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter
 from nemorl.models.layout import hf_tensors
+from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
 
 from .checkpoint_files import SavedState
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write `out` with the weights of `checkpoint` in the policy's precision, one tensor at a time.
 
-    config.json and the tokenizer come from the model that training started from. A checkpoint holds float32
-    weights; rounded to the policy's precision they are what forward passes and generation used. Raises
-    FileExistsError where `out` exists, and `UnfitCheckpoint` for a checkpoint of another model.
+    config.json and the tokenizer come from the model that training started from; so do frozen weights, with
+    adapters merged into them. A checkpoint holds float32 weights; rounded to the policy's precision they are
+    what forward passes and generation used. Raises FileExistsError where `out` exists, and `UnfitCheckpoint`
+    for a checkpoint of another model.
     """
     shape = ModelShape.load(config.model_path)
-    saved = SavedState(checkpoint, shape)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.precision]
+    trained = TrainedWeights(shape, config.lora)
+    held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
     with HfFolderWriter(out, config.model_path) as writer:
         for name, extents in hf_tensors(shape).items():
-            writer.add(name, saved.hf_tensor(name).view(extents).to(dtype))
+            if name in held:
+                tensor = saved.hf_tensor(name).view(extents).to(dtype)
+            else:
+                tensor = HfFolder(config.model_path).tensor(name, extents).to(dtype)
+            names = peft_names(name)
+            if config.lora is not None and names.a in held:
+                a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))
+                merge_adapter(tensor, a, b, config.lora.scale)
+            writer.add(name, tensor)

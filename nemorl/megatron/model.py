@@ -31,6 +31,7 @@ from .experts import expert_arguments
 from .head import VocabularyShard, token_logprobs
 from .kernels import Kernels
 from .layers import block_spec
+from .lora import Adapters
 from .micro_batch import MicroBatch
 from .pipeline import pipeline_arguments, recompute_arguments
 
@@ -77,6 +78,10 @@ class PolicyModel(GPTModel):
             embedded = self.embedding(input_ids=micro.tokens, position_ids=micro.position_ids)
             if self.embedding_scale is not None:
                 embedded = embedded * self.embedding_scale
+            if torch.is_grad_enabled() and not embedded.requires_grad:
+                # Of frozen weights. Stages and recomputed layers without a gradient at their input give none
+                # to what is inside.
+                embedded.requires_grad_()
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
 
     def score(
@@ -159,21 +164,29 @@ class PolicyParallel(DistributedDataParallel):
 
 
 def build_model(
-    shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, device: torch.device, kernels: Kernels
+    shape: ModelShape,
+    policy: PolicyConfig,
+    kind: DeviceKind,
+    device: torch.device,
+    kernels: Kernels,
+    adapters: Adapters | None = None,
 ) -> list[PolicyParallel]:
     """This rank's part of the model, with room for gradients; its weights are not loaded yet.
 
-    A list of the stage's runs of layers, in their order: one, or several under VPP.
+    With adapters only these have gradients. A list of the stage's runs of layers, in their order: one, or
+    several under VPP.
     """
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
+    chunks = range(policy.layout.virtual_pipeline_parallel_size)
     with building(kind):
-        return [
-            PolicyParallel(config, ddp_config, PolicyModel(config, shape, policy, chunk).to(device))
-            for chunk in range(policy.layout.virtual_pipeline_parallel_size)
-        ]
+        models = [PolicyModel(config, shape, policy, chunk).to(device) for chunk in chunks]
+        if adapters is not None:
+            for chunk, model in enumerate(models):
+                adapters.attach(model, chunk)
+        return [PolicyParallel(config, ddp_config, model) for model in models]
 
 
 def transformer_config(

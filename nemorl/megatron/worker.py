@@ -5,6 +5,7 @@ checkpoint
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
+from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import chunk_prefix, policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
@@ -27,6 +29,7 @@ from . import checkpoint, parallel
 from .collect import from_last_stage, global_figures
 from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
 from .kernels import Installed, choose
+from .lora import Adapters
 from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
 from .optimizer import PolicyOptimizer
@@ -52,6 +55,7 @@ class PolicyWorker:
         temperature: float,
         keep_reference: bool,
         deadline_seconds: float,
+        seed: int = 0,
     ) -> None:
         """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model, without weights."""
         if threads is not None:
@@ -61,6 +65,7 @@ class PolicyWorker:
         self._device = select_device(device, rank)
         self._temperature = temperature
         self._keep_reference = keep_reference
+        self._seed = seed  # of adapters and heads that no folder holds
         self._shape = ModelShape.load(config.model_path)
         self._installed = Installed.find()
         self._kernels = choose(
@@ -78,10 +83,15 @@ class PolicyWorker:
             device=device,
             deadline_seconds=deadline_seconds,
         )
-        self._chunks = build_model(self._shape, config, device, self._device, self._kernels)
+        self._place = policy_rank(config.layout, rank)
+        self._trained = TrainedWeights(self._shape, config.lora)
+        self._adapters = Adapters(self._shape, config.lora, self._place) if config.lora else None
+        self._chunks = build_model(
+            self._shape, config, device, self._device, self._kernels, self._adapters
+        )
         self.optimizer = PolicyOptimizer(config, self._chunks, device)
         self._maker = self._micro_batch_maker()
-        self._reference: ReferenceWeights | None = None
+        self._reference: ReferenceWeights | Adapters | None = None
         self._batch: PackedBatch | None = None
 
     def header(self) -> dict[str, str]:
@@ -101,16 +111,23 @@ class PolicyWorker:
     def load_hf(self, folder: Path) -> None:
         """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
 
-        A resumed run calls this first, for the reference, and then `load_checkpoint`.
+        A resumed run calls this first, for the reference and for weights that are frozen, and then
+        `load_checkpoint`. Adapters are drawn anew, and without them the model is its own reference.
         """
         HfFolder(folder).load_into(self.parameters(), self.slices())
+        if self._adapters is not None:
+            self._adapters.draw(self.parameters(), self._seed)
         self.optimizer.weights_changed()
         if self._keep_reference:
-            self._reference = ReferenceWeights(self._modules)
+            self._reference = self._adapters or ReferenceWeights(self._modules)
 
     def slices(self) -> list[TensorSlice]:
-        """What of the HF checkpoint lies in which of `parameters`."""
-        return policy_slices(self._shape, policy_rank(self._config.layout, dist.get_rank()))
+        """What of the HF checkpoint lies in which of `parameters`, and of `merged_parameters`."""
+        return policy_slices(self._shape, self._place)
+
+    def adapter_slices(self) -> list[TensorSlice]:
+        """What of the adapters, in PEFT's names, lies in which of `parameters`; nothing without adapters."""
+        return [] if self._adapters is None else self._adapters.slices
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's weights by Megatron's names; the tensors themselves, not copies."""
@@ -119,6 +136,12 @@ class PolicyWorker:
             for chunk, module in enumerate(self._modules)
             for name, parameter in module.named_parameters()
         }
+
+    def merged_parameters(self) -> Mapping[str, Tensor]:
+        """The weights that engines sample with: `parameters`, with adapters added when one is asked for."""
+        if self._adapters is None:
+            return self.parameters()
+        return self._adapters.merged(self.parameters())
 
     def load_batch(self, batch: PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
@@ -161,7 +184,7 @@ class PolicyWorker:
         checkpoint.save(
             folder,
             rank=dist.get_rank(),
-            shape=self._shape,
+            trained=self._trained,
             layout=self._config.layout,
             optimizer=self.optimizer,
             device=self._kind,
@@ -169,13 +192,15 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
+        slices = self._trained.slices(self._place)
+        frozen = set() if self._adapters is None else self.parameters().keys() - {s.param for s in slices}
         checkpoint.load(
             folder,
             rank=dist.get_rank(),
-            shape=self._shape,
+            trained=self._trained,
             layout=self._config.layout,
-            slices=self.slices(),
-            parameters=self.parameters(),
+            slices=slices,
+            parameters={name: p for name, p in self.parameters().items() if name not in frozen},
             optimizer=self.optimizer,
             device=self._kind,
         )

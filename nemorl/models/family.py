@@ -37,6 +37,7 @@ class Dim(Enum):
     EXPERTS = "experts"
     EXPERT_FFN = "expert_ffn"
     SHARED_FFN = "shared_ffn"  # of all shared experts together
+    ADAPTER_RANK = "adapter_rank"
 
 
 class Split(Enum):

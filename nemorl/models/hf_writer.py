@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +15,7 @@ from .errors import BrokenModelFolder
 from .hf_folder import INDEX_FILE, SINGLE_FILE
 from .json_object import read_json_object
 from .layout import hf_tensors
+from .new_folder import begin_folder, complete_folder
 from .shape import ModelShape
 
 # What makes a folder of weights a model that people can talk to.
@@ -53,11 +52,7 @@ class HfFolderWriter:
         self._shards: list[list[str]] = []  # names of the tensors in each file
         self._bytes = 0
         self._dtype: torch.dtype | None = None
-        if self.out.exists():
-            raise FileExistsError(f"{self.out} exists already; choose another folder, or remove it first")
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        # beside the target, so that the last rename stays on one file system
-        self._folder = Path(tempfile.mkdtemp(prefix=f".{self.out.name}.", dir=self.out.parent))
+        self._folder = begin_folder(self.out)
 
     def __enter__(self) -> "HfFolderWriter":
         return self
@@ -109,13 +104,7 @@ class HfFolderWriter:
         self._name_shards()
         self._write_companions()
         self._write_checksums()
-        for file in self._folder.iterdir():
-            file.chmod(0o644)
-            _fsync(file)
-        _fsync(self._folder)
-        self._folder.chmod(0o755)
-        self._folder.rename(self.out)
-        _fsync(self.out.parent)
+        complete_folder(self._folder, self.out)
 
     def _name_shards(self) -> None:
         """Give the files the names that transformers looks for; these hold the number of files."""
@@ -153,11 +142,3 @@ def _sha256(path: Path) -> str:
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,7 @@ Imports no torch: the checks of a config and the memory plan use it before anyth
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nemorl.config.policy import LayoutConfig
@@ -85,13 +85,23 @@ def padded_vocab_size(shape: ModelShape, tp_size: int) -> int:
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes (on disk) of the tensors of the HF checkpoint; no `lm_head.weight` when tied."""
+    return tensors_of(weight_rules(shape), shape)
+
+
+def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
+    """The parameters of a model, as its family declares them."""
+    return family_of(shape).weights(shape)
+
+
+def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes (on disk) of the tensors that some rules speak of."""
     return {
         tensor.name.format(layer=layer, expert=expert): tuple(
             math.prod(shape.extent(dim) for dim in _unmerged(dims)) for dims in tensor.dims
         )
         for stage in Stage
         for layer in range(shape.num_layers if stage is Stage.LAYERS else 1)
-        for rule in _rules(shape, stage, layer)
+        for rule in _rules_of(rules, shape, stage, layer)
         for expert in range(shape.moe.num_experts if rule.experts and shape.moe else 1)
         for tensor in rule.tensors
         if not (shape.tied_embeddings and tensor.name == _HEAD)
@@ -105,6 +115,11 @@ def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
     copy of the embedding in `output_layer.weight`. Parameters of the second and later runs of layers under
     VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
     """
+    return slices_of(weight_rules(shape), shape, rank)
+
+
+def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
+    """`policy_slices` of some rules."""
     layout = rank.layout
     check_divisible(shape, layout)
     found: list[TensorSlice] = []
@@ -112,11 +127,11 @@ def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
     for chunk in range(chunks):
         prefix = chunk_prefix(chunk)
         if rank.pp_rank == 0 and chunk == 0:
-            found += _stage_slices(Stage.FIRST, shape, rank, prefix)
+            found += _stage_slices(rules, Stage.FIRST, shape, rank, prefix)
         for local, layer in enumerate(stage_layers(shape.num_layers, layout, rank.pp_rank, chunk)):
-            found += _stage_slices(Stage.LAYERS, shape, rank, prefix, layer, local)
+            found += _stage_slices(rules, Stage.LAYERS, shape, rank, prefix, layer, local)
         if rank.pp_rank == layout.pipeline_parallel_size - 1 and chunk == chunks - 1:
-            found += _stage_slices(Stage.LAST, shape, rank, prefix)
+            found += _stage_slices(rules, Stage.LAST, shape, rank, prefix)
     return found
 
 
@@ -125,17 +140,31 @@ def chunk_prefix(chunk: int) -> str:
     return f"chunk{chunk}." if chunk else ""
 
 
-def _rules(shape: ModelShape, stage: Stage, layer: int) -> Iterator[WeightRule]:
+def chunk_of(param: str) -> tuple[int, str]:
+    """The run of layers in which a parameter is, and its name there."""
+    first, _, rest = param.partition(".")
+    return (int(first.removeprefix("chunk")), rest) if first.startswith("chunk") else (0, param)
+
+
+def _rules_of(
+    rules: Sequence[WeightRule], shape: ModelShape, stage: Stage, layer: int
+) -> Iterator[WeightRule]:
     kind = LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE
-    for rule in family_of(shape).weights(shape):
+    for rule in rules:
         if rule.stage is stage and (stage is not Stage.LAYERS or rule.layers in (LayerKind.ALL, kind)):
             yield rule
 
 
 def _stage_slices(
-    stage: Stage, shape: ModelShape, rank: PolicyRank, prefix: str, layer: int = 0, local_layer: int = 0
+    rules: Sequence[WeightRule],
+    stage: Stage,
+    shape: ModelShape,
+    rank: PolicyRank,
+    prefix: str,
+    layer: int = 0,
+    local_layer: int = 0,
 ) -> Iterator[TensorSlice]:
-    for rule in _rules(shape, stage, layer):
+    for rule in _rules_of(rules, shape, stage, layer):
         if shape.tied_embeddings and rule.tensors[0].name == _HEAD:
             if rank.layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
                 continue

@@ -112,6 +112,7 @@ class ModelShape:
     embedding_scale: float | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    adapter_rank: int = 0  # of the adapters beside the matrices; 0 for none
 
     @classmethod
     def load(cls, folder: str | Path) -> ModelShape:
@@ -164,6 +165,7 @@ class ModelShape:
             Dim.HEADS: heads,
             Dim.QUERY: heads * self.head_dim,
             Dim.KEY_VALUE: self.num_key_value_heads * self.head_dim,
+            Dim.ADAPTER_RANK: self.adapter_rank,
         }
         if self.moe is not None:
             extents |= {

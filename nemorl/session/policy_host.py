@@ -20,7 +20,7 @@ class PolicyHost(PolicyWorker):
     def __init__(self, config: PolicyConfig, *, rank: int, **options: Any) -> None:
         super().__init__(config, rank=rank, **options)
         self.load_hf(config.model_path)
-        self._sender = WeightSender(rank, self.slices(), self.parameters)
+        self._sender = WeightSender(rank, self.slices(), self.merged_parameters)
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""

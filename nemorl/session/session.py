@@ -116,6 +116,7 @@ class _Starter:
             "device": self.device,
             "threads": threads,
             "temperature": self.experiment.generation.sampling.temperature if online else 1.0,
+            "seed": self.experiment.seed,
             "keep_reference": isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
         }

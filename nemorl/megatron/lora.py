@@ -1,0 +1,243 @@
+"""Adapters beside the frozen weights of a policy's model, as in PEFT (arXiv 2106.09685).
+
+    y = W x + alpha / rank * B A x
+
+Tensor parallelism divides what the weight's own division divides, and communicates `rank` columns:
+
+    W by rows (column-parallel):     A copied, B by rows;     A x is gathered under sequence parallelism
+    W by columns (row-parallel):     A by columns, B copied;  A x is summed (and scattered)
+
+Several HF matrices may lie in one weight (q, k and v; gate and up); each has its own pair.
+"""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from nemorl.config.policy import LoraConfig
+from nemorl.models.adapters import adapter_params, adapter_slices, projection_of
+from nemorl.models.layout import PolicyRank, chunk_of, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.merge import merge_adapter
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """An HF matrix, or some of its rows, in a weight, and its pair if it has one."""
+
+    part: TensorSlice  # of the weight
+    a: TensorSlice | None
+    b: TensorSlice | None
+
+    @property
+    def projection(self) -> str:
+        return projection_of(self.part.name)
+
+
+class Adapter(torch.nn.Module):
+    """A [rank, in] and B [out, rank] of one HF matrix, or this rank's part of them."""
+
+    def __init__(self, a: TensorSlice, b: TensorSlice, like: Tensor) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.empty(a.size, dtype=like.dtype, device=like.device))
+        self.b = torch.nn.Parameter(torch.empty(b.size, dtype=like.dtype, device=like.device))
+
+
+class AdapterBranch(torch.nn.Module):
+    """What the adapters of one weight add to its output.
+
+    `rows` are the HF matrices in the weight, each with its rows in one of the weight's `groups` (of heads). A
+    weight that is divided by columns `sums_input` over the ranks.
+    """
+
+    def __init__(
+        self,
+        adapters: Mapping[str, Adapter],
+        rows: Mapping[str, int],
+        *,
+        groups: int,
+        scale: float,
+        sums_input: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.enabled = True
+        self._rows, self._groups, self._scale = rows, groups, scale
+        self._sums_input, self._sequence_parallel = sums_input, sequence_parallel
+        self._names = tuple(adapters)
+        for name, adapter in adapters.items():
+            self.add_module(name, adapter)
+            self._mark(adapter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, 1, rows of the weight on this rank] from the weight's own input."""
+        adapters = [getattr(self, name) for name in self._names]
+        low = x @ torch.cat([adapter.a for adapter in adapters]).t() * self._scale
+        parts = self._exchange(low).split([adapter.a.shape[0] for adapter in adapters], dim=-1)
+        added = {
+            name: part @ adapter.b.t()
+            for name, part, adapter in zip(self._names, parts, adapters, strict=True)
+        }
+        groups = [
+            added[name].unflatten(-1, (self._groups, count))
+            if name in added
+            else parts[0].new_zeros(*parts[0].shape[:-1], self._groups, count)
+            for name, count in self._rows.items()
+        ]
+        return torch.cat(groups, dim=-1).flatten(-2)
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        """From `A x` of this rank's columns or tokens to that of the tokens of its output."""
+        exchanges = {
+            (True, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+            (True, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
+            (False, True): tensor_parallel.gather_from_sequence_parallel_region,
+            # Each rank has the gradient of its own rows only; backward sums them.
+            (False, False): tensor_parallel.copy_to_tensor_model_parallel_region,
+        }
+        exchanged: Tensor = exchanges[self._sums_input, self._sequence_parallel](low)
+        return exchanged
+
+    def _mark(self, adapter: Adapter) -> None:
+        """Tell Megatron which parameters are shards (the norm sums them) and whose gradients are partial."""
+        shard, dim, copy = (adapter.a, 1, adapter.b) if self._sums_input else (adapter.b, 0, adapter.a)
+        set_tensor_model_parallel_attributes(shard, True, dim, 1)
+        # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
+        copy.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
+
+
+class Adapters:
+    """All adapters of this rank."""
+
+    def __init__(self, shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> None:
+        self.slices = adapter_slices(shape, lora, rank)
+        self._scale = lora.scale
+        self._sequence_parallel = rank.layout.sequence_parallel
+        self._weights = _adapted_weights(policy_slices(shape, rank), self.slices)
+        self._branches: list[AdapterBranch] = []
+
+    def attach(self, model: torch.nn.Module, chunk: int) -> None:
+        """Freeze the weights of the stage's `chunk`-th run of layers and put the adapters beside them."""
+        model.requires_grad_(False)
+        for param, matrices in self._weights.items():
+            number, name = chunk_of(param)
+            if number == chunk:
+                linear: Any = model.get_submodule(name.removesuffix(".weight"))
+                linear.lora = self._branch(matrices, linear.weight)
+                linear.register_forward_hook(_add_branch)
+                self._branches.append(linear.lora)
+
+    def draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
+        """The first values, as PEFT's: A uniform as Kaiming has it for leaky ReLUs of slope sqrt(5), B zero.
+
+        Each A is drawn whole, from the seed and its name: no layout has other values.
+        """
+        for part in self.slices:
+            values = torch.zeros(part.shape)
+            if part.name.endswith(".lora_A.weight"):
+                digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                bound = 1 / math.sqrt(part.shape[1])
+                values.uniform_(-bound, bound, generator=generator)
+            box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+            local_view(parameters, part).copy_(values[box])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model computes without adapters: as the reference, which it was before training."""
+        for branch in self._branches:
+            branch.enabled = False
+        try:
+            yield
+        finally:
+            for branch in self._branches:
+                branch.enabled = True
+
+    def merged(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The parameters with the adapters added to the weights, computed when one is asked for."""
+        return _Merged(parameters, self._weights, self._scale)
+
+    def _branch(self, matrices: Sequence[_Matrix], weight: Tensor) -> AdapterBranch:
+        pairs = {m.projection: (m.a, m.b) for m in matrices}
+        columns = next(a for a, _ in pairs.values() if a is not None)
+        return AdapterBranch(
+            {name: Adapter(a, b, weight) for name, (a, b) in pairs.items() if a and b},
+            {m.projection: m.part.size[0] for m in matrices},
+            groups=len(matrices) // len(pairs),
+            scale=self._scale,
+            sums_input=columns.size != columns.shape,
+            sequence_parallel=self._sequence_parallel,
+        )
+
+
+class _Merged(Mapping[str, Tensor]):
+    """Keeps the last weight that was merged: its parts are asked for one after another."""
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], weights: Mapping[str, Sequence[_Matrix]], scale: float
+    ) -> None:
+        self._parameters, self._weights, self._scale = parameters, weights, scale
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._weights:
+            return self._parameters[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one takes memory
+            self._last = name, self._merge(name)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def _merge(self, name: str) -> Tensor:
+        merged = {name: self._parameters[name].clone()}
+        for matrix in self._weights[name]:
+            if matrix.a is not None and matrix.b is not None:
+                first = matrix.part.start[0] - matrix.b.start[0]
+                b = self._parameters[matrix.b.param][first : first + matrix.part.size[0]]
+                weight = local_view(merged, matrix.part)
+                merge_adapter(weight, self._parameters[matrix.a.param], b, self._scale)
+        return merged[name]
+
+
+def _adapted_weights(
+    weights: Sequence[TensorSlice], adapters: Sequence[TensorSlice]
+) -> dict[str, list[_Matrix]]:
+    """By weight: the matrices in it, of which at least one has a pair."""
+    there = {part.param: part for part in adapters}
+    found: dict[str, list[_Matrix]] = defaultdict(list)
+    for part in weights:
+        names = adapter_params(part.param, part.name)
+        found[part.param].append(_Matrix(part, there.get(names.a), there.get(names.b)))
+    return {param: matrices for param, matrices in found.items() if any(m.a for m in matrices)}
+
+
+def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Megatron's linears give their output and the bias that someone else adds."""
+    if not linear.lora.enabled:
+        return output
+    return output[0] + linear.lora(_normed(linear, inputs[0])), output[1]
+
+
+def _normed(linear: Any, x: Tensor) -> Tensor:
+    """What the weight is multiplied with: Transformer Engine puts a norm into the module of some."""
+    norm = getattr(linear, "layer_norm_weight", None)
+    if norm is None:
+        return x
+    weight = norm + 1 if linear.zero_centered_gamma else norm
+    return torch.nn.functional.rms_norm(x, norm.shape, weight, linear.eps)

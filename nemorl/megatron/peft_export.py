@@ -1,0 +1,56 @@
+"""A checkpoint's adapters as a folder that PEFT, and engines that take adapters, load."""
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from nemorl.config.policy import LoraConfig, PolicyConfig
+from nemorl.models.adapters import TrainedWeights, adapted_projections
+from nemorl.models.errors import UnsupportedModel
+from nemorl.models.new_folder import begin_folder, complete_folder
+from nemorl.models.shape import ModelShape
+
+from .checkpoint_files import SavedState
+from .hf_export import DTYPES
+
+
+def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, in the policy's precision.
+
+    Raises FileExistsError where `out` exists, `UnfitCheckpoint` for a checkpoint of another model, and
+    `UnsupportedModel` where no adapters were trained.
+    """
+    if config.lora is None:
+        raise UnsupportedModel(
+            f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
+        )
+    shape = ModelShape.load(config.model_path)
+    trained = TrainedWeights(shape, config.lora)
+    saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
+    tensors = {name: saved.hf_tensor(name).to(dtype) for name in trained.tensors()}
+    folder = begin_folder(out)
+    try:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        description = _description(shape, config, config.lora)
+        (folder / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+        complete_folder(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _description(shape: ModelShape, config: PolicyConfig, lora: LoraConfig) -> dict[str, object]:
+    """PEFT's `LoraConfig`; what is left out has its default there."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(config.model_path),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapted_projections(shape, lora)),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,119 @@
+"""Adapters of low rank (LoRA) in the coordinates of PEFT's files: which there are, and what a rank holds.
+
+A matrix W [out, in] of the HF checkpoint gets A [rank, in] and B [out, rank], and the model computes with
+`W + alpha / rank * B A` (Hu et al. 2021, arXiv 2106.09685, section 4.1). Several HF matrices may lie in one
+Megatron parameter; each has its own pair all the same. Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from nemorl.config.policy import LoraConfig, Projection
+
+from .family import Dim, HfTensor, Split, WeightRule
+from .layout import PolicyRank, hf_tensors, policy_slices, slices_of, tensors_of, weight_rules
+from .shape import ModelShape
+from .slices import TensorSlice
+
+_PEFT = "base_model.model."  # before the names of PEFT's files
+_PROJECTIONS: tuple[str, ...] = get_args(Projection)
+
+
+def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
+    """The names of a model's matrices that can have an adapter: all but experts, routers and the head."""
+    found = {projection for _, _, projection in _adaptable(shape)}
+    return tuple(name for name in _PROJECTIONS if name in found)
+
+
+def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
+    """Those that `lora` names."""
+    there = adaptable_projections(shape)
+    return there if lora.targets == "all-linear" else tuple(name for name in there if name in lora.targets)
+
+
+def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """PEFT's names of all adapters' matrices, and their shapes."""
+    return tensors_of(*_rules_and_shape(shape, lora))
+
+
+def adapter_slices(shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> list[TensorSlice]:
+    """What one policy rank holds of the adapters, in parameters named as in `adapter_params`."""
+    return slices_of(*_rules_and_shape(shape, lora), rank)
+
+
+@dataclass(frozen=True)
+class AdapterNames:
+    """What the pair of one HF matrix is called."""
+
+    a: str
+    b: str
+
+
+def peft_names(matrix: str) -> AdapterNames:
+    """In PEFT's files, the pair of an HF matrix such as `model.layers.0.self_attn.q_proj.weight`."""
+    module = _PEFT + matrix.removesuffix(".weight")
+    return AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+
+
+def adapter_params(param: str, matrix: str) -> AdapterNames:
+    """In the model, the pair of an HF matrix that lies in the Megatron parameter `param`."""
+    module = f"{param.removesuffix('.weight')}.lora.{projection_of(matrix)}"
+    return AdapterNames(f"{module}.a", f"{module}.b")
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """What of a model learns, and is therefore kept in its checkpoints: all of it, or adapters alone."""
+
+    shape: ModelShape
+    lora: LoraConfig | None = None
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names (Hugging Face's, and PEFT's for adapters) and shapes of the whole tensors."""
+        if self.lora is None:
+            return hf_tensors(self.shape)
+        return adapter_tensors(self.shape, self.lora)
+
+    def slices(self, rank: PolicyRank) -> list[TensorSlice]:
+        """What one rank holds of them."""
+        if self.lora is None:
+            return policy_slices(self.shape, rank)
+        return adapter_slices(self.shape, self.lora, rank)
+
+
+def projection_of(matrix: str) -> str:
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return matrix.removesuffix(".weight").rsplit(".", 1)[-1]
+
+
+def _adaptable(shape: ModelShape) -> Iterator[tuple[WeightRule, HfTensor, str]]:
+    for rule in weight_rules(shape):
+        for tensor in rule.tensors:
+            projection = projection_of(tensor.name)
+            if projection in _PROJECTIONS and tensor.name.endswith(".weight") and not rule.experts:
+                yield rule, tensor, projection
+
+
+def _rules_and_shape(shape: ModelShape, lora: LoraConfig) -> tuple[tuple[WeightRule, ...], ModelShape]:
+    targets = adapted_projections(shape, lora)
+    rules = tuple(
+        rule
+        for base, tensor, projection in _adaptable(shape)
+        if projection in targets
+        for rule in _pair(base, tensor)
+    )
+    return rules, replace(shape, adapter_rank=lora.rank)
+
+
+def _pair(base: WeightRule, tensor: HfTensor) -> tuple[WeightRule, WeightRule]:
+    """A is divided where the matrix is divided by columns, B where it is divided by rows."""
+    rows, columns = tensor.dims
+    names, params = peft_names(tensor.name), adapter_params(base.param, tensor.name)
+    by_columns = base.split is Split.COLUMNS
+    a = HfTensor(names.a, (Dim.ADAPTER_RANK, columns))
+    b = HfTensor(names.b, (rows, Dim.ADAPTER_RANK))
+    return (
+        replace(base, param=params.a, tensors=(a,), split=Split.COLUMNS if by_columns else Split.REPLICATED),
+        replace(base, param=params.b, tensors=(b,), split=Split.REPLICATED if by_columns else Split.ROWS),
+    )
