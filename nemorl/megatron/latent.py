@@ -7,6 +7,7 @@ of each head, from the latent, without positions, and one that positions turn an
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -16,7 +17,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from .packing import Angles, PackedLayout
+from .packing import PackedLayout
 from .rotary import rotate
 
 # DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.
@@ -58,25 +59,46 @@ class LatentAttention(MLASelfAttention):
         """
         assert packed_seq_params is not None, "tokens come packed"
         assert packed_seq_params.rotary is not None, "a packed layout carries its rotary angles"
-        config, angles = self.config, packed_seq_params.rotary
         joint = self._whole(self.linear_kv_down_proj(hidden_states)[0])
-        latent, shared_key = joint.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        latent, shared_key = joint.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
         shared_key = copy_to_tensor_model_parallel_region(shared_key)  # sums the gradient over ranks
-        latent = self.kv_layernorm(self._own_tokens(latent))
-        key_value = self._heads(self.linear_kv_up_proj(latent)[0])
-        key, value = key_value.split((config.qk_head_dim, config.v_head_dim), -1)
+        inputs = (
+            self._query_input(hidden_states),
+            self.kv_layernorm(self._own_tokens(latent)),
+            shared_key,
+            *packed_seq_params.rotary,
+        )
+        if not self.recompute_up_proj:
+            return *self._project_up(*inputs), None, None
+        # Megatron's forward frees the outputs once attention has taken them.
+        self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        return *self.qkv_up_checkpoint.checkpoint(self._project_up, *inputs), None, None
+
+    def _project_up(
+        self, query_input: Tensor, latent: Tensor, shared_key: Tensor, *angles: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, from what is narrow."""
+        config = self.config
+        project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        plain, positioned = self._heads(project(query_input)[0]).split(
+            (config.qk_head_dim, config.qk_pos_emb_head_dim), -1
+        )
+        key, value = self._heads(self.linear_kv_up_proj(latent)[0]).split(
+            (config.qk_head_dim, config.v_head_dim), -1
+        )
         turned = _rotate_pairs(shared_key, angles).expand(-1, key.shape[1], -1)
+        return (
+            torch.cat((plain, _rotate_pairs(positioned, angles)), -1),
+            torch.cat((key, turned), -1),
+            value.contiguous(),
+        )
 
-        query = self._heads(self._queries(hidden_states))
-        plain, positioned = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
-        query = torch.cat((plain, _rotate_pairs(positioned, angles)), -1)
-        return query, torch.cat((key, turned), -1), value, None, None
-
-    def _queries(self, hidden_states: Tensor) -> Tensor:
+    def _query_input(self, hidden_states: Tensor) -> Tensor:
+        """What queries are projected from: the hidden states, or their normed latent."""
         if self.config.q_lora_rank is None:
-            return self.linear_q_proj(hidden_states)[0]  # type: ignore[no-any-return]
+            return hidden_states
         latent = self._whole(self.linear_q_down_proj(hidden_states)[0])
-        return self.linear_q_up_proj(self.q_layernorm(self._own_tokens(latent)))[0]  # type: ignore[no-any-return]
+        return self.q_layernorm(self._own_tokens(latent))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, 1, heads * dim] -> [N, heads, dim]."""
@@ -94,7 +116,8 @@ class LatentAttention(MLASelfAttention):
         return scatter_to_sequence_parallel_region(latent)  # type: ignore[no-any-return]
 
 
-def _rotate_pairs(x: Tensor, angles: Angles) -> Tensor:
+def _rotate_pairs(x: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
     """Turn neighbouring channels [N, heads, dim]; they end up as halves, in queries and keys alike."""
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(halves, *angles)
+    cos, sin = angles
+    return rotate(halves, cos, sin)

@@ -111,6 +111,12 @@ class PolicyModel(GPTModel):
             entropies = _of_whole_batch(entropies, micro)
         return _of_whole_batch(logprobs, micro), entropies
 
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters, and buffers that checkpoints hold (a router's bias in the choice of experts)."""
+        kept = self.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.named_buffers() if name in kept}
+        return {name: parameter.data for name, parameter in self.named_parameters()} | buffers
+
     def _output_weight(self) -> Tensor:
         """[V / TP, H]: the output layer's own weight or the embedding's."""
         if self.share_embeddings_and_output_weights:

@@ -132,9 +132,9 @@ class PolicyWorker:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's weights by Megatron's names; the tensors themselves, not copies."""
         return {
-            chunk_prefix(chunk) + local_name(name): parameter.data
+            chunk_prefix(chunk) + local_name(name): weight
             for chunk, module in enumerate(self._modules)
-            for name, parameter in module.named_parameters()
+            for name, weight in module.weights().items()
         }
 
     def merged_parameters(self) -> Mapping[str, Tensor]:

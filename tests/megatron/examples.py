@@ -111,10 +111,13 @@ def random_model(family: str) -> PreTrainedModel:
                 )
             )
             return _with_random_norms(model)
-        case "deepseek-dense":
-            return DeepseekV3ForCausalLM(
-                DeepseekV3Config(**(common | DEEPSEEK | {"first_k_dense_replace": 4}))
-            )
+        case "deepseek-v3" | "deepseek-v3-plain-query":
+            rank = DEEPSEEK["q_lora_rank"] if family == "deepseek-v3" else None
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**(common | DEEPSEEK | {"q_lora_rank": rank})))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(buffer, std=0.2)
+            return _with_random_norms(model)
         case "qwen3":
             return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
         case "qwen3-moe":

@@ -13,7 +13,17 @@ from nemorl.megatron.optimizer import TooManySkippedSteps
 from tests.megatron.cases import LOSS, partition, start_worker
 from tests.megatron.examples import LENGTHS, layout, policy_config, ragged_batch, reference_logprobs
 
-FAMILIES = ("llama", "llama-tied", "llama-rope3", "qwen2", "qwen3", "mistral", "gemma3", "deepseek-dense")
+FAMILIES = (
+    "llama",
+    "llama-tied",
+    "llama-rope3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+    "deepseek-v3",
+    "deepseek-v3-plain-query",
+)
 ALL = partition(len(LENGTHS), 3)
 
 
