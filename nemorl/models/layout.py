@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from nemorl.config.policy import LayoutConfig
 
 from .family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
+from .layout_rules import division_violations, layers_by_stage
 from .registry import family_of
 from .shape import ModelShape
 from .slices import TensorSlice
@@ -48,34 +49,12 @@ def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
 def stage_layers(num_layers: int, layout: LayoutConfig, pp_rank: int, chunk: int = 0) -> range:
     """Numbers of the layers that a stage holds; of its `chunk`-th run of layers under VPP.
 
-    Raises ValueError naming the sizes that do not divide.
+    Of a layout that divides the model (see `check_divisible`).
     """
     chunks = layout.virtual_pipeline_parallel_size
-    sizes = _layers_by_stage(num_layers, layout)
-    for size in sizes:
-        if size % chunks:
-            raise ValueError(
-                f"virtual-pipeline-parallel size {chunks} does not divide the {size} layers of a stage"
-            )
+    sizes = layers_by_stage(num_layers, layout)
     before = sum(sizes) // chunks * chunk + sum(sizes[:pp_rank]) // chunks
     return range(before, before + sizes[pp_rank] // chunks)
-
-
-def _layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
-    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
-    rest = layout.pipeline_parallel_size - (first is not None) - (last is not None)
-    layers = num_layers - (first or 0) - (last or 0)
-    if rest < 0 or layers < rest or (rest == 0 and layers):
-        raise ValueError(
-            f"layers_in_first_stage {first} and layers_in_last_stage {last} do not fit {num_layers} layers "
-            f"on {layout.pipeline_parallel_size} stages"
-        )
-    if rest and layers % rest:
-        what = f"the model's {layers} layers" if layers == num_layers else f"the {layers} remaining layers"
-        size = layout.pipeline_parallel_size if layers == num_layers else rest
-        raise ValueError(f"pipeline-parallel size {size} does not divide {what}")
-    middle = [layers // rest] * rest if rest else []
-    return [*([first] if first else []), *middle, *([last] if last else [])]
 
 
 def padded_vocab_size(shape: ModelShape, tp_size: int) -> int:
@@ -270,35 +249,6 @@ def _unmerged(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
-    """Raise ValueError naming the sizes of the layout that do not divide the model's."""
-    tp_size = layout.tensor_parallel_size
-    checks = [
-        ("tensor-parallel", tp_size, "attention heads", shape.num_attention_heads),
-        ("tensor-parallel", tp_size, "key-value heads", shape.num_key_value_heads),
-    ]
-    if not shape.is_moe(0):
-        checks.append(
-            ("tensor-parallel", tp_size, "rows of the MLP (intermediate_size)", shape.ffn_hidden_size)
-        )
-    if shape.mla is not None:
-        query, key_value = (shape.extent(d) for d in (Dim.QUERY_LATENT, Dim.KEY_VALUE_LATENT_AND_ROTARY))
-        checks += [
-            ("tensor-parallel", tp_size, "rows of the compressed query (q_lora_rank)", query),
-            (
-                "tensor-parallel",
-                tp_size,
-                "rows of the compressed key and value (kv_lora_rank + qk_rope_head_dim)",
-                key_value,
-            ),
-        ]
-    if shape.moe is not None:
-        etp_size = layout.expert_tensor_parallel_size
-        checks += [
-            ("tensor-parallel", tp_size, "rows of the shared experts", shape.moe.shared_ffn_hidden_size),
-            ("expert-parallel", layout.expert_parallel_size, "experts", shape.moe.num_experts),
-            ("expert-tensor-parallel", etp_size, "rows of an expert", shape.moe.ffn_hidden_size),
-        ]
-    for axis, size, what, count in checks:
-        if count % size:
-            raise ValueError(f"{axis} size {size} does not divide the model's {count} {what}")
-    stage_layers(shape.num_layers, layout, 0)
+    """Raise ValueError naming the first size of the layout that does not divide the model's."""
+    for violation in division_violations(shape, layout):
+        raise ValueError(f"{violation.field} is {violation.value}: {violation.mend}")

@@ -6,11 +6,13 @@ Imports no torch.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.errors import Violation
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.layout_rules import layout_violations, recompute_violations
 from nemorl.models.shape import ModelShape
 
 from .files import file_violations
@@ -37,9 +39,9 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     violations += _length_violations(experiment, shape)
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
-    layout_violations = list(_layout_violations(experiment, shape)) if training else []
-    if layout_violations:
-        return Plan((), (*violations, *layout_violations))
+    refused_layout = list(_layout_violations(experiment, shape)) if training else []
+    if refused_layout:
+        return Plan((), (*violations, *refused_layout))
     processes = estimate_memory(experiment, shape, training)
     violations += _memory_violations(experiment, processes, machine)
     return Plan(processes, tuple(violations))
@@ -56,17 +58,10 @@ def _model_violation(experiment: Experiment, problem: str) -> Violation:
 
 
 def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
-    layout = experiment.policy.layout
-    for field, size, what, count in (
-        ("tensor_parallel_size", layout.tensor_parallel_size, "attention heads", shape.num_attention_heads),
-        ("tensor_parallel_size", layout.tensor_parallel_size, "key-value heads", shape.num_key_value_heads),
-        ("tensor_parallel_size", layout.tensor_parallel_size, "columns of the MLP", shape.ffn_hidden_size),
-        ("pipeline_parallel_size", layout.pipeline_parallel_size, "layers", shape.num_layers),
-    ):
-        if count % size:
-            fitting = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
-            mend = f"it must divide the model's {count} {what}: {fitting} do"
-            yield Violation(f"policy.layout.{field}", size, mend)
+    policy = experiment.policy
+    device: Literal["cpu", "cuda"] = "cuda" if experiment.cluster.gpus_per_node else "cpu"
+    found = list(layout_violations(shape, policy.layout, device))
+    yield from found or recompute_violations(shape, policy.layout, policy.recompute)
 
 
 def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:

@@ -407,12 +407,6 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "a.jsonl",
         "training reads the same file",
     ),
-    "sequence parallelism alone": (
-        ["policy.layout.sequence_parallel=true"],
-        "policy.layout.sequence_parallel",
-        True,
-        "set policy.layout.tensor_parallel_size to 2 or more",
-    ),
     "two machines": (["cluster.num_nodes=2"], "cluster.num_nodes", 2, "set it to 1"),
     "too few GPUs": (
         ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],

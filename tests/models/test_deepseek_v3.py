@@ -131,5 +131,5 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) ->
 )
 def test_latents_that_do_not_divide_are_refused(fields: dict[str, Any], what: str) -> None:
     shape = ModelShape.from_config(changed(**fields), "")
-    with pytest.raises(ValueError, match=f"tensor-parallel size 8 does not divide the model's {what}"):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is 8: it must divide the model's {what}"):
         check_divisible(shape, LayoutConfig(tensor_parallel_size=8))

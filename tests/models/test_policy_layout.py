@@ -105,9 +105,9 @@ def test_the_last_stage_holds_the_head_or_a_copy_of_the_embedding(tiny: TinyMode
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (PolicyRank(layout(3)), "tensor-parallel size 3 does not divide the model's 8 attention heads"),
-        (PolicyRank(layout(8)), "tensor-parallel size 8 does not divide the model's 4 key-value heads"),
-        (PolicyRank(layout(pp_size=3)), "pipeline-parallel size 3 does not divide the model's 4 layers"),
+        (PolicyRank(layout(3)), "tensor_parallel_size is 3: it must divide the model's 8 attention heads"),
+        (PolicyRank(layout(8)), "tensor_parallel_size is 8: it must divide the model's 4 key-value heads"),
+        (PolicyRank(layout(pp_size=3)), "pipeline_parallel_size is 3: it must divide the model's 4 layers"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(

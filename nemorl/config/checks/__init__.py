@@ -45,7 +45,6 @@ CHECKS: tuple[Check, ...] = (
     validation.best_checkpoint_is_measured,
     validation.checkpoints_are_written,
     validation.saved_weights_come_from_a_checkpoint,
-    resources.sequence_parallel_wants_tensor_parallel,
     resources.one_node,
     resources.gpus_for_all_processes,
 )

@@ -11,17 +11,6 @@ from nemorl.errors import Violation
 from .facts import generates
 
 
-def sequence_parallel_wants_tensor_parallel(policy: PolicyConfig) -> Iterator[Violation]:
-    """Sequence parallelism splits over the tensor-parallel processes."""
-    if policy.layout.sequence_parallel and policy.layout.tensor_parallel_size == 1:
-        yield Violation(
-            "policy.layout.sequence_parallel",
-            True,
-            "activations are split over the tensor-parallel processes, and there is one: set "
-            "policy.layout.tensor_parallel_size to 2 or more, or this to false",
-        )
-
-
 def one_node(cluster: ClusterConfig) -> Iterator[Violation]:
     """Weights reach generation through shared memory, and policy processes meet through a file."""
     if cluster.num_nodes > 1:

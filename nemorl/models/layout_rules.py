@@ -1,0 +1,183 @@
+"""Which layouts of a model Megatron, or we on a CPU, can run: every rule with its field and its mend.
+
+Imports no torch. What this lets through is what the policy worker runs.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig
+from nemorl.errors import Violation
+
+from .family import Dim
+from .shape import MlaShape, ModelShape, MoeShape
+
+_LAYOUT = "policy.layout"
+
+
+def layout_violations(
+    shape: ModelShape, layout: LayoutConfig, device: Literal["cpu", "cuda"]
+) -> Iterator[Violation]:
+    """Everything that speaks against a layout of a model on a device."""
+    yield from division_violations(shape, layout)
+    if layout.sequence_parallel and layout.tensor_parallel_size == 1:
+        yield _violation(
+            layout, "sequence_parallel", "there is no tensor parallelism to join: set it to false"
+        )
+    if shape.moe is None:
+        yield from _no_experts(layout)
+    else:
+        yield from _expert_violations(shape, layout, device)
+
+
+def division_violations(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
+    """What keeps a layout from dividing the model's weights among its ranks."""
+    yield from _divides(layout, "tensor_parallel_size", "attention heads", shape.num_attention_heads)
+    yield from _divides(layout, "tensor_parallel_size", "key-value heads", shape.num_key_value_heads)
+    if not all(shape.is_moe(layer) for layer in range(shape.num_layers)):
+        yield from _divides(layout, "tensor_parallel_size", "columns of the MLP", shape.ffn_hidden_size)
+    if shape.mla is not None:
+        yield from _latents_divide(shape, shape.mla, layout)
+    if shape.moe is not None:
+        yield from _experts_divide(shape.moe, layout)
+    yield from _stage_violations(shape.num_layers, layout)
+
+
+def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
+    """Layers of each pipeline stage; only of layouts without `division_violations`."""
+    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
+    middle = layout.pipeline_parallel_size - (first is not None) - (last is not None)
+    layers = num_layers - (first or 0) - (last or 0)
+    return [*_given(first), *([layers // middle] * middle if middle else []), *_given(last)]
+
+
+def recompute_violations(
+    shape: ModelShape, layout: LayoutConfig, recompute: RecomputeConfig
+) -> Iterator[Violation]:
+    """Everything that speaks against recomputing so in a layout without `layout_violations`."""
+    if isinstance(recompute, NoRecompute):
+        return
+    if isinstance(recompute, FullRecompute):
+        yield from _full_recompute(shape, layout, recompute)
+        return
+    has_dense = not all(shape.is_moe(layer) for layer in range(shape.num_layers))
+    there = {
+        "mlp": (has_dense, "a layer without experts"),
+        "moe": (shape.moe is not None, "experts"),
+        "shared_experts": (shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0, "shared experts"),
+    }
+    for module in recompute.modules:
+        found, what = there.get(module, (True, ""))
+        if not found:
+            mend = f"the model has not {what}: remove {module}"
+            yield Violation("policy.recompute.modules", list(recompute.modules), mend)
+
+
+def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullRecompute) -> Iterator[Violation]:
+    chunks = layout.virtual_pipeline_parallel_size
+    sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})
+    runs = f"{' and '.join(map(str, sizes))} layers of a stage{' run' if chunks > 1 else ''}"
+    if recompute.num_layers > sizes[-1]:
+        mend = f"there are only {runs}: take {sizes[-1]} or fewer"
+    elif recompute.method == "uniform" and any(size % recompute.num_layers for size in sizes):
+        mend = f"with the method `uniform` it must divide the {runs}: 1 always does"
+    else:
+        return
+    yield Violation("policy.recompute.num_layers", recompute.num_layers, mend)
+
+
+def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violation]:
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
+    given = [f for f in ("layers_in_first_stage", "layers_in_last_stage") if getattr(layout, f) is not None]
+    if stages == 1:
+        for name in given:
+            yield _violation(layout, name, "there is one stage, and it has all layers: remove this")
+        if chunks > 1:
+            mend = "one stage has nothing to interleave with: set this to 1, or pipeline_parallel_size higher"
+            yield _violation(layout, "virtual_pipeline_parallel_size", mend)
+        return
+    middle, layers = stages - len(given), num_layers - sum(getattr(layout, name) for name in given)
+    if not given:
+        yield from _divides(layout, "pipeline_parallel_size", "layers", num_layers)
+    elif middle == 0 and layers:
+        mend = f"the two stages together must have the model's {num_layers} layers: remove this"
+        yield _violation(layout, given[-1], mend)
+    elif layers < middle:
+        mend = f"it leaves {layers} of the {num_layers} layers for {middle} stages, which want one each: lower it"
+        yield _violation(layout, given[0], mend)
+    elif middle and layers % middle:
+        mend = (
+            f"the other {middle} stages share the {layers} layers that {' and '.join(given)} leave, and "
+            f"{middle} does not divide {layers}"
+        )
+        yield _violation(layout, "pipeline_parallel_size", mend)
+    if chunks > 1 and middle * layers >= 0 and (not middle or layers % middle == 0):
+        sizes = sorted({size for size in layers_by_stage(num_layers, layout) if size % chunks})
+        if sizes:
+            mend = f"it must divide the {' and the '.join(map(str, sizes))} layers of every stage"
+            yield _violation(layout, "virtual_pipeline_parallel_size", mend)
+
+
+def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Violation]:
+    if mla.query_rank:
+        what = "rows of the compressed query (q_lora_rank)"
+        yield from _divides(layout, "tensor_parallel_size", what, mla.query_rank)
+    what = "rows of the compressed key and value (kv_lora_rank + qk_rope_head_dim)"
+    yield from _divides(layout, "tensor_parallel_size", what, shape.extent(Dim.KEY_VALUE_LATENT_AND_ROTARY))
+
+
+def _experts_divide(moe: MoeShape, layout: LayoutConfig) -> Iterator[Violation]:
+    if moe.shared_ffn_hidden_size:
+        what = "columns of the shared experts"
+        yield from _divides(layout, "tensor_parallel_size", what, moe.shared_ffn_hidden_size)
+    yield from _divides(layout, "expert_parallel_size", "experts", moe.num_experts)
+    yield from _divides(layout, "expert_tensor_parallel_size", "columns of an expert", moe.ffn_hidden_size)
+
+
+def _no_experts(layout: LayoutConfig) -> Iterator[Violation]:
+    for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(layout, name) > 1:
+            yield _violation(layout, name, "the model has no experts: set this to 1")
+
+
+def _expert_violations(
+    shape: ModelShape, layout: LayoutConfig, device: Literal["cpu", "cuda"]
+) -> Iterator[Violation]:
+    tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
+    if tp_size > 1 and not layout.sequence_parallel:
+        mend = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
+        yield _violation(layout, "sequence_parallel", mend)
+    share = layout.expert_parallel_size * etp_size
+    if layout.stage_size % share:
+        field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
+        mend = (
+            f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
+            f"{share} (EP x ETP) does not divide {layout.stage_size}"
+        )
+        yield _violation(layout, field, mend)
+    if etp_size == 1:
+        return
+    if shape.linear_bias:
+        mend = "Megatron does not divide the biases of experts: set this to 1"
+        yield _violation(layout, "expert_tensor_parallel_size", mend)
+    together = tp_size * layout.context_parallel_size
+    if device == "cpu" and (layout.expert_parallel_size > 1 or together % etp_size):
+        mend = (
+            "gloo gathers equally many tokens from each rank, so on a CPU processes share experts' matrices "
+            "only where expert_parallel_size is 1 and this divides TP x CP: set this to 1"
+        )
+        yield _violation(layout, "expert_tensor_parallel_size", mend)
+
+
+def _divides(layout: LayoutConfig, field: str, what: str, count: int) -> Iterator[Violation]:
+    if count % getattr(layout, field):
+        fitting = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
+        yield _violation(layout, field, f"it must divide the model's {count} {what}: {fitting} do")
+
+
+def _given(layers: int | None) -> list[int]:
+    return [] if layers is None else [layers]
+
+
+def _violation(layout: LayoutConfig, field: str, mend: str) -> Violation:
+    return Violation(f"{_LAYOUT}.{field}", getattr(layout, field), mend)

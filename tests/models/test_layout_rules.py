@@ -1,0 +1,190 @@
+"""Every rule of layouts: what it refuses, which field it names and what it lets through."""
+
+from dataclasses import replace
+
+import pytest
+
+from nemorl.config.policy import FullRecompute, LayoutConfig, SelectiveRecompute
+from nemorl.models.layout import stage_layers
+from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.shape import MlaShape, ModelShape, MoeShape, Rope
+
+DENSE = ModelShape(
+    family="llama",
+    num_layers=12,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    vocab_size=100,
+    tied_embeddings=False,
+    rope=Rope(1e4),
+    rms_norm_eps=1e-6,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_ids=(),
+    torch_dtype="float32",
+)
+EXPERTS = replace(DENSE, moe=MoeShape(num_experts=8, top_k=2, ffn_hidden_size=24))
+LATENT = replace(
+    DENSE, mla=MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=8)
+)
+
+
+def layout(**sizes: int | bool | None) -> LayoutConfig:
+    return LayoutConfig(**sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "field", "mend"),
+    [
+        (DENSE, {"tensor_parallel_size": 3}, "tensor_parallel_size", "8 attention heads: 1, 2, 4, 8 do"),
+        (DENSE, {"tensor_parallel_size": 8}, "tensor_parallel_size", "4 key-value heads: 1, 2, 4 do"),
+        (
+            replace(DENSE, ffn_hidden_size=98),
+            {"tensor_parallel_size": 4},
+            "tensor_parallel_size",
+            "98 columns of the MLP",
+        ),
+        (
+            LATENT,
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size",
+            "13 rows of the compressed key and value",
+        ),
+        (DENSE, {"sequence_parallel": True}, "sequence_parallel", "set this to false"),
+        (DENSE, {"pipeline_parallel_size": 5}, "pipeline_parallel_size", "12 layers: 1, 2, 3, 4, 6, 12 do"),
+        (DENSE, {"layers_in_first_stage": 12}, "layers_in_first_stage", "there is one stage"),
+        (DENSE, {"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size", "set this to 1"),
+        (
+            DENSE,
+            {"pipeline_parallel_size": 2, "layers_in_first_stage": 3, "layers_in_last_stage": 3},
+            "layers_in_last_stage",
+            "together must have the model's 12 layers",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel_size": 4, "layers_in_first_stage": 10},
+            "layers_in_first_stage",
+            "leaves 2 of the 12 layers for 3 stages",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel_size": 4, "layers_in_last_stage": 1},
+            "pipeline_parallel_size",
+            "the other 3 stages share the 11 layers",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 4},
+            "virtual_pipeline_parallel_size",
+            "must divide the 6 layers of every stage",
+        ),
+        (
+            DENSE,
+            {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2, "layers_in_first_stage": 5},
+            "virtual_pipeline_parallel_size",
+            "must divide the 5 and the 7 layers of every stage",
+        ),
+        (
+            DENSE,
+            {"expert_parallel_size": 2, "data_parallel_size": 2},
+            "expert_parallel_size",
+            "has no experts",
+        ),
+        (EXPERTS, {"tensor_parallel_size": 2}, "sequence_parallel", "has to be true"),
+        (EXPERTS, {"expert_parallel_size": 3, "data_parallel_size": 3}, "expert_parallel_size", "8 experts"),
+        (EXPERTS, {"expert_parallel_size": 2}, "expert_parallel_size", "2 (EP x ETP) does not divide 1"),
+        (
+            EXPERTS,
+            {"expert_tensor_parallel_size": 5, "data_parallel_size": 5, "context_parallel_size": 1},
+            "expert_tensor_parallel_size",
+            "24 columns of an expert",
+        ),
+        (
+            replace(EXPERTS, linear_bias=True),
+            {"expert_tensor_parallel_size": 2, "context_parallel_size": 2},
+            "expert_tensor_parallel_size",
+            "biases of experts",
+        ),
+        (
+            EXPERTS,
+            {"expert_tensor_parallel_size": 2, "data_parallel_size": 2},
+            "expert_tensor_parallel_size",
+            "on a CPU",
+        ),
+    ],
+)
+def test_a_rule_names_field_and_mend(
+    shape: ModelShape, sizes: dict[str, int | bool], field: str, mend: str
+) -> None:
+    wanted = layout(**sizes)
+    found = [v for v in layout_violations(shape, wanted, "cpu") if v.field == f"policy.layout.{field}"]
+    assert [v.value for v in found] == [getattr(wanted, field)]
+    assert mend in found[0].mend
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (DENSE, {"tensor_parallel_size": 4, "sequence_parallel": True, "context_parallel_size": 3}),
+        (DENSE, {"pipeline_parallel_size": 3, "virtual_pipeline_parallel_size": 4, "data_parallel_size": 5}),
+        (DENSE, {"pipeline_parallel_size": 4, "layers_in_first_stage": 2, "layers_in_last_stage": 2}),
+        (DENSE, {"pipeline_parallel_size": 2, "layers_in_first_stage": 5, "layers_in_last_stage": 7}),
+        (EXPERTS, {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2}),
+        (EXPERTS, {"context_parallel_size": 2, "data_parallel_size": 2, "expert_parallel_size": 4}),
+        (
+            EXPERTS,
+            {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+        ),
+    ],
+)
+def test_what_can_run_is_let_through(shape: ModelShape, sizes: dict[str, int | bool]) -> None:
+    assert list(layout_violations(shape, layout(**sizes), "cpu")) == []
+
+
+def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
+    wanted = layout(expert_tensor_parallel_size=2, expert_parallel_size=2, data_parallel_size=4)
+    assert list(layout_violations(EXPERTS, wanted, "cuda")) == []
+    assert len(list(layout_violations(EXPERTS, wanted, "cpu"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "recompute", "field", "mend"),
+    [
+        (DENSE, FullRecompute(name="full", num_layers=4), "num_layers", "must divide the 2 and 5 layers"),
+        (DENSE, FullRecompute(name="full", method="block", num_layers=6), "num_layers", "take 5 or fewer"),
+        (DENSE, SelectiveRecompute(name="selective", modules=("moe",)), "modules", "has not experts"),
+        (EXPERTS, SelectiveRecompute(name="selective", modules=("mlp",)), "modules", "without experts"),
+        (
+            EXPERTS,
+            SelectiveRecompute(name="selective", modules=("shared_experts",)),
+            "modules",
+            "has not shared experts",
+        ),
+    ],
+)
+def test_recomputation_that_cannot_be(
+    shape: ModelShape, recompute: FullRecompute | SelectiveRecompute, field: str, mend: str
+) -> None:
+    """Stages of 2, 5 and 5 layers."""
+    stages = layout(pipeline_parallel_size=3, layers_in_first_stage=2)
+    (violation,) = recompute_violations(shape, stages, recompute)
+    assert violation.field == f"policy.recompute.{field}"
+    assert mend in violation.mend
+
+
+def test_layers_of_uneven_and_interleaved_stages_follow_one_another() -> None:
+    """Megatron's order: the first runs of all stages, then the second runs."""
+    uneven = layout(pipeline_parallel_size=3, virtual_pipeline_parallel_size=2, layers_in_first_stage=4)
+    runs = [list(stage_layers(12, uneven, stage, chunk)) for chunk in (0, 1) for stage in (0, 1, 2)]
+    assert runs == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    last = layout(pipeline_parallel_size=3, virtual_pipeline_parallel_size=2, layers_in_last_stage=4)
+    assert [list(stage_layers(12, last, stage, 1)) for stage in (0, 1, 2)] == [[6, 7], [8, 9], [10, 11]]
+    assert [
+        list(stage_layers(5, layout(pipeline_parallel_size=2, layers_in_first_stage=2), s)) for s in (0, 1)
+    ] == [
+        [0, 1],
+        [2, 3, 4],
+    ]
