@@ -21,9 +21,8 @@ def layout_violations(
     """Everything that speaks against a layout of a model on a device."""
     yield from division_violations(shape, layout)
     if layout.sequence_parallel and layout.tensor_parallel_size == 1:
-        yield _violation(
-            layout, "sequence_parallel", "there is no tensor parallelism to join: set it to false"
-        )
+        mend = "activations are split over tensor-parallel processes, and there is one: set this to false"
+        yield _violation(layout, "sequence_parallel", mend)
     if shape.moe is None:
         yield from _no_experts(layout)
     else:
@@ -103,7 +102,7 @@ def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violati
         mend = f"the two stages together must have the model's {num_layers} layers: remove this"
         yield _violation(layout, given[-1], mend)
     elif layers < middle:
-        mend = f"it leaves {layers} of the {num_layers} layers for {middle} stages, which want one each: lower it"
+        mend = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which wants one"
         yield _violation(layout, given[0], mend)
     elif middle and layers % middle:
         mend = (

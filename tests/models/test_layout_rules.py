@@ -121,8 +121,8 @@ def test_a_rule_names_field_and_mend(
 ) -> None:
     wanted = layout(**sizes)
     found = [v for v in layout_violations(shape, wanted, "cpu") if v.field == f"policy.layout.{field}"]
-    assert [v.value for v in found] == [getattr(wanted, field)]
-    assert mend in found[0].mend
+    assert {v.value for v in found} == {getattr(wanted, field)}
+    assert any(mend in v.mend for v in found), found
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,5 @@ def test_layers_of_uneven_and_interleaved_stages_follow_one_another() -> None:
     assert runs == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     last = layout(pipeline_parallel_size=3, virtual_pipeline_parallel_size=2, layers_in_last_stage=4)
     assert [list(stage_layers(12, last, stage, 1)) for stage in (0, 1, 2)] == [[6, 7], [8, 9], [10, 11]]
-    assert [
-        list(stage_layers(5, layout(pipeline_parallel_size=2, layers_in_first_stage=2), s)) for s in (0, 1)
-    ] == [
-        [0, 1],
-        [2, 3, 4],
-    ]
+    two = layout(pipeline_parallel_size=2, layers_in_first_stage=2)
+    assert [list(stage_layers(5, two, stage)) for stage in (0, 1)] == [[0, 1], [2, 3, 4]]
