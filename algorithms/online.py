@@ -82,7 +82,8 @@ class OnlineLoop:
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]} | gap
         self._check_gap(values["logprob_gap/mean"])
-        return values | self.books.optimizer_figures(updates)
+        packing = self.session.learner.packing_figures()
+        return values | self.books.optimizer_figures(updates) | packing
 
     async def _prepare(self, sequences: list[SequencePlace]) -> dict[str, float]:
         """Load the batch with the logprobs that its updates need; the gap, if it was measured on the way.

@@ -37,6 +37,7 @@ class SftLoop:
                 await self.session.learner.load(batch, kind="examples")
                 update = await self.session.learner.train(CrossEntropyLoss())
             values = finish_metrics(update.sums, update.maxima) | self.books.optimizer_figures([update])
+            values |= self.session.learner.packing_figures()
             self.position = places.stop
             await self.books.finish_step(step, values, self.position)
 

@@ -26,13 +26,19 @@ def sequence_cost(length: int, hidden_size: int) -> int:
 
 
 def plan_batch(
-    lengths: Sequence[int], num_ranks: int, num_minibatches: int, max_tokens: int, hidden_size: int
+    lengths: Sequence[int],
+    num_ranks: int,
+    num_minibatches: int,
+    max_tokens: int,
+    hidden_size: int,
+    fewest: int = 1,
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
     Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
-    balanced over the ranks by cost. Raises ValueError when the counts do not divide, or a sequence is longer
-    than `max_tokens`.
+    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least, as
+    interleaved pipeline stages want it. Raises ValueError when the counts do not divide, or a sequence is
+    longer than `max_tokens`.
     """
     size, rest = divmod(len(lengths), num_minibatches)
     if rest or not size:
@@ -42,7 +48,7 @@ def plan_batch(
     for start in range(0, len(lengths), size):
         part = lengths[start : start + size]
         shares = balance([sequence_cost(n, hidden_size) for n in part], num_ranks)
-        local = plan_micro_batches([[part[i] for i in share] for share in shares], max_tokens)
+        local = plan_micro_batches([[part[i] for i in share] for share in shares], max_tokens, fewest)
         held = [len(rank) for rank in ranks]
         minibatches.append(
             [[[held[r] + i for i in batch] for batch in batches] for r, batches in enumerate(local)]
@@ -50,6 +56,31 @@ def plan_batch(
         for rank, share in zip(ranks, shares, strict=True):
             rank.extend(start + i for i in share)
     return BatchPlan(ranks, minibatches)
+
+
+def packing_figures(
+    plan: BatchPlan, lengths: Sequence[int], max_tokens: int, hidden_size: int
+) -> dict[str, float]:
+    """How evenly a plan spreads the work, and how full its micro-batches are.
+
+    `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
+    even; over several minibatches both are summed, since ranks wait for one another at each. `packing/fill`
+    is the share of the token budget that is used, `packing/micro_batches` their number on a rank.
+    """
+    most, mean = 0.0, 0.0
+    for minibatch in plan.minibatches:
+        costs = [
+            sum(sequence_cost(lengths[held[i]], hidden_size) for batch in batches for i in batch)
+            for held, batches in zip(plan.ranks, minibatch, strict=True)
+        ]
+        most += max(costs)
+        mean += sum(costs) / len(costs)
+    count = sum(len(minibatch[0]) for minibatch in plan.minibatches)
+    return {
+        "packing/imbalance": most / mean,
+        "packing/fill": sum(lengths) / (count * len(plan.ranks) * max_tokens),
+        "packing/micro_batches": float(count),
+    }
 
 
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -111,19 +142,22 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def plan_micro_batches(lengths_per_rank: Sequence[Sequence[int]], max_tokens: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, fewest: int = 1
+) -> list[list[list[int]]]:
     """For each rank its micro-batches as places in its list; as many on every rank, none empty.
 
     Equal counts are what collectives over data-parallel ranks need. Raises ValueError when a sequence is too
-    long, or a rank holds fewer sequences than another needs micro-batches.
+    long, or a rank holds fewer sequences than `fewest`, or than another needs micro-batches.
     """
     plans = [micro_batches(lengths, max_tokens) for lengths in lengths_per_rank]
-    count = max(len(plan) for plan in plans)
+    count = max(fewest, *(len(plan) for plan in plans))
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
+            wants = f"{count} interleaved stages want as many" if count == fewest else f"another needs {count}"
             raise ValueError(
-                f"data-parallel rank {rank} holds {len(lengths)} sequences, but another rank needs {count} "
-                "micro-batches: make the number of sequences a multiple of the data-parallel size"
+                f"data-parallel rank {rank} holds {len(lengths)} sequences, but {wants} micro-batches: make "
+                "the number of sequences a larger multiple of the data-parallel size"
             )
         while len(plan) < count:
             _split_largest(plan, lengths)

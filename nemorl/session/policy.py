@@ -7,7 +7,7 @@ from typing import Any, Literal
 from nemorl.cluster.group import WorkerGroup
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Loss
-from nemorl.data.micro_batches import BatchPlan, plan_batch
+from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.models.shape import ModelShape
 
@@ -23,6 +23,7 @@ class Policy:
         self._deadlines = experiment.cluster.deadlines
         self._hidden_size = ModelShape.load(self._config.model_path).hidden_size
         self._plan: BatchPlan | None = None
+        self._lengths: list[int] = []  # tokens of the loaded sequences
 
     async def load(
         self,
@@ -32,12 +33,16 @@ class Policy:
         num_minibatches: int = 1,
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
+        layout = self._config.layout
+        interleaved = layout.virtual_pipeline_parallel_size > 1
+        self._lengths = [s.num_tokens for s in sequences]
         self._plan = plan_batch(
-            [s.num_tokens for s in sequences],
+            self._lengths,
             self.group.mesh.data,
             num_minibatches,
             self._config.micro_batch_tokens,
             self._hidden_size,
+            fewest=layout.pipeline_parallel_size if interleaved else 1,
         )
         await self.group.call_sharded_async(
             f"load_{kind}",
@@ -45,6 +50,12 @@ class Policy:
             stage="loading a batch",
             deadline_seconds=self._deadlines.logprobs,
             resolve=True,
+        )
+
+    def packing_figures(self) -> dict[str, float]:
+        """How evenly the loaded batch is spread, and how full its micro-batches are."""
+        return packing_figures(
+            self._loaded(), self._lengths, self._config.micro_batch_tokens, self._hidden_size
         )
 
     async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:

@@ -16,6 +16,16 @@ def test_ranks_of_tp2_pp2_dp2_written_out():
     assert mesh.spread(["a", "b"]) == ["a", "a", "b", "b", "a", "a", "b", "b"]
 
 
+def test_context_parallel_ranks_are_given_the_same_shard():
+    mesh = Mesh.of(LayoutConfig(tensor_parallel_size=2, context_parallel_size=2, data_parallel_size=2))
+    # rank:                                         0  1  2  3  4  5  6  7
+    assert [mesh.tp_rank(r) for r in range(8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [mesh.cp_rank(r) for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [mesh.dp_rank(r) for r in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert mesh.output_ranks == (0, 4)
+    assert mesh.spread(["a", "b"]) == ["a"] * 4 + ["b"] * 4
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (3, 1, 1), (1, 3, 2), (2, 2, 3)])
 def test_every_rank_has_coordinates_of_its_own(tensor: int, pipeline: int, data: int):
     mesh = Mesh(tensor, pipeline, data)

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.data.micro_batches import balance, micro_batches, plan_batch, plan_micro_batches, sequence_cost
+from nemorl.data.micro_batches import (
+    BatchPlan,
+    balance,
+    micro_batches,
+    packing_figures,
+    plan_batch,
+    plan_micro_batches,
+    sequence_cost,
+)
 
 MAX_TOKENS = 100
 lengths = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=40)

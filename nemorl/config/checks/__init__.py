@@ -18,6 +18,7 @@ CHECKS: tuple[Check, ...] = (
     batches.no_staleness_yet,
     batches.minibatches_divide,
     batches.data_parallel_divides,
+    batches.interleaved_stages_have_work,
     batches.groups_can_be_compared,
     batches.aggregation_has_its_length,
     batches.loss_settings_are_used,

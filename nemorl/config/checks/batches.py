@@ -48,6 +48,23 @@ def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> I
         )
 
 
+def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Megatron's interleaved schedule wants as many micro-batches as stages, none of them empty."""
+    layout = policy.layout
+    if isinstance(algorithm, SftConfig):
+        sequences = algorithm.batch_size
+    else:
+        sequences = algorithm.trajectories_per_step // algorithm.num_minibatches
+    share = sequences // layout.data_parallel_size
+    if layout.virtual_pipeline_parallel_size > 1 and share < layout.pipeline_parallel_size:
+        yield Violation(
+            "policy.layout.virtual_pipeline_parallel_size",
+            layout.virtual_pipeline_parallel_size,
+            f"interleaved stages want a micro-batch each, and an optimizer step has {share} sequences for the "
+            f"{layout.pipeline_parallel_size} stages of a copy: set this to 1, or take larger batches",
+        )
+
+
 def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The baseline of a trajectory is made from the others of its task."""
     if isinstance(algorithm, GrpoConfig) and algorithm.num_generations_per_prompt == 1:
