@@ -87,6 +87,7 @@ class Bookkeeper:
             "lr": updates[-1].lr,
             "skipped_updates": float(self._skipped),
             "tokens/trained": float(sum(u.num_tokens for u in updates)),
+            "packing/padding": 1 - sum(u.num_tokens for u in updates) / sum(u.num_computed for u in updates),
         }
 
     def keep_samples(self, step: int, groups: Sequence[GroupSummary], phase: Phase = "training") -> None:

@@ -33,6 +33,11 @@ class MicroBatch:
     labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
     predictors: Tensor  # [m] place in `tokens` of the token before each label
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of all ranks that share the sequences, padding included."""
+        return self.tokens.numel() * self.layout.share.size
+
 
 @dataclass(frozen=True)
 class MicroBatchMaker:

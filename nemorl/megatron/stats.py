@@ -22,3 +22,4 @@ class TrainStats:
     lr: float
     skipped: bool  # the gradients were not finite: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
+    num_computed: int  # the same with padding

@@ -175,9 +175,12 @@ class PolicyWorker:
         outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
         sums, maxima = global_figures(outputs, self._device)
-        tokens = torch.tensor([sum(micro.batch.num_tokens for micro in made)], device=self._device)
+        tokens = torch.tensor(
+            [sum(micro.batch.num_tokens for micro in made), sum(micro.num_computed for micro in made)],
+            device=self._device,
+        )
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, int(tokens))
+        return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, *tokens.tolist())
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into a folder that all ranks share."""

@@ -407,6 +407,17 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "a.jsonl",
         "training reads the same file",
     ),
+    "idle interleaved stages": (
+        [
+            "policy.layout.pipeline_parallel_size=4",
+            "policy.layout.virtual_pipeline_parallel_size=2",
+            "algorithm.num_prompts_per_step=1",
+            "algorithm.num_generations_per_prompt=2",
+        ],
+        "policy.layout.virtual_pipeline_parallel_size",
+        2,
+        "an optimizer step has 2 sequences for the 4 stages of a copy",
+    ),
     "two machines": (["cluster.num_nodes=2"], "cluster.num_nodes", 2, "set it to 1"),
     "too few GPUs": (
         ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],

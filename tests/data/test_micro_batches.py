@@ -50,6 +50,28 @@ def test_balance_finds_the_even_split_that_dealing_in_turn_misses():
     assert sorted(sum([8, 7, 6, 5, 4, 2][i] for i in rank) for rank in ranks) == [16, 16]
 
 
+def test_interleaved_stages_get_a_micro_batch_each():
+    plan = plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=3)
+    assert [len(batches) for batches in plan.minibatches[0]] == [3, 3]
+    with pytest.raises(ValueError, match="rank 0 holds 3 sequences, but 4 interleaved stages want as many"):
+        plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=4)
+
+
+def test_figures_of_a_plan_written_out():
+    """Hidden size 1: a sequence of n tokens costs n * (12 + n)."""
+    plan = BatchPlan(ranks=[[0, 2], [1, 3]], minibatches=[[[[0]], [[0]]], [[[1]], [[1]]]])
+    figures = packing_figures(plan, [10, 4, 8, 8], max_tokens=20, hidden_size=1)
+    assert figures == {
+        "packing/imbalance": pytest.approx((220 + 160) / ((220 + 64) / 2 + 160)),
+        "packing/fill": pytest.approx(30 / 80),
+        "packing/micro_batches": 2.0,
+    }
+    even = plan_batch([8] * 4, 2, 2, 8, hidden_size=1)
+    assert packing_figures(even, [8] * 4, 8, 1) == {
+        "packing/imbalance": 1.0, "packing/fill": 1.0, "packing/micro_batches": 2.0,
+    }  # fmt: skip
+
+
 def test_fewer_sequences_than_ranks_are_refused():
     with pytest.raises(ValueError, match="2 sequences cannot occupy 3 data-parallel ranks"):
         balance([1, 1], 3)
