@@ -154,7 +154,11 @@ def plan_micro_batches(
     count = max(fewest, *(len(plan) for plan in plans))
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
-            wants = f"{count} interleaved stages want as many" if count == fewest else f"another needs {count}"
+            wants = (
+                f"{count} interleaved stages want as many"
+                if count == fewest
+                else f"another rank needs {count}"
+            )
             raise ValueError(
                 f"data-parallel rank {rank} holds {len(lengths)} sequences, but {wants} micro-batches: make "
                 "the number of sequences a larger multiple of the data-parallel size"

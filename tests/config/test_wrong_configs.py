@@ -416,7 +416,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "policy.layout.virtual_pipeline_parallel_size",
         2,
-        "an optimizer step has 2 sequences for the 4 stages of a copy",
+        "an optimizer step has 2 sequences for the 4 stages",
     ),
     "two machines": (["cluster.num_nodes=2"], "cluster.num_nodes", 2, "set it to 1"),
     "too few GPUs": (

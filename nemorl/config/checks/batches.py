@@ -60,8 +60,8 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
         yield Violation(
             "policy.layout.virtual_pipeline_parallel_size",
             layout.virtual_pipeline_parallel_size,
-            f"interleaved stages want a micro-batch each, and an optimizer step has {share} sequences for the "
-            f"{layout.pipeline_parallel_size} stages of a copy: set this to 1, or take larger batches",
+            f"interleaved stages want a micro-batch each, and an optimizer step has {share} sequences for "
+            f"the {layout.pipeline_parallel_size} stages of a copy: set this to 1, or take larger batches",
         )
 
 

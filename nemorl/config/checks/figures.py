@@ -6,9 +6,7 @@ from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig, ValidationConfi
 from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
-_PACKING = {
-    f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")
-}
+_PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
 _HANDING_OVER = {"refit/gigabytes", "refit/gigabytes_per_second", "time/refit"}
 _SAMPLING = {
     *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
