@@ -1,12 +1,9 @@
 """What every loop does around its steps: validate, record, keep checkpoints, and go on from one."""
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nemorl.config.experiment import Experiment
-from nemorl.megatron.checkpoint_store import CheckpointStore
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
@@ -14,27 +11,8 @@ from nemorl.observe.samples import Phase, Sample
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
+from .checkpoints import Checkpoints, Progress
 from .evaluate import validate
-
-PROGRESS_FILE = "driver.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the driver adds to a checkpoint. Everything random is a pure function of these and the seed."""
-
-    step: int = 0  # steps that are done
-    position: int = 0  # place in the data
-    skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> "Progress":
-        """The progress that a checkpoint holds."""
-        return cls(**json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")))
-
-    def write(self, checkpoint: Path) -> None:
-        """Add it to a checkpoint that is being written."""
-        (checkpoint / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 class Bookkeeper:
@@ -45,13 +23,13 @@ class Bookkeeper:
         experiment: Experiment,
         session: Session,
         observer: Observer,
-        store: CheckpointStore,
+        checkpoints: Checkpoints,
         start: Progress,
     ) -> None:
         self._experiment = experiment
         self._session = session
         self._observer = observer
-        self._store = store
+        self._checkpoints = checkpoints
         self.done = start.step  # steps whose line is written
         self.compared = False  # whether this process has held engine and trainer side by side
         self._skipped = start.skipped_updates
@@ -75,9 +53,12 @@ class Bookkeeper:
         metrics = self._observer.step(step, version=step, values=values)
         self.done = step
         checkpointing = self._experiment.checkpointing
+        self._checkpoints.check()
         if checkpointing.enabled and (last or step % checkpointing.period == 0):
             with self._observer.stage("checkpoint", outside_step=last):
-                await self._save(Progress(step, position, self._skipped), metrics)
+                await self._checkpoints.save(Progress(step, position, self._skipped), metrics)
+                if last:
+                    await self._checkpoints.settle()
 
     def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         """Gradient norm, rate, skipped updates and tokens of a step's updates."""
@@ -106,14 +87,6 @@ class Bookkeeper:
             values, groups = await validate(self._session, self._experiment, stage.advance)
         self.keep_samples(step, groups, "validation")
         return values
-
-    async def _save(self, progress: Progress, metrics: StepMetrics) -> None:
-        checkpointing = self._experiment.checkpointing
-        folder = self._store.begin(progress.step)
-        await self._session.learner.save(folder)
-        progress.write(folder)
-        self._store.commit(progress.step, metrics.values)
-        self._store.prune(checkpointing.keep, checkpointing.metric, checkpointing.higher_is_better)
 
 
 def _change(name: str, steps: Sequence[StepMetrics]) -> Change | None:

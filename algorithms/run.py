@@ -34,7 +34,8 @@ from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.types import Task
 from nemorl.session.session import Session, open_session
 
-from .bookkeeping import Bookkeeper, Progress, samples_of
+from .bookkeeping import Bookkeeper, samples_of
+from .checkpoints import Checkpoints, Progress
 from .evaluate import validate
 from .full_disk import full_disk_named
 from .grpo import Grpo
@@ -121,8 +122,9 @@ async def _train(
         if found is not None:
             with observer.stage("restore", outside_step=True):
                 await session.learner.restore(found.path)
-        books = Bookkeeper(experiment, session, observer, store, progress)
-        await _loop(experiment, data, session, observer, books).run()
+        async with Checkpoints(experiment, session.learner, store) as checkpoints:
+            books = Bookkeeper(experiment, session, observer, checkpoints, progress)
+            await _loop(experiment, data, session, observer, books).run()
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):

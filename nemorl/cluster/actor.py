@@ -106,9 +106,12 @@ class _Host:
         return "; ".join(map(str, self.running)) or "idle"
 
 
-@ray.remote(concurrency_groups={"control": 1})
+@ray.remote(concurrency_groups={"control": 1, "beside": 1})
 class SyncHost(_Host):
-    """Runs one method at a time, always in the same thread, as collective operations want it."""
+    """Runs one method at a time, always in the same thread, as collective operations want it.
+
+    Another thread runs, one at a time too, what is called beside: work that is not collective and long.
+    """
 
     def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
         """Import the class and make its instance."""
@@ -121,6 +124,12 @@ class SyncHost(_Host):
             if invocation.resolve:
                 args, kwargs = _resolved(args, kwargs, invocation.deadline_seconds)
             return getattr(self.target, invocation.method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="beside")
+    def call_beside(self, invocation: Invocation, *args: Any) -> Any:
+        """Run a method of the hosted instance while other calls go on."""
+        with _Running(self, invocation):
+            return getattr(self.target, invocation.method)(*args)
 
     def close(self, invocation: Invocation) -> None:
         """Let the hosted instance release what it holds."""

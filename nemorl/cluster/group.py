@@ -141,6 +141,18 @@ class WorkerGroup:
         invocation = Invocation(method, stage, deadline_seconds, resolve)
         return await self._call(invocation, [(shard, *args) for shard in shards], kwargs, outputs)
 
+    async def call_beside_async(
+        self, method: str, *args: Any, stage: str, deadline_seconds: float
+    ) -> list[Any]:
+        """Run a method on every rank of a synchronous group while its other calls go on, and wait for all.
+
+        The method has to be one that waits for no other rank: a failure leaves the group as it is. Raises
+        `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`.
+        """
+        invocation = Invocation(method, stage, deadline_seconds)
+        pending = {worker.actor.call_beside.remote(invocation, *args): worker for worker in self.workers}
+        return await answers(pending, stage, deadline_seconds)
+
     def shutdown(self, deadline_seconds: float = 10.0) -> None:
         """`shutdown_async` for callers without an event loop."""
         blocking(self.shutdown_async(deadline_seconds))

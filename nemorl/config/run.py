@@ -57,6 +57,8 @@ class CheckpointingConfig(Config):
     """Write checkpoints."""
     period: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved."""
+    asynchronous: bool = True
+    """Write from a copy in host memory while training goes on; false waits until the files are written."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     metric: str | None = None

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
@@ -33,8 +32,11 @@ from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
 
+from .checkpoint_store import FileRecord, writing
+from .safetensors_file import write_safetensors
+
 INDEX = "policy.json"
-FORMAT = 1
+FORMAT = 2
 WEIGHT = "weight"  # the state that is the float32 weights themselves
 
 
@@ -50,11 +52,11 @@ class Shard:
     values: Tensor  # [number of elements] float32
 
 
-def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]) -> None:
+def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]) -> FileRecord:
     """One state of one rank: its shards by parameter."""
-    tensors = {name: shard.values.detach().cpu().contiguous() for name, shard in shards.items()}
+    tensors = {name: shard.values for name, shard in shards.items()}
     starts = {name: shard.start for name, shard in shards.items()}
-    save_file(tensors, _state_file(folder, state, rank), metadata={"starts": json.dumps(starts)})
+    return write_safetensors(_state_file(folder, state, rank), tensors, {"starts": json.dumps(starts)})
 
 
 def write_index(
@@ -72,7 +74,8 @@ def write_index(
         "states": list(states),
         "progress": dict(progress),
     }
-    (folder / INDEX).write_text(json.dumps(index))
+    with writing(folder / INDEX):
+        (folder / INDEX).write_text(json.dumps(index))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +29,22 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 class DamagedCheckpoint(RunError, ValueError):
     """A checkpoint that is not what its manifest says; the message names the file."""
+
+
+class UnwritableCheckpoint(RunError):
+    """A file of a checkpoint could not be written; the run cannot go on without losing work unnoticed."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say which file it was where the system refuses to write it, as a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableCheckpoint(
+            f"{path} cannot be written: {error.strerror or error}. Checkpoints that are complete are not "
+            "touched: make room (checkpointing.keep says how many are kept) and go on with --resume."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -81,19 +98,31 @@ class CheckpointStore:
         """A new empty folder to write the checkpoint of a step into; it counts only after `commit`."""
         temporary = self._temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        with writing(temporary):
+            temporary.mkdir(parents=True)
         return temporary
 
-    def commit(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Make what was written the checkpoint of the step: checksums, flush to disk, rename."""
+    def commit(self, step: int, metrics: Mapping[str, float], records: Iterable[FileRecord] = ()) -> Path:
+        """Make what was written the checkpoint of the step: checksums, flush to disk, rename.
+
+        `records` are those of files whose writers have made them, and flushed the files; others are read.
+        Raises `DamagedCheckpoint` where a file is not as its record says.
+        """
         temporary, final = self._temporary(step), self.path(step)
-        files = tuple(_record(path, temporary) for path in _files(temporary))
+        known = {record.path: record for record in records}
+        for record in known.values():
+            _check_size(temporary / record.path, record.size)
+        files = tuple(
+            known.get(str(path.relative_to(temporary))) or _record(path, temporary)
+            for path in _files(temporary)
+        )
         if not files:
             raise ValueError(f"nothing was written into {temporary}, so there is no checkpoint to commit")
         manifest = Manifest(step, dict(metrics), files)
-        (temporary / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-        for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            _flush(path)
+        with writing(temporary / MANIFEST):
+            (temporary / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+            for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+                _flush(path)
         replaced = self.folder / f".step_{step:08d}.old.tmp"
         if final.exists():
             # A run that was resumed from an older step writes this one again.
@@ -172,14 +201,18 @@ def verify(checkpoint: Path) -> Manifest:
     manifest = Manifest.read(checkpoint)
     for expected in manifest.files:
         path = checkpoint / expected.path
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{path} is missing")
-        size = path.stat().st_size
-        if size != expected.size:
-            raise DamagedCheckpoint(f"{path} has {size} bytes where {expected.size} were written")
+        _check_size(path, expected.size)
         if _record(path, checkpoint) != expected:
             raise DamagedCheckpoint(f"{path} has other contents than were written (SHA-256 differs)")
     return manifest
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if not path.is_file():
+        raise DamagedCheckpoint(f"{path} is missing")
+    size = path.stat().st_size
+    if size != expected:
+        raise DamagedCheckpoint(f"{path} has {size} bytes where {expected} were written")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -153,6 +153,17 @@ def restore_random_states(kind: DeviceKind, states: dict[str, torch.Tensor]) -> 
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def host_buffer(kind: DeviceKind, like: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for a copy of a tensor; pinned where the copy comes from a GPU."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=kind == "cuda")
+
+
+def finish_copies(kind: DeviceKind) -> None:
+    """Wait for copies between GPU and host that were issued without waiting."""
+    if kind == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
 class _TorchOnCpu(types.ModuleType):
     """`torch`, except that factories put on the CPU what asks for CUDA."""
 

@@ -119,11 +119,11 @@ def _gpu_violations(
         return
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     for process in processes:
-        if process.group in ("policy", "generation") and process.total > smallest.memory_bytes:
+        if process.group in ("policy", "generation") and process.on_device > smallest.memory_bytes:
             yield Violation(
                 "policy.model_path",
                 str(experiment.policy.model_path),
-                f"a {process.group} process needs about {_gigabytes(process.total)}, and the "
+                f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
                 f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}: {_largest_part((process,))}",
             )
 
@@ -137,6 +137,7 @@ _SMALLER = {
     "logits": "lower policy.logprob_chunk_tokens, or generation.max_batch_size",
     "kv_cache": "lower generation.max_kv_tokens or generation.max_batch_size",
     "staging": "take a smaller model, or fewer generation.replicas",
+    "checkpoint": "set checkpointing.asynchronous to false, which keeps no copy of the training state",
     "runtime": "start fewer processes, or lower cluster.object_store_megabytes",
 }
 

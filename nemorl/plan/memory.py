@@ -36,12 +36,18 @@ class ProcessMemory:
     logits: int = 0
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
+    checkpoint: int = 0  # the copy that is written beside training, always in the host's memory
     runtime: int = 0  # libraries, and for the driver Ray and its object store
 
     @property
     def total(self) -> int:
         """Bytes of one process."""
         return sum(getattr(self, name) for name in memory_parts())
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of one process that a GPU holds, where there is one."""
+        return self.total - self.checkpoint
 
 
 def memory_parts() -> tuple[str, ...]:
@@ -74,6 +80,8 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     )
     tokens = min(policy.micro_batch_tokens, _tokens_per_rank(policy, algorithm))
     chunk = min(policy.logprob_chunk_tokens, tokens)
+    checkpointing = experiment.checkpointing
+    copies = checkpointing.enabled and checkpointing.asynchronous
     has_reference = isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0
     return ProcessMemory(
         "policy",
@@ -85,6 +93,9 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
         activations=_activations(policy, shape, tokens) * item,
         logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES,
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
+        checkpoint=parameters * _FLOAT32 * (1 + _num_moments(policy)) // layout.data_parallel_size
+        if copies
+        else 0,
         runtime=_POLICY_RUNTIME,
     )
 
@@ -111,8 +122,12 @@ def _num_elements(shape: ModelShape, rank: PolicyRank) -> int:
 
 def _optimizer_bytes(policy: PolicyConfig) -> int:
     """Bytes for each parameter: the moments, and float32 weights beside those of bfloat16."""
-    moments = 2 if isinstance(policy.optimizer, AdamConfig) else 1
-    return _FLOAT32 * (moments + (policy.precision != "float32"))
+    return _FLOAT32 * (_num_moments(policy) + (policy.precision != "float32"))
+
+
+def _num_moments(policy: PolicyConfig) -> int:
+    """Float32 tensors that the optimizer keeps for each parameter."""
+    return 2 if isinstance(policy.optimizer, AdamConfig) else 1
 
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:

@@ -8,6 +8,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
+from nemorl.megatron.checkpoint_store import FileRecord
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.models.shape import ModelShape
 
@@ -86,25 +87,43 @@ class Policy:
         )
         return stats[0]  # type: ignore[no-any-return]
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> list[FileRecord]:
         """Write model, optimizer, schedule and random states into a folder."""
-        await self._checkpoint("save_checkpoint", folder)
+        return _together(await self._checkpoint("save_checkpoint", folder.absolute()))
+
+    async def copy_for_checkpoint(self) -> None:
+        """Copy all that aside, in the memory of the ranks."""
+        await self._checkpoint("copy_for_checkpoint")
+
+    async def write_copy(self, folder: Path) -> list[FileRecord]:
+        """Write what was copied, while the ranks do other work; ends before anything is copied again."""
+        records = await self.group.call_beside_async(
+            "write_copy",
+            folder.absolute(),
+            stage="checkpoint",
+            deadline_seconds=self._deadlines.checkpoint,
+        )
+        return _together(records)
 
     async def restore(self, folder: Path) -> None:
         """Take all that from a folder."""
-        await self._checkpoint("load_checkpoint", folder)
+        await self._checkpoint("load_checkpoint", folder.absolute())
 
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
         found = await self.group.call_async("header", stage="start", deadline_seconds=self._deadlines.start)
         return found[0]  # type: ignore[no-any-return]
 
-    async def _checkpoint(self, method: str, folder: Path) -> Any:
+    async def _checkpoint(self, method: str, *args: Path) -> list[Any]:
         return await self.group.call_async(
-            method, folder.absolute(), stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
+            method, *args, stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
         )
 
     def _loaded(self) -> BatchPlan:
         if self._plan is None:
             raise RuntimeError("no batch was loaded: call load before logprobs and train")
         return self._plan
+
+
+def _together(records: Sequence[tuple[FileRecord, ...]]) -> list[FileRecord]:
+    return [record for of_rank in records for record in of_rank]

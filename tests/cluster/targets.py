@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ class Recorder:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.calls: list[str] = []
+        self.words: queue.Queue[str] = queue.Queue()
 
     def record(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         self.calls.append("record")
@@ -52,6 +54,12 @@ class Recorder:
         sys.stderr.write(f"error stream {text}\n")
         logging.getLogger("target").info("logged %s", text)
         os.write(1, f"native {text}\n".encode())
+
+    def wait_for_word(self) -> str:
+        return self.words.get(timeout=30)
+
+    def give_word(self, word: str) -> None:
+        self.words.put(word)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

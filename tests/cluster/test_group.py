@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 
+from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 
 LIMITS = {"stage": "testing", "deadline_seconds": 30.0}
@@ -36,6 +37,20 @@ def test_calls_of_a_rank_run_in_order_and_in_one_thread(policy: WorkerGroup):
     assert [len(h) - before for h in policy.call("history", **LIMITS)] == [5] * 4
     assert len(set(zip(policy.call("thread", **LIMITS), policy.call("thread", **LIMITS), strict=True))) <= 4
     assert policy.call("thread", **LIMITS) == policy.call("thread", **LIMITS)
+
+
+def test_a_call_beside_runs_while_another_is_not_done(policy: WorkerGroup):
+    async def overlap() -> list[list[str]]:
+        waiting = policy.call_async("wait_for_word", **LIMITS)
+        return await asyncio.gather(waiting, policy.call_beside_async("give_word", "go", **LIMITS))
+
+    assert asyncio.run(overlap()) == [["go"] * 4, [None] * 4]
+
+
+def test_a_failed_call_beside_names_its_rank_and_leaves_the_group_alive(policy: WorkerGroup):
+    with pytest.raises(WorkerFailed, match=r"policy rank 2 failed in stage 'testing'.*no disk"):
+        asyncio.run(policy.call_beside_async("fail_on", 2, "no disk", 0.0, **LIMITS))
+    assert len(policy.call("process", **LIMITS)) == 4
 
 
 def test_ranks_of_one_data_parallel_rank_get_the_same_shard(policy: WorkerGroup):

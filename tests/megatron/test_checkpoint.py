@@ -1,7 +1,10 @@
 """A loaded state continues the run that was saved: bit by bit, or as closely as layouts agree."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +96,36 @@ def save_untrained(rank, world_size, rendezvous, config, folder):
     worker.close()
 
 
+def copy_and_go_on(rank, world_size, rendezvous, config, folder):
+    """A checkpoint; and the same from a copy, whose first file waits for the disk until a step is done."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    train(worker, rank, config, seed=0)
+    records = worker.save_checkpoint(folder / "at once")
+    worker.copy_for_checkpoint()
+    disk = threading.Event()
+    with mock.patch("os.fsync", side_effect=lambda _: disk.wait(60)), ThreadPoolExecutor() as beside:
+        writing = beside.submit(worker.write_copy, folder / "meanwhile")
+        train(worker, rank, config, seed=1)
+        was_done = writing.done()
+        disk.set()
+        again = writing.result()
+    worker.close()
+    return was_done, records, again
+
+
+def test_training_goes_on_while_a_copy_is_written(pool, model, tmp_path):
+    config = policy_config(model("llama")[1], layout=layout(dp=2))
+    first, second = tmp_path / "at once", tmp_path / "meanwhile"
+    for was_done, records, again in pool.run(2, copy_and_go_on, config, tmp_path):
+        assert not was_done
+        assert again == records  # names, sizes and checksums
+    names = sorted(p.name for p in first.iterdir())
+    assert len(names) == 9  # three states and the random states of two ranks, and what they share
+    assert sorted(p.name for p in second.iterdir()) == names
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
 def load_error(rank, world_size, rendezvous, config, folder):
     worker = start_worker(rank, world_size, rendezvous, config)
     try:
@@ -120,4 +153,4 @@ def test_another_optimizer_or_model_is_refused(pool, model, tmp_path):
     index = json.loads((tmp_path / "policy.json").read_text())
     (Path(tmp_path) / "policy.json").write_text(json.dumps({**index, "format": 9}))
     (error,) = pool.run(1, load_error, policy_config(folder), tmp_path)
-    assert "is of format 9; this version reads 1" in error
+    assert "is of format 9; this version reads 2" in error

@@ -1,9 +1,13 @@
 """A checkpoint is complete or absent; a damaged one is named and the one before is used."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 
+from nemorl.megatron.checkpoint_files import Shard, write_state
 from nemorl.megatron.checkpoint_store import CheckpointStore, DamagedCheckpoint, verify
 
 
@@ -40,6 +44,52 @@ def test_what_was_begun_but_not_committed_does_not_count(store):
     (store.begin(2) / "weights").write_text("half")
     assert store.latest_valid().step == 1
     assert store.steps() == [1]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from nemorl.megatron.checkpoint_files import Shard, write_state
+from nemorl.megatron.checkpoint_store import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]))
+for step in (1, 2):
+    folder = store.begin(step)
+    if step == 2:
+        import os
+        os.mkfifo(folder / "weight_00001.safetensors")
+        print("writing", flush=True)
+    records = [write_state(folder, "weight", rank, {"w": Shard(0, torch.rand(100000))}) for rank in range(3)]
+    store.commit(step, {}, records)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(store):
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, store.folder], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "writing\n"
+    with (store.folder / ".step_00000002.tmp" / "weight_00001.safetensors").open("rb") as pipe:
+        assert len(pipe.read(1000)) == 1000  # in the middle of a file
+        writer.kill()
+        writer.communicate()
+    found = store.latest_valid()
+    assert (found.step, found.skipped) == (1, ())
+    assert store.steps() == [1]
+    write(store, 2)
+    assert store.latest_valid().step == 2
+
+
+def test_records_of_the_writers_are_taken_and_held_against_the_files(store):
+    folder = store.begin(1)
+    record = write_state(folder, "weight", 0, {"w": Shard(0, torch.rand(10))})
+    (folder / "driver.json").write_text("{}")
+    assert verify(store.commit(1, {}, [record])).files[1] == record
+
+    folder = store.begin(2)
+    record = write_state(folder, "weight", 0, {"w": Shard(0, torch.rand(10))})
+    truncate(folder / record.path)
+    with pytest.raises(DamagedCheckpoint, match=r"bytes where \d+ were written"):
+        store.commit(2, {}, [record])
+    assert store.latest_valid().step == 1
 
 
 def truncate(path):

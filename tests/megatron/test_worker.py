@@ -125,7 +125,7 @@ def test_a_step_with_nan_gradients_changes_nothing_and_is_counted(worker):
     after = policy.optimizer.shards("exp_avg")
     assert all(torch.equal(shard.values, moments[name]) for name, shard in after.items())
     progress = policy.optimizer.progress
-    assert (progress.updates, progress.skipped, progress.skipped_in_a_row) == (1, 2, 2)
+    assert (progress.updates, progress.skipped_in_a_row) == (1, 2)
 
     assert not policy.train(CrossEntropyLoss(), ALL).skipped
     assert progress.skipped_in_a_row == 0

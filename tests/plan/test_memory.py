@@ -38,6 +38,18 @@ def test_sgd_has_one_moment(configure: Configure) -> None:
     assert group("policy", estimate_memory(experiment, SHAPE, training=True)).optimizer == 4 * WHOLE
 
 
+def test_checkpoints_beside_training_keep_a_copy_of_the_state(configure: Configure) -> None:
+    def copied(*overrides: str) -> ProcessMemory:
+        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
+
+    assert copied().checkpoint == 12 * WHOLE  # float32 weights and two moments, whatever the precision
+    assert copied().on_device == copied().total - 12 * WHOLE
+    assert copied("policy.precision=bfloat16").checkpoint == 12 * WHOLE
+    assert copied("policy.layout.data_parallel_size=2").checkpoint == 6 * WHOLE
+    assert copied("checkpointing.asynchronous=false").checkpoint == 0
+    assert copied("checkpointing.enabled=false").checkpoint == 0
+
+
 def test_a_reference_is_another_copy(configure: Configure) -> None:
     experiment = configure("algorithm.loss.kl.coefficient=0.01")
 

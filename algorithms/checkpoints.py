@@ -1,0 +1,99 @@
+"""The checkpoints of a run: begun at a step, written beside the next ones, committed when they are whole."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from nemorl.config.experiment import Experiment
+from nemorl.errors import NemorlError
+from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
+from nemorl.observe.metrics import StepMetrics
+from nemorl.session.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_FILE = "driver.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the driver adds to a checkpoint. Everything random is a pure function of these and the seed."""
+
+    step: int = 0  # steps that are done
+    position: int = 0  # place in the data
+    skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Progress":
+        """The progress that a checkpoint holds."""
+        return cls(**json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")))
+
+    def write(self, checkpoint: Path) -> None:
+        """Add it to a checkpoint that is being written."""
+        with writing(checkpoint / PROGRESS_FILE):
+            (checkpoint / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Checkpoints:
+    """Saves one at a time. Leaving its `with` waits for the one that is still being written.
+
+    With `checkpointing.asynchronous` a step waits only for the copy of the state and, if it is not done yet,
+    for the checkpoint before. What is not committed does not count; a failure is raised at the next `save`,
+    `check` or `settle`.
+    """
+
+    def __init__(self, experiment: Experiment, policy: Policy, store: CheckpointStore) -> None:
+        self._config = experiment.checkpointing
+        self._policy = policy
+        self._store = store
+        self._step = 0  # of the one that is being written
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, progress: Progress, metrics: StepMetrics) -> None:
+        """Begin the checkpoint of a step, and end it unless `checkpointing.asynchronous`."""
+        await self.settle()
+        folder = self._store.begin(progress.step)
+        progress.write(folder)
+        if not self._config.asynchronous:
+            await self._commit(await self._policy.save(folder), metrics)
+            return
+        await self._policy.copy_for_checkpoint()
+        self._step = progress.step
+        self._writing = asyncio.create_task(self._write(folder, metrics))
+
+    def check(self) -> None:
+        """Raise what went wrong with the one that is being written, if it is known already."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def settle(self) -> None:
+        """Wait until the one that is being written is committed."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def __aenter__(self) -> "Checkpoints":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A run that ends early keeps the checkpoint that it has begun, if its ranks still can."""
+        try:
+            await self.settle()
+        except NemorlError as failure:
+            if error is None:
+                raise
+            logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
+
+    async def _write(self, folder: Path, metrics: StepMetrics) -> None:
+        await self._commit(await self._policy.write_copy(folder), metrics)
+
+    async def _commit(self, records: Sequence[FileRecord], metrics: StepMetrics) -> None:
+        await asyncio.to_thread(self._store.commit, metrics.step, metrics.values, records)
+        config = self._config
+        await asyncio.to_thread(self._store.prune, config.keep, config.metric, config.higher_is_better)

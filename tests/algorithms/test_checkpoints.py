@@ -1,0 +1,143 @@
+"""When checkpoints are begun, committed and given up; the policy is a stand-in whose disk obeys the test."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemorl.algorithms.checkpoints import Checkpoints, Progress
+from nemorl.config.experiment import Experiment
+from nemorl.errors import RunError
+from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord
+from nemorl.observe.metrics import StepMetrics
+from tests.config.experiments import GRPO
+
+
+class SlowPolicy:
+    """Writes what it has copied when `disk` is set, or fails with `failure`."""
+
+    def __init__(self) -> None:
+        self.state = "weights"
+        self.disk = asyncio.Event()
+        self.failure: RunError | None = None
+
+    async def copy_for_checkpoint(self) -> None:
+        self.copied = self.state
+
+    async def write_copy(self, folder: Path) -> list[FileRecord]:
+        await self.disk.wait()
+        if self.failure is not None:
+            raise self.failure
+        (folder / "weights").write_text(self.copied)
+        return []
+
+    async def save(self, folder: Path) -> list[FileRecord]:
+        await self.copy_for_checkpoint()
+        return await self.write_copy(folder)
+
+
+def in_a_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: object, **fixtures: object) -> None:
+        asyncio.run(test(*args, **fixtures))
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path)
+
+
+def checkpoints(policy: SlowPolicy, store: CheckpointStore, **fields: object) -> Checkpoints:
+    experiment = Experiment.model_validate({**yaml.safe_load(GRPO), "checkpointing": fields})
+    return Checkpoints(experiment, policy, store)  # type: ignore[arg-type]
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(step, step, {})
+
+
+@in_a_loop
+async def test_training_goes_on_while_the_disk_is_slow(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    async with checkpoints(policy, store) as saving:
+        await saving.save(Progress(step=1), metrics(1))
+        policy.state = "weights of the next step"
+        saving.check()
+        assert store.steps() == []
+        policy.disk.set()
+    assert store.latest_valid().step == 1
+    assert (store.path(1) / "weights").read_text() == "weights"
+
+
+@in_a_loop
+async def test_a_checkpoint_begins_when_the_one_before_is_committed(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    async with checkpoints(policy, store) as saving:
+        await saving.save(Progress(step=1), metrics(1))
+        policy.state = "later weights"
+        second = asyncio.create_task(saving.save(Progress(step=2), metrics(2)))
+        await asyncio.sleep(0)
+        assert policy.copied == "weights"
+        policy.disk.set()
+        await second
+        assert 1 in store.steps()
+    assert store.steps() == [1, 2]
+
+
+@in_a_loop
+async def test_without_asynchronous_a_step_waits_for_the_files(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    async with checkpoints(policy, store, asynchronous=False) as saving:
+        waiting = asyncio.create_task(saving.save(Progress(step=1), metrics(1)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        policy.disk.set()
+        await waiting
+        assert store.steps() == [1]
+
+
+@in_a_loop
+async def test_a_failure_is_raised_at_the_next_check(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.failure = RunError("policy rank 1: the disk is full")
+    saving = checkpoints(policy, store)
+    await saving.save(Progress(step=1), metrics(1))
+    policy.disk.set()
+    for _ in range(3):  # until the task that writes has come to its end
+        await asyncio.sleep(0)
+    with pytest.raises(RunError, match="rank 1: the disk is full"):
+        saving.check()
+    assert store.latest_valid() is None
+
+
+async def fail_after_saving(step: int, policy: SlowPolicy, store: CheckpointStore) -> None:
+    async with checkpoints(policy, store) as saving:
+        await saving.save(Progress(step=step), metrics(step))
+        policy.disk.set()
+        raise RunError("engine died")
+
+
+@in_a_loop
+async def test_a_run_that_fails_keeps_what_it_was_writing(store: CheckpointStore) -> None:
+    with pytest.raises(RunError, match="engine died"):
+        await fail_after_saving(1, SlowPolicy(), store)
+    assert store.latest_valid().step == 1
+
+
+@in_a_loop
+async def test_a_run_that_fails_says_so_and_not_what_followed(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = SlowPolicy()
+    policy.failure = RunError("policy rank 0 died")
+    with caplog.at_level(logging.WARNING), pytest.raises(RunError, match="engine died"):
+        await fail_after_saving(7, policy, store)
+    assert "the checkpoint of step 7 was not completed: policy rank 0 died" in caplog.text
