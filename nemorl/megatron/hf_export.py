@@ -27,13 +27,16 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """
     shape = ModelShape.load(config.model_path)
     trained = TrainedWeights(shape, config.lora)
+    buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
     with HfFolderWriter(out, config.model_path) as writer:
         for name, extents in hf_tensors(shape).items():
             if name in held:
                 tensor = saved.hf_tensor(name).view(extents).to(dtype)
             else:
-                tensor = HfFolder(config.model_path).tensor(name, extents).to(dtype)
+                tensor = HfFolder(config.model_path).tensor(name, extents)
+                if name not in buffers:
+                    tensor = tensor.to(dtype)
             names = peft_names(name)
             if config.lora is not None and names.a in held:
                 a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))

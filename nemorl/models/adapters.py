@@ -12,7 +12,7 @@ from typing import get_args
 from nemorl.config.policy import LoraConfig, Projection
 
 from .family import Dim, HfTensor, Split, WeightRule
-from .layout import PolicyRank, hf_tensors, policy_slices, slices_of, tensors_of, weight_rules
+from .layout import PolicyRank, slices_of, tensors_of, weight_rules
 from .shape import ModelShape
 from .slices import TensorSlice
 
@@ -64,7 +64,7 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """What of a model learns, and is therefore kept in its checkpoints: all of it, or adapters alone."""
+    """What of a model learns, and is therefore kept in its checkpoints: all but buffers, or adapters alone."""
 
     shape: ModelShape
     lora: LoraConfig | None = None
@@ -72,14 +72,17 @@ class TrainedWeights:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names (Hugging Face's, and PEFT's for adapters) and shapes of the whole tensors."""
         if self.lora is None:
-            return hf_tensors(self.shape)
+            return tensors_of(self._rules(), self.shape)
         return adapter_tensors(self.shape, self.lora)
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:
         """What one rank holds of them."""
         if self.lora is None:
-            return policy_slices(self.shape, rank)
+            return slices_of(self._rules(), self.shape, rank)
         return adapter_slices(self.shape, self.lora, rank)
+
+    def _rules(self) -> tuple[WeightRule, ...]:
+        return tuple(rule for rule in weight_rules(self.shape) if rule.learns)
 
 
 def projection_of(matrix: str) -> str:

@@ -59,6 +59,7 @@ _MOE = (
         (HfTensor(_HF_MLP + "gate.e_score_correction_bias", (Dim.EXPERTS,)),),
         Split.REPLICATED,
         layers=LayerKind.MOE,
+        learns=False,
     ),
     WeightRule(
         _SHARED + "linear_fc1.weight",

@@ -91,6 +91,7 @@ class WeightRule:
     stage: Stage = Stage.LAYERS
     layers: LayerKind = LayerKind.ALL
     experts: bool = False  # one parameter for each expert, divided by EP and ETP instead of TP
+    learns: bool = True  # False for a buffer, which training leaves as the checkpoint has it
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
 from nemorl.megatron.checkpoint_files import SavedState
+from nemorl.megatron.hf_export import export_hf
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.shape import ModelShape
 from tests.megatron.cases import LOSS, partition, share, start_worker
@@ -79,6 +81,29 @@ def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
         for mine, its in zip(steps, saved[0][0], strict=True):
             assert mine.sums["loss/total"] == pytest.approx(its.sums["loss/total"], rel=1e-5)
             assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
+
+
+def test_experts_continue_in_another_layout_and_buffers_stay(pool, model, tmp_path):
+    """DeepSeek-V3: experts shared by EP go on under TP; the router's bias is exported as it was read."""
+    folder, saved = model("deepseek-v3")[1], tmp_path / "saved"
+    config = policy_config(folder, layout=layout(dp=2, ep=2))
+    before = pool.run(2, save_in_the_middle, config, saved)
+    there = policy_config(folder, layout=layout(tp=2, sp=True))
+    for steps, _ in pool.run(2, continue_from, there, saved):
+        for mine, its in zip(steps, before[0][0], strict=True):
+            assert mine.sums["loss/total"] == pytest.approx(its.sums["loss/total"], rel=1e-5)
+            assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
+
+    export_hf(saved, tmp_path / "out", policy_config(folder, precision="bfloat16"))
+    source, out = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert source.keys() == out.keys()
+    for name, tensor in out.items():
+        if name.endswith("e_score_correction_bias"):
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, source[name])
+        else:
+            assert tensor.dtype == torch.bfloat16
+            assert not torch.equal(tensor.float(), source[name].bfloat16().float()), name
 
 
 def test_weights_are_read_as_hf_tensors_without_a_worker(pool, model, tmp_path):
