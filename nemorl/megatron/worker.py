@@ -26,6 +26,7 @@ from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
+from .checkpoint_store import FileRecord
 from .collect import from_last_stage, global_figures
 from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
 from .kernels import Installed, choose
@@ -41,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyWorker:
-    """One rank of the policy. Every method is collective: all ranks call it, in the same order."""
+    """One rank of the policy. Methods are collective where they do not say otherwise: all ranks call them, in
+    the same order.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,8 @@ class PolicyWorker:
         self._maker = self._micro_batch_maker()
         self._reference: ReferenceWeights | Adapters | None = None
         self._batch: PackedBatch | None = None
+        self._copier = checkpoint.SnapshotCopier(device)
+        self._copy: checkpoint.Snapshot | None = None
 
     def header(self) -> dict[str, str]:
         """Which device, layout, kernels and versions are in use; for the head of a run's log."""
@@ -180,16 +185,22 @@ class PolicyWorker:
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, *tokens.tolist())
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: Path) -> tuple[FileRecord, ...]:
         """Write weights, optimizer, schedule and random states into a folder that all ranks share."""
-        checkpoint.save(
-            folder,
-            rank=dist.get_rank(),
-            trained=self._trained,
-            layout=self._config.layout,
-            optimizer=self.optimizer,
-            device=self._kind,
-        )
+        return self._save(folder, checkpoint.Snapshot.of(self.optimizer, self._kind))
+
+    def copy_for_checkpoint(self) -> None:
+        """Copy aside what `write_copy` writes; the next steps may then change the state."""
+        self._copy = self._copier.copy(checkpoint.Snapshot.of(self.optimizer, self._kind))
+
+    def write_copy(self, folder: Path) -> tuple[FileRecord, ...]:
+        """`save_checkpoint` of the state that was copied. Not collective, and for another thread.
+
+        It has to end before the next copy begins.
+        """
+        if self._copy is None:
+            raise RuntimeError("nothing was copied: call copy_for_checkpoint before write_copy")
+        return self._save(folder, self._copy)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
@@ -220,6 +231,11 @@ class PolicyWorker:
         if self._batch is None:
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch
+
+    def _save(self, folder: Path, snapshot: checkpoint.Snapshot) -> tuple[FileRecord, ...]:
+        return checkpoint.save(
+            folder, snapshot, rank=dist.get_rank(), trained=self._trained, layout=self._config.layout
+        )
 
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
         """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
