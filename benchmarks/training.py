@@ -24,9 +24,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import Timing, publish, table_of
+from common import publish, table_of
 from meter import peak_flops
 from rich.console import Console
+from training_figures import summary, table_row, verdict
 from training_sides import Figures, Setting, run_step, start
 from training_work import (
     COMPLETION_LIMIT,
@@ -45,7 +46,6 @@ from nemorl.models.shape import ModelShape
 
 # Relative differences of loss and gradient norm that the sides may have; bfloat16 keeps 8 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-LIMITS = {"overhead": 0.05, "speed": 1.5}
 OURS = "nemorl"
 GROWTH_ROUNDS = 3
 
@@ -133,50 +133,6 @@ def compare(
     return seen
 
 
-def summary(
-    side: str, seen: Sequence[Figures], ours: Sequence[Figures], work: Work, flops: float, peak: float | None
-) -> dict[str, Any]:
-    """One side's figures beside ours; a ratio above 1 says that we are faster."""
-    seconds, mine = (Timing("", tuple(f.span.seconds for f in figures)) for figures in (seen, ours))
-    cpu, my_cpu = (Timing("", tuple(f.span.cpu_seconds for f in figures)) for figures in (seen, ours))
-    ratios = [a / b for a, b in zip(seconds.seconds, mine.seconds, strict=True)]
-    return {
-        "side": side,
-        "seconds": seconds.median,
-        "seconds_by_round": seconds.seconds,
-        "cpu_seconds": cpu.median,
-        "optimizer_seconds": statistics.median(f.optimizer.seconds for f in seen),
-        "tokens_per_second": work.num_tokens / seconds.median,
-        "flops_per_second": flops / seconds.median,
-        "mfu": None if peak is None else flops / seconds.median / peak,
-        "seconds_over_ours": seconds.ratio_to(mine),
-        "seconds_over_ours_range": [min(ratios), max(ratios)],
-        "median_seconds_over_our_median": seconds.median / mine.median,
-        "cpu_seconds_over_ours": cpu.ratio_to(my_cpu),
-        "before_bytes": max(f.memory.before_bytes for f in seen),
-        "peak_bytes": max(f.memory.peak_bytes for f in seen),
-        "work_bytes": max(f.memory.work_bytes for f in seen),
-        "loss": seen[0].loss,
-        "grad_norm": seen[0].grad_norm,
-    }
-
-
-def table_row(side: Mapping[str, Any]) -> dict[str, object]:
-    """What of a summary people look at first."""
-    return {
-        "side": side["side"],
-        "seconds": side["seconds"],
-        "tokens/s": side["tokens_per_second"],
-        **({} if side["mfu"] is None else {"MFU": side["mfu"]}),
-        "over ours": "{:.3f} ({:.3f} to {:.3f})".format(
-            side["seconds_over_ours"], *side["seconds_over_ours_range"]
-        ),
-        "CPU over ours": side["cpu_seconds_over_ours"],
-        "peak GB": side["peak_bytes"] / 1e9,
-        "of it work": side["work_bytes"] / 1e9,
-    }
-
-
 def measure_comparison(
     setting: Setting, comparison: Comparison, rounds: int, console: Console
 ) -> dict[str, Any]:
@@ -237,34 +193,13 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
                     "seconds": point["seconds"],
                     "tokens/s": point["tokens_per_second"],
                     "peak GB": point["peak_bytes"] / 1e9,
-                    "of it work": point["work_bytes"] / 1e9,
+                    "step GB": point["work_bytes"] / 1e9,
                 }
                 for point in points
             ],
         )
     )
     return {"points": points, "exponents_over_tokens": exponents}
-
-
-def verdict(ragged: Mapping[str, Any], equal: Mapping[str, Any]) -> list[dict[str, object]]:
-    """The bounds beside what was seen."""
-    over = {
-        (name, side["side"]): side["seconds_over_ours"]
-        for name, measured in (("ragged", ragged), ("equal", equal))
-        for side in measured["sides"]
-    }
-    overheads = [
-        (f"overhead over {side}, {name} lengths", 1 / over[name, side] - 1, f"<= {LIMITS['overhead']}")
-        for name, side in (("ragged", "megatron"), ("equal", "megatron"), ("equal", "megatron-stock"))
-    ]
-    speed = over["ragged", "transformers"]
-    return [
-        {"what": what, "seen": seen, "bound": bound}
-        for what, seen, bound in (
-            *overheads,
-            ("speed over padded transformers, ragged lengths", speed, f">= {LIMITS['speed']}"),
-        )
-    ]
 
 
 def random_model(folder: Path, layers: int) -> None:
@@ -318,7 +253,7 @@ def main() -> None:
 
 def report(setting: Setting, arguments: argparse.Namespace) -> None:
     """All comparisons and growths in one file, and the bounds beside what was seen."""
-    console = Console()
+    console = Console(width=max(100, Console().width))  # a pipe counts as 80 columns
     shape = ModelShape.load(setting.model)
     budget, length, vocabulary = arguments.micro_batch_tokens, arguments.length, shape.vocab_size
     ragged = Comparison(

@@ -266,6 +266,7 @@ class Transformers:
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """As many micro-batches as ours, of equally many sequences; variant `sorted` orders by length."""
         batches = list(work.padded(_chunks(work, variant, self._hidden_size), self._device))
+        self._model.zero_grad()  # forgets the gradients' memory: each step allocates it anew
         return lambda: self._run(batches)
 
     def grad_norm(self) -> float:
@@ -273,7 +274,6 @@ class Transformers:
         return _norm([p.grad for p in self._model.parameters()])
 
     def _run(self, batches: list[Padded]) -> float:
-        self._model.zero_grad()
         return float(sum(self._forward_backward(rows) for rows in batches))
 
     def _forward_backward(self, rows: Padded) -> Tensor:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from meter import Memory, Span, measured
 from torch.utils.flop_counter import FlopCounterMode
-from training import check_agreement, summary, verdict
+from training import check_agreement
+from training_figures import RATIOS, summary, verdict
 from training_sides import Figures, Setting, run_step, start
 from training_work import Work, equal_work, growth, padding_waste, rollout_work, training_flops
 from transformers import AutoModelForCausalLM
@@ -75,13 +76,16 @@ def test_ratios_say_how_much_longer_the_others_take():
     assert seen["tokens_per_second"] == pytest.approx(20 / 3)
     assert seen["mfu"] == pytest.approx(0.1)
     assert seen["work_bytes"] == 20
+    assert seen["best_seconds_over_our_best"] == 2.0
 
+
+def test_verdicts_are_overheads_over_megatron_and_the_speed_over_transformers():
     by_side = {"megatron": 1.25, "megatron-stock": 2.0, "transformers": 1.8}
-    sides = {"sides": [{"side": side, "seconds_over_ours": ratio} for side, ratio in by_side.items()]}
+    sides = {"sides": [{"side": side, **dict.fromkeys(RATIOS, ratio)} for side, ratio in by_side.items()]}
     seen_by_bound = {str(v["what"]): v["seen"] for v in verdict(sides, sides)}
     assert seen_by_bound["overhead over megatron, ragged lengths"] == pytest.approx(-0.2)
     assert seen_by_bound["overhead over megatron-stock, equal lengths"] == pytest.approx(-0.5)
-    assert seen_by_bound["speed over padded transformers, ragged lengths"] == 1.8
+    assert seen_by_bound["speed over transformers, ragged lengths"] == 1.8
 
 
 def test_padding_is_what_fills_each_chunk_up_to_its_longest():
