@@ -1,6 +1,7 @@
 """What every loop does around its steps: validate, record, keep checkpoints, and go on from one."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from nemorl.config.experiment import Experiment
@@ -12,7 +13,7 @@ from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
-from .evaluate import validate
+from .evaluate import num_validation_tasks, validate
 
 
 class Bookkeeper:
@@ -81,10 +82,16 @@ class Bookkeeper:
         names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft"]
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
+    @cached_property
+    def _num_validation_tasks(self) -> int:
+        return num_validation_tasks(self._experiment)
+
     async def _validate(self, step: int) -> dict[str, float]:
         await self._session.hand_over(step)
         with self._observer.stage("validation", unit="tasks") as stage:
-            values, groups = await validate(self._session, self._experiment, stage.advance)
+            values, groups = await validate(
+                self._session, self._experiment, self._num_validation_tasks, stage.advance
+            )
         self.keep_samples(step, groups, "validation")
         return values
 

@@ -10,16 +10,22 @@ from nemorl.session.session import Session
 from .figures import validation_figures
 
 
-async def validate(
-    session: Session, experiment: Experiment, progress: Progress = ignore
-) -> tuple[dict[str, float], list[GroupSummary]]:
-    """Sample the validation tasks with the weights that generation holds; figures and groups."""
+def num_validation_tasks(experiment: Experiment) -> int:
+    """Tasks of one validation. Reads the whole dataset, so ask once a run. Raises DatasetError."""
     config, data = experiment.algorithm.validation, experiment.data
     assert data.validation is not None, "the checks of a config let no validation without its data pass"
     available = len(load_tasks(data.validation, data))
+    return min(config.num_prompts or available, available)
+
+
+async def validate(
+    session: Session, experiment: Experiment, num_tasks: int, progress: Progress = ignore
+) -> tuple[dict[str, float], list[GroupSummary]]:
+    """Sample `num_tasks` validation tasks with the weights that generation holds; figures and groups."""
+    config = experiment.algorithm.validation
     groups = await sample_validation(
         session.rollout,
-        min(config.num_prompts or available, available),
+        num_tasks,
         config.num_generations_per_prompt,
         experiment.cluster.deadlines.generation,
         num_texts=experiment.logger.samples_per_step,

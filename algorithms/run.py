@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +36,11 @@ from nemorl.session.session import Session, open_session
 
 from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
-from .evaluate import validate
+from .evaluate import num_validation_tasks, validate
 from .full_disk import full_disk_named
 from .grpo import Grpo
 from .online import OnlineLoop
+from .origin import Origin
 from .sft import SftLoop
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class RunResult:
 class Evaluation:
     """Figures of `nemorl eval`."""
 
+    model: Path
+    origin: Origin | None  # of the model, where it was exported from a run
     figures: dict[str, float]
     samples: Path
 
@@ -97,8 +100,10 @@ def evaluate(experiment: Experiment) -> Evaluation:
 
 def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
     """Write a checkpoint of a run folder as a Hugging Face folder, or its adapters. Raises NemorlError."""
-    verify(checkpoint)
-    config = RunPaths(checkpoint.absolute().parents[1]).config
+    _refuse_folder_of_checkpoints(checkpoint)
+    step = verify(checkpoint).step
+    run_dir = checkpoint.absolute().parents[1]
+    config = RunPaths(run_dir).config
     if not config.exists():
         raise RunError(
             f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
@@ -106,6 +111,19 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
         )
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
         (export_adapter if adapter else export_hf)(checkpoint, out, load_experiment(config).policy)
+        Origin(str(run_dir), step).write(out)
+
+
+def _refuse_folder_of_checkpoints(folder: Path) -> None:
+    """Name the newest checkpoint to a person who named the run, or its `checkpoints`."""
+    for place in (folder / "checkpoints", folder):
+        store = CheckpointStore(place)
+        if steps := store.steps():
+            raise RunError(
+                f"{folder} holds checkpoints: name one of them; the newest is {store.path(steps[-1])}"
+            )
+    if RunPaths(folder).holds_run:
+        raise RunError(f"{folder} is a run without a checkpoint yet: there are no weights to export")
 
 
 async def _train(
@@ -139,6 +157,7 @@ def _replace_hf(checkpoint: Path, hf_dir: Path, experiment: Experiment) -> None:
     with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, mend):
         shutil.rmtree(fresh, ignore_errors=True)
         export_hf(checkpoint, fresh, experiment.policy)
+        Origin(str(experiment.run_dir.absolute()), experiment.algorithm.num_steps).write(fresh)
         shutil.rmtree(hf_dir, ignore_errors=True)
         fresh.rename(hf_dir)
 
@@ -193,12 +212,15 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
     async with _session(apart, policy=False, sampling=True) as session:
-        figures, groups = await validate(session, apart)
+        figures, groups = await validate(session, apart, num_validation_tasks(apart))
     writer = SampleWriter(samples)
     writer.write(list(samples_of(0, groups, "validation")))
     writer.close()
-    write_whole(folder / "figures.json", json.dumps(figures, indent=2) + "\n")
-    return Evaluation(figures, samples)
+    model = experiment.policy.model_path
+    origin = Origin.read(model)
+    measured = {"model": str(model), "origin": asdict(origin) if origin else None, "figures": figures}
+    write_whole(folder / "figures.json", json.dumps(measured, indent=2) + "\n")
+    return Evaluation(model, origin, figures, samples)
 
 
 @asynccontextmanager

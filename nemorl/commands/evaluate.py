@@ -24,6 +24,8 @@ def run(arguments: Namespace) -> int:
     figures = table("", ["figure", "value"])
     for name, value in evaluation.figures.items():
         figures.add_row(name, f"{value:.6g}")
+    origin = f" ({evaluation.origin})" if evaluation.origin else ""
+    say(f"model: {evaluation.model}{origin}")
     output().print(figures)
     say(f"samples: {evaluation.samples}")
     return 0

@@ -161,6 +161,7 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
     status, output = finish(start("eval", config, f"policy.model_path={exported}"))
     assert status == 0, output
     assert f"{steps[-1].values['validation/reward']:.6g}" in output
+    assert f"model: {exported} (step 12 of {folder / 'sft'})" in output
 
 
 def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path) -> None:

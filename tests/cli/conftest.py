@@ -57,6 +57,7 @@ class Trainer:
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     failure: BaseException | None = None
+    origin: str | None = None  # of the model that is evaluated
 
     def train(self, experiment: Experiment, resume: bool) -> SimpleNamespace:
         self._called("resume" if resume else "train", experiment.algorithm.num_steps)
@@ -66,10 +67,15 @@ class Trainer:
 
     def evaluate(self, experiment: Experiment) -> SimpleNamespace:
         self._called("evaluate", experiment.seed)
-        return SimpleNamespace(figures={"validation/reward": 0.75}, samples=Path("samples.jsonl"))
+        return SimpleNamespace(
+            model=experiment.policy.model_path,
+            origin=self.origin,
+            figures={"validation/reward": 0.75},
+            samples=Path("samples.jsonl"),
+        )
 
-    def export_checkpoint(self, checkpoint: Path, out: Path) -> None:
-        self._called("export", (checkpoint, out))
+    def export_checkpoint(self, checkpoint: Path, out: Path, *, adapter: bool) -> None:
+        self._called("export adapter" if adapter else "export", (checkpoint, out))
 
     def _called(self, name: str, argument: object) -> None:
         self.calls.append((name, argument))

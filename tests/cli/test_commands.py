@@ -38,6 +38,19 @@ def test_eval_prints_figures(nemorl: Nemorl, trainer: Trainer, experiment: Path)
     assert "samples: samples.jsonl" in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("origin", "line"), [(None, "model: {0}"), ("step 6 of runs/x", "model: {0} (step 6 of runs/x)")]
+)
+def test_eval_says_what_it_measured(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path, origin: str | None, line: str
+) -> None:
+    trainer.origin = origin
+
+    out = nemorl("eval", experiment).out
+
+    assert line.format(tmp_path / "model") in out.splitlines()
+
+
 def test_eval_wants_validation_tasks(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
     outcome = nemorl("eval", experiment, "data.validation=null")
 
