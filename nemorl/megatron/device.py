@@ -80,8 +80,8 @@ class KernelRows:
     max_keys: int
 
 
-# (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens are
-# seen, itself included, or None for all
+# (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
+# are seen, itself included, or None for all
 AttentionKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, KernelRows, float | None, int | None], torch.Tensor
 ]

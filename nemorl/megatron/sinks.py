@@ -1,7 +1,7 @@
 """Attention with sinks: a learned logit per head, to which a query may turn instead of to any token.
 
 With the logits S of a query and the sink s, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the
-softmax without the sink, times sigmoid(lse - s), where lse = log sum exp(S). Flash attention returns lse beside
+softmax without the sink, times sigmoid(lse - s), where lse = log sum exp(S). Flash attention returns lse with
 its output, and its backward pass recomputes the shares as exp(S - lse). Given log(exp(lse) + exp(s)) in its
 place, and the output with the sink, it therefore computes the gradients with the sink. The sink's own is the
 share it takes, times what it would add to the output (nothing) less the output.
@@ -108,7 +108,7 @@ class PackedKernel:
 
 
 def attend(kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """What the kernel computes, with sinks that are broadcast to its lse: [heads, 1] dense, [heads] packed."""
+    """What the kernel computes, with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
     return _Attend.apply(kernel, query, key, value, sinks)  # type: ignore[no-any-return]
 
 

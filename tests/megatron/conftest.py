@@ -1,12 +1,18 @@
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.megatron.examples import random_model
+from nemorl.config.policy import LayoutConfig
+from tests.megatron.cases import Life, live
+from tests.megatron.examples import policy_config, ragged_batch, random_model
 from tests.megatron.pool import Pool
+
+Model = Callable[[str], tuple[PreTrainedModel, Path]]
+STEPS = 5
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,7 +28,7 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A family's random model and its folder, made once."""
     made: dict[str, tuple[PreTrainedModel, Path]] = {}
 
@@ -34,3 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pre
         return made[family]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def run(pool: Pool, model: Model) -> Callable[[str, LayoutConfig, int], list[Life]]:
+    """Five optimizer steps of a family under a layout, by rank; the same ones are run once."""
+
+    @cache
+    def run(family: str, where: LayoutConfig, per_micro_batch: int) -> list[Life]:
+        config = policy_config(model(family)[1], layout=where)
+        batches = [ragged_batch(seed=seed) for seed in range(STEPS)]
+        return pool.run(where.world_size, live, config, batches, per_micro_batch)
+
+    return run

@@ -137,7 +137,7 @@ def test_a_sink_takes_its_share_of_every_query(window):
 
 
 def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
-    """The kernel of a GPU stood in for by dense attention of each sequence, with its order of heads in lse."""
+    """The kernel of a GPU stood in for by dense attention of each sequence, with its order in lse."""
     lengths, options = [3, 8, 8], []
 
     def rows(x, cu):
@@ -147,7 +147,8 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
         options.append((max_q, max_k, causal, window_size, grouped))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         parts = [
-            DenseKernel(None, scale).forward(*x) for x in zip(rows(q, cu_q), rows(k, cu_k), rows(v, cu_k))
+            DenseKernel(None, scale).forward(*x)
+            for x in zip(rows(q, cu_q), rows(k, cu_k), rows(v, cu_k), strict=True)
         ]
         out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
         return out, torch.cat([lse[0] for _, lse in parts], 1), None
@@ -158,9 +159,9 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
         lse = [x.unsqueeze(0) for x in lse.split(lengths, 1)]
         parts = [
             DenseKernel(None, scale).backward(*x)
-            for x in zip(*(rows(x, cu_q) for x in (grad, q, k, v, out)), lse)
+            for x in zip(*(rows(x, cu_q) for x in (grad, q, k, v, out)), lse, strict=True)
         ]
-        q, k, v = (torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts))
+        q, k, v = (torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts, strict=True))
         return q, *(x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in (k, v))
 
     operators = types.SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)

@@ -18,9 +18,12 @@ FAMILIES = (
     "llama-tied",
     "llama-rope3",
     "mistral",
+    "mixtral",
     "qwen2",
     "qwen3",
+    "qwen3-moe",
     "gemma3",
+    "gpt-oss",
     "deepseek-v3",
     "deepseek-v3-plain-query",
 )

@@ -88,7 +88,7 @@ def test_every_family_reads_what_transformers_writes(tiny: TinyModel) -> None:
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     assert shape.rope.theta == rope["rope_theta"]
-    assert (shape.rope.scaling is not None) == (rope["rope_type"] == "llama3")
+    assert (shape.rope.scaling is not None) == (rope["rope_type"] in ("llama3", "yarn"))
 
 
 def test_defaults_are_those_of_transformers() -> None:

@@ -75,17 +75,19 @@ def test_query_key_and_value_are_interleaved_per_key_value_head(tiny_grouped: Ti
             assert torch.equal(fused, shards[tp_rank])
 
 
-def test_gate_and_up_follow_each_other_on_every_rank(tiny: TinyModel) -> None:
-    gate, up = (tiny.tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+def test_gate_and_up_follow_each_other_on_every_rank(tiny_with_mlp: TinyModel) -> None:
+    gate, up = (tiny_with_mlp.tensors[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
     for tp_rank in range(4):
-        fused = load(tiny, PolicyRank(layout(4), tp_rank))["decoder.layers.0.mlp.linear_fc1.weight"]
+        fused = load(tiny_with_mlp, PolicyRank(layout(4), tp_rank))["decoder.layers.0.mlp.linear_fc1.weight"]
         assert torch.equal(fused, torch.cat((gate.chunk(4)[tp_rank], up.chunk(4)[tp_rank])))
 
 
-def test_row_parallel_linears_are_cut_by_columns(tiny: TinyModel) -> None:
-    output, down = (tiny.tensors[f"model.layers.0.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj"))
+def test_row_parallel_linears_are_cut_by_columns(tiny_with_mlp: TinyModel) -> None:
+    output, down = (
+        tiny_with_mlp.tensors[f"model.layers.0.{x}.weight"] for x in ("self_attn.o_proj", "mlp.down_proj")
+    )
     for tp_rank in range(2):
-        parameters = load(tiny, PolicyRank(layout(2), tp_rank))
+        parameters = load(tiny_with_mlp, PolicyRank(layout(2), tp_rank))
         projection = parameters["decoder.layers.0.self_attention.linear_proj.weight"]
         assert torch.equal(projection, output.chunk(2, dim=1)[tp_rank])
         assert torch.equal(

@@ -10,11 +10,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from nemorl.models.shape import ModelShape
@@ -62,6 +65,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**COMMON, head_dim=16),
     "mistral": MistralConfig(**COMMON, sliding_window=16),
     "gemma3": Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=16, sliding_window_pattern=3),
+    "qwen3-moe": Qwen3MoeConfig(
+        **COMMON,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+    ),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=8),
+    "gpt-oss": GptOssConfig(**COMMON, head_dim=16, num_local_experts=8),
     "deepseek-v3": DeepseekV3Config(**{**COMMON, **DEEPSEEK}),
     "deepseek-v3-plain-query": DeepseekV3Config(**{**COMMON, **DEEPSEEK, "q_lora_rank": None}),
 }

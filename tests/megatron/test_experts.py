@@ -1,0 +1,35 @@
+"""Experts: every layout computes what one process computes."""
+
+import pytest
+
+from tests.megatron.course import assert_same_course
+from tests.megatron.examples import layout
+
+LAYOUTS = {
+    "DP2": layout(dp=2),  # each copy has all experts
+    "EP2": layout(dp=2, ep=2),
+    "TP2-SP": layout(tp=2, sp=True),  # whole experts on both TP ranks, each with half of the tokens
+    "TP2-SP-EP2": layout(tp=2, sp=True, ep=2),
+    "TP2-SP-ETP2": layout(tp=2, sp=True, etp=2),
+    "TP2-SP-DP2-EP2": layout(tp=2, sp=True, dp=2, ep=2),
+    "TP2-SP-DP2-EP4": layout(tp=2, sp=True, dp=2, ep=4),
+    "PP2-EP2": layout(pp=2, dp=2, ep=2),  # of Qwen3's stages the first has no experts
+    "PP2-VPP2": layout(pp=2, vpp=2),
+    "CP2-EP2": layout(cp=2, ep=2),
+}
+# All for the one with layers of both kinds; for the others what their weights could upset.
+CASES = [
+    *(("qwen3-moe", name) for name in LAYOUTS),
+    ("mixtral", "TP2-SP-ETP2"),
+    ("gpt-oss", "TP2-SP"),
+    ("gpt-oss", "TP2-SP-EP2"),
+    ("gpt-oss", "PP2-EP2"),
+    ("gpt-oss", "CP2-EP2"),
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_five_steps_equal_one_process(run, family, name):
+    (alone,) = run(family, layout(), 8)
+    for life in run(family, LAYOUTS[name], 3):
+        assert_same_course(life, alone)
