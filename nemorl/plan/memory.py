@@ -5,9 +5,13 @@ from dataclasses import dataclass, fields
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import AdamConfig, PolicyConfig
-from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
+from nemorl.models.adapters import adapter_slices
+from nemorl.models.layout import PolicyRank
 from nemorl.models.shape import ModelShape
+
+from .activations import kept_elements
+from .parameters import Parameters, stage_parameters
 
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000
@@ -63,39 +67,53 @@ def estimate_memory(experiment: Experiment, shape: ModelShape, training: bool) -
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
     if training:
-        groups.append(_policy(experiment, shape))
+        groups.append(policy_memory(experiment, shape))
     if not training or generates(experiment.algorithm):
         groups.append(_generation(experiment, shape))
         groups.append(ProcessMemory("rollout", experiment.cluster.rollout_workers, runtime=_ROLLOUT_RUNTIME))
     return tuple(groups)
 
 
-def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
-    """The fullest rank; ranks differ by the embedding and the head of the first and last stage."""
+def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
+    """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight."""
+    stages = range(experiment.policy.layout.pipeline_parallel_size)
+    return max((_stage(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
+
+
+def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
+    """A rank of one pipeline stage."""
     policy, algorithm = experiment.policy, experiment.algorithm
     layout, item = policy.layout, _ITEM_SIZE[policy.precision]
-    parameters = max(
-        _num_elements(shape, PolicyRank(layout, pp_rank=stage))
-        for stage in range(layout.pipeline_parallel_size)
-    )
-    tokens = min(policy.micro_batch_tokens, _tokens_per_rank(policy, algorithm))
-    chunk = min(policy.logprob_chunk_tokens, tokens)
+    parameters = stage_parameters(shape, layout, stage)
+    trained = parameters
+    if policy.lora is not None:
+        adapters = adapter_slices(shape, policy.lora, PolicyRank(layout, pp_rank=stage))
+        trained = Parameters(dense=sum(part.num_elements for part in adapters))
+    whole_tokens = _tokens_per_rank(policy, algorithm)
+    tokens = min(policy.micro_batch_tokens, whole_tokens)
+    own_tokens = -(-tokens // layout.context_parallel_size)
+    chunk = min(policy.logprob_chunk_tokens, own_tokens)
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
-    has_reference = isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0
+    # Without its adapters a model is its own reference.
+    has_reference = (
+        isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0 and policy.lora is None
+    )
+    is_last = stage == layout.pipeline_parallel_size - 1
+    kept = kept_elements(shape, policy, stage, own_tokens, -(-whole_tokens // tokens))
     return ProcessMemory(
         "policy",
         layout.world_size,
-        weights=parameters * item,
-        gradients=parameters * _FLOAT32,  # accumulated in float32 whatever the precision
-        optimizer=parameters * _optimizer_bytes(policy) // layout.data_parallel_size,
-        reference=parameters * item if has_reference else 0,
-        activations=_activations(policy, shape, tokens) * item,
-        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES,
-        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
-        checkpoint=parameters * _FLOAT32 * (1 + _num_moments(policy)) // layout.data_parallel_size
-        if copies
+        weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
+        gradients=trained.total * _FLOAT32,  # accumulated in float32 whatever the precision
+        optimizer=trained.per_copy(layout) * _optimizer_bytes(policy),
+        reference=parameters.total * item if has_reference else 0,
+        activations=kept * item,
+        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES
+        if is_last
         else 0,
+        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
+        checkpoint=trained.per_copy(layout) * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
         runtime=_POLICY_RUNTIME,
     )
 
@@ -103,7 +121,7 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
 def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     config, policy = experiment.generation, experiment.policy
     item = _ITEM_SIZE[config.precision or policy.precision]
-    weights = _num_elements(shape, PolicyRank()) * item
+    weights = stage_parameters(shape, LayoutConfig(), 0).total * item
     cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
     return ProcessMemory(
         "generation",
@@ -114,10 +132,6 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
         staging=2 * weights,  # what is received, and its copy while the old weights still serve
         runtime=_GENERATION_RUNTIME,
     )
-
-
-def _num_elements(shape: ModelShape, rank: PolicyRank) -> int:
-    return sum(part.num_elements for part in policy_slices(shape, rank))
 
 
 def _optimizer_bytes(policy: PolicyConfig) -> int:
@@ -137,18 +151,3 @@ def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:
     else:
         sequences = algorithm.batch_size
     return -(-sequences // policy.layout.data_parallel_size) * policy.max_sequence_length
-
-
-def _activations(policy: PolicyConfig, shape: ModelShape, tokens: int) -> int:
-    """Elements kept for the backward pass by the first pipeline stage, which holds most of them.
-
-    Per token and layer: the inputs and outputs of both norms on every tensor-parallel rank (shared out under
-    sequence parallelism), and shared out in any case q, k, v before and after rotation, the attention's
-    output and three widths of the MLP. The first of P stages keeps P micro-batches of its 1/P of the layers.
-    """
-    tensor = policy.layout.tensor_parallel_size
-    query = shape.num_attention_heads * shape.head_dim
-    key_value = shape.num_key_value_heads * shape.head_dim
-    around = 4 * shape.hidden_size // (tensor if policy.layout.sequence_parallel else 1)
-    inside = (3 * query + 3 * key_value + 3 * shape.ffn_hidden_size) // tensor
-    return tokens * shape.num_layers * (around + inside)

@@ -50,6 +50,18 @@ def test_checkpoints_beside_training_keep_a_copy_of_the_state(configure: Configu
     assert copied("checkpointing.enabled=false").checkpoint == 0
 
 
+def test_adapters_leave_the_weights_without_gradients_optimizer_state_and_reference(
+    configure: Configure,
+) -> None:
+    lora = "policy.lora={rank: 4, alpha: 8, targets: [q_proj, down_proj]}"
+    experiment = configure(lora, "algorithm.loss.kl.coefficient=0.01")
+    policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
+
+    adapters = 6 * 4 * ((128 + 128) + (384 + 128))  # A and B of both matrices in each of 6 layers
+    assert (policy.weights, policy.gradients) == (4 * (WHOLE + adapters), 4 * adapters)
+    assert (policy.optimizer, policy.checkpoint, policy.reference) == (8 * adapters, 12 * adapters, 0)
+
+
 def test_a_reference_is_another_copy(configure: Configure) -> None:
     experiment = configure("algorithm.loss.kl.coefficient=0.01")
 
@@ -63,9 +75,10 @@ def test_parallel_sizes_share_the_weights(configure: Configure) -> None:
 
     policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
 
-    # The last stage is the fullest: two of six layers, the head and the final norm; norms are on every rank.
+    # The first stage is the fullest, with two micro-batches in flight: two of six layers and the embedding;
+    # norms are on every rank.
     matrices = EMBEDDING + 2 * (LAYER - 2 * 128)
-    local = matrices // 2 + (2 * 2 + 1) * 128
+    local = matrices // 2 + 2 * 2 * 128
     assert policy.count == 12
     assert policy.weights == 4 * local
     assert policy.optimizer == 8 * local // 2

@@ -1,0 +1,83 @@
+"""How many parameters a policy rank holds, counted from the family's rules without listing its slices."""
+
+import math
+from dataclasses import dataclass
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
+from nemorl.models.layout import padded_vocab_size, stage_layers, weight_rules
+from nemorl.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one rank. Copies of experts lie on other ranks than copies of the rest."""
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+    def per_copy(self, layout: LayoutConfig) -> int:
+        """What is left of a rank's state when it is spread over the ranks that hold the same."""
+        copies = layout.context_parallel_size * layout.data_parallel_size
+        shared = layout.expert_parallel_size * layout.expert_tensor_parallel_size
+        return self.dense // copies + self.experts * shared // layout.stage_size
+
+
+def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
+    """Parameters of each rank of a pipeline stage, rows that pad the vocabulary included."""
+    chunks = range(layout.virtual_pipeline_parallel_size)
+    layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
+    with_experts = sum(shape.is_moe(layer) for layer in layers)
+    times = {
+        LayerKind.ALL: len(layers),
+        LayerKind.MOE: with_experts,
+        LayerKind.DENSE: len(layers) - with_experts,
+    }
+    last = layout.pipeline_parallel_size - 1
+    dense = experts = 0
+    for rule in weight_rules(shape):
+        if rule.stage is Stage.LAYERS:
+            count = times[rule.layers]
+        else:
+            count = int(stage == (0 if rule.stage is Stage.FIRST else last))
+        if _is_tied_head(rule, shape) and last == 0:
+            continue  # the head uses the embedding's own parameter
+        if rule.experts:
+            experts += count * _rank_elements(rule, shape, layout)
+        else:
+            dense += count * _rank_elements(rule, shape, layout)
+    return Parameters(dense, experts)
+
+
+def _rank_elements(rule: WeightRule, shape: ModelShape, layout: LayoutConfig) -> int:
+    """Elements of a rank's parameters of one layer: of all its experts where the rule is theirs."""
+    whole = sum(_elements(tensor, rule, shape) for tensor in rule.tensors)
+    size = layout.tensor_parallel_size
+    if rule.experts:
+        assert shape.moe is not None, "rules of experts belong to models with experts"
+        whole *= shape.moe.num_experts // layout.expert_parallel_size
+        size = layout.expert_tensor_parallel_size
+    if rule.split is Split.REPLICATED:
+        return whole
+    if rule.split is Split.VOCABULARY:
+        return whole // shape.vocab_size * padded_vocab_size(shape, size) // size
+    return whole // size
+
+
+def _elements(tensor: HfTensor, rule: WeightRule, shape: ModelShape) -> int:
+    """Of the part of an HF tensor that belongs to one parameter."""
+    dims = [dim for merged in tensor.dims for dim in (merged if isinstance(merged, tuple) else (merged,))]
+    if rule.experts and Dim.EXPERTS in dims:
+        dims.remove(Dim.EXPERTS)
+    if tensor.part is not None:
+        dims.remove(Dim.TWO)
+    return math.prod(shape.extent(dim) for dim in dims)
+
+
+def _is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
+    return shape.tied_embeddings and rule.tensors[0].name == "lm_head.weight"

@@ -1,0 +1,51 @@
+"""Counted parameters against the slices of every rank, of tiny models of all families."""
+
+import pytest
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.shape import ModelShape
+from nemorl.plan.parameters import Parameters, stage_parameters
+from tests.models.tiny_models import CONFIGS
+
+LAYOUTS = {
+    "one": LayoutConfig(),
+    "TP2": LayoutConfig(tensor_parallel_size=2),
+    "PP2-uneven": LayoutConfig(pipeline_parallel_size=2, layers_in_first_stage=1),
+    "PP2-VPP2": LayoutConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counts_are_those_of_the_slices(name: str, layout: LayoutConfig) -> None:
+    shape = shape_of(name)
+    for stage in range(layout.pipeline_parallel_size):
+        slices = policy_slices(shape, PolicyRank(layout, pp_rank=stage))
+        # 101 tokens over two ranks: the first has no row of padding.
+        assert stage_parameters(shape, layout, stage).total == sum(part.num_elements for part in slices)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or name == "gpt-oss"])
+def test_experts_are_divided_by_their_own_axes(name: str) -> None:
+    shape = shape_of(name)
+    layout = LayoutConfig(data_parallel_size=4, expert_parallel_size=2)
+    whole, part = stage_parameters(shape, LayoutConfig(), 0), stage_parameters(shape, layout, 0)
+    assert (part.dense, part.experts) == (whole.dense, whole.experts // 2)
+    slices = policy_slices(shape, PolicyRank(layout))
+    assert part.total == sum(slice_.num_elements for slice_ in slices)
+
+
+def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
+    """Eight processes of a stage: 4 copies of the dense weights under TP2, 2 of the experts under EP4."""
+    layout = LayoutConfig(
+        tensor_parallel_size=2, context_parallel_size=2, data_parallel_size=2, expert_parallel_size=4
+    )
+    assert Parameters(dense=800, experts=600).per_copy(layout) == 800 // 4 + 600 // 2
+
+
+def shape_of(name: str) -> ModelShape:
+    config = CONFIGS[name]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    return ModelShape.from_config({**config.to_dict(), "architectures": [architecture]}, name)
