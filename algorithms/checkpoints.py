@@ -11,8 +11,12 @@ from types import TracebackType
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
+from nemorl.megatron.hf_export import export_hf
 from nemorl.observe.metrics import StepMetrics
 from nemorl.session.policy import Policy
+
+from .full_disk import full_disk_named
+from .origin import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class Checkpoints:
     """
 
     def __init__(self, experiment: Experiment, policy: Policy, store: CheckpointStore) -> None:
+        self._experiment = experiment
         self._config = experiment.checkpointing
         self._policy = policy
         self._store = store
@@ -94,6 +99,14 @@ class Checkpoints:
         await self._commit(await self._policy.write_copy(folder), metrics)
 
     async def _commit(self, records: Sequence[FileRecord], metrics: StepMetrics) -> None:
+        if self._config.export_hf:
+            await asyncio.to_thread(self._export, self._store.temporary(metrics.step), metrics.step)
         await asyncio.to_thread(self._store.commit, metrics.step, metrics.values, records)
         config = self._config
         await asyncio.to_thread(self._store.prune, config.keep, config.metric, config.higher_is_better)
+
+    def _export(self, folder: Path, step: int) -> None:
+        mend = "Make room, or set checkpointing.export_hf to false, and go on with --resume."
+        with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, mend):
+            export_hf(folder, folder / "hf", self._experiment.policy)
+            Origin(str(self._experiment.run_dir.absolute()), step).write(folder / "hf")

@@ -65,5 +65,7 @@ class CheckpointingConfig(Config):
     """Also keep the checkpoint with the best value of this metric, such as `validation/reward`."""
     higher_is_better: bool = True
     """Whether the best value is the highest."""
+    export_hf: bool = False
+    """Put the weights into every checkpoint as a Hugging Face folder too, `hf/`; it goes when that goes."""
     save_hf: bool = False
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""

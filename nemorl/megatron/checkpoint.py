@@ -95,12 +95,16 @@ def load(
 ) -> None:
     """Take a state that was saved under any layout; under the same layout the run continues bit by bit.
 
+    Frozen parameters of which it has no weights stay as they are.
+
     Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
     """
     saved = SavedState(folder, trained)
     optimizer.check_state_names(saved.states, folder)
     for name, parameter in parameters.items():
         mine = [part for part in slices if part.param == name]
+        if name not in optimizer.trained and not all(saved.holds(part.name) for part in mine):
+            continue
         for state in saved.states:
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)

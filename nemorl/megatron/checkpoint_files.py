@@ -101,8 +101,16 @@ class SavedState:
         self.states: tuple[str, ...] = tuple(index["states"])
         self.progress: dict[str, int] = index["progress"]
         self._sources = _sources(trained, self.layout)
+        self._starts = lru_cache(maxsize=None)(self._read_starts)
         # Slices come parameter by parameter, so the last few are all that is asked for again.
         self._parameter = lru_cache(maxsize=4)(self._read_parameter)
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor was trained: what was frozen is in no checkpoint."""
+        return all(
+            any(source.part.param in self._starts(WEIGHT, rank) for rank in source.ranks)
+            for source in self._sources[name]
+        )
 
     def fill(self, state: str, targets: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
         """Copy the boxes of one state to where `slices` say in `targets`."""
@@ -133,14 +141,24 @@ class SavedState:
         """One local parameter [its elements], put together from the shares of the ranks that held it."""
         shards: dict[int, Tensor] = {}
         for rank in ranks:
-            with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
-                start = json.loads(file.metadata()["starts"]).get(name)
-                if start is not None:
+            start = self._starts(state, rank).get(name)
+            if start is not None:
+                with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
                     shards[start] = file.get_tensor(name)
+        if not shards:
+            raise UnfitCheckpoint(
+                f"{self.folder} holds no {state} of {name}, which was frozen when it was saved: train "
+                "what the run began with"
+            )
         whole = torch.empty(max(start + values.numel() for start, values in shards.items()))
         for start, values in shards.items():  # copies on several tensor-parallel ranks are equal
             whole[start : start + values.numel()] = values
         return whole
+
+    def _read_starts(self, state: str, rank: int) -> dict[str, int]:
+        """Parameters of which a rank's file has a share, and the first element of that."""
+        with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
+            return json.loads(file.metadata()["starts"])  # type: ignore[no-any-return]
 
 
 def _state_file(folder: Path, state: str, rank: int) -> Path:

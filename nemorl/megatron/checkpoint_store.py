@@ -96,7 +96,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """A new empty folder to write the checkpoint of a step into; it counts only after `commit`."""
-        temporary = self._temporary(step)
+        temporary = self.temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         with writing(temporary):
             temporary.mkdir(parents=True)
@@ -108,7 +108,7 @@ class CheckpointStore:
         `records` are those of files whose writers have made them, and flushed the files; others are read.
         Raises `DamagedCheckpoint` where a file is not as its record says.
         """
-        temporary, final = self._temporary(step), self.path(step)
+        temporary, final = self.temporary(step), self.path(step)
         known = {record.path: record for record in records}
         for record in known.values():
             _check_size(temporary / record.path, record.size)
@@ -136,6 +136,10 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         """Where the committed checkpoint of a step lies."""
         return self.folder / f"step_{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of a step lies between `begin` and `commit`."""
+        return self.folder / f".step_{step:08d}.tmp"
 
     def latest_valid(self) -> Found | None:
         """The newest checkpoint whose files are all as written, or None.
@@ -191,9 +195,6 @@ class CheckpointStore:
             if math.isfinite(metrics.get(metric, math.nan)):
                 values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
         return max(values)[1] if values else None
-
-    def _temporary(self, step: int) -> Path:
-        return self.folder / f".step_{step:08d}.tmp"
 
 
 def verify(checkpoint: Path) -> Manifest:

@@ -31,7 +31,7 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
     with HfFolderWriter(out, config.model_path) as writer:
         for name, extents in hf_tensors(shape).items():
-            if name in held:
+            if name in held and saved.holds(name):
                 tensor = saved.hf_tensor(name).view(extents).to(dtype)
             else:
                 tensor = HfFolder(config.model_path).tensor(name, extents)

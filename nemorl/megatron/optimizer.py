@@ -88,13 +88,14 @@ class PolicyOptimizer:
         if isinstance(config.optimizer, SgdConfig):
             self._replace_by_sgd(config.optimizer)
         self.progress = OptimizerProgress()
-        self._main = self._main_shards(
-            {
-                chunk_prefix(number) + local_name(name): parameter
-                for number, chunk in enumerate(chunks)
-                for name, parameter in chunk.module.named_parameters()
-            }
-        )
+        parameters = {
+            chunk_prefix(number) + local_name(name): parameter
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.trained = frozenset(parameters)
+        self._main = self._main_shards(parameters)
         for distributed in self._distributed:
             self._prepare_groups(distributed.optimizer)
 

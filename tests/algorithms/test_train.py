@@ -140,7 +140,9 @@ def test_a_run_is_not_written_over(folder: Path, uninterrupted: Path) -> None:
 def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> None:
     sft = {"name": "sft", "num_steps": 12, "batch_size": 16, "validation": {"at_end": True}}
     layout = {"pipeline_parallel_size": 2}
-    config = write_experiment(folder, model, "sft", checkpointing={"save_hf": True, "period": 12})
+    config = write_experiment(
+        folder, model, "sft", checkpointing={"save_hf": True, "export_hf": True, "period": 12}
+    )
     tree = yaml.safe_load(config.read_text())
     tree["algorithm"], tree["policy"]["layout"] = sft, layout
     config.write_text(yaml.safe_dump(tree))
@@ -154,9 +156,10 @@ def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> No
         start("models", "export", folder / "sft" / "checkpoints" / "step_00000012", exported)
     )
     assert status == 0, output
-    assert (exported / "model.safetensors").read_bytes() == (
-        folder / "sft" / "hf" / "model.safetensors"
-    ).read_bytes()
+    weights = (exported / "model.safetensors").read_bytes()
+    assert weights == (folder / "sft" / "hf" / "model.safetensors").read_bytes()
+    checkpoint = folder / "sft" / "checkpoints" / "step_00000012"
+    assert weights == (checkpoint / "hf" / "model.safetensors").read_bytes()
 
     status, output = finish(start("eval", config, f"policy.model_path={exported}"))
     assert status == 0, output

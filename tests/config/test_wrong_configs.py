@@ -383,6 +383,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         True,
         "set checkpointing.enabled to true",
     ),
+    "weights in checkpoints that are not written": (
+        ["checkpointing.export_hf=true", "checkpointing.enabled=false"],
+        "checkpointing.export_hf",
+        True,
+        "set checkpointing.enabled to true",
+    ),
     "the same sums in validation": (
         ["data.validation.offset=900"],
         "data.validation.offset",

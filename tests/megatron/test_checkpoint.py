@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
 from nemorl.megatron.checkpoint_files import SavedState
 from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.model import PolicyParallel
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.shape import ModelShape
 from tests.megatron.cases import LOSS, partition, share, start_worker
@@ -149,6 +150,46 @@ def test_training_goes_on_while_a_copy_is_written(pool, model, tmp_path):
     assert sorted(p.name for p in second.iterdir()) == names
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def with_frozen_gates(story, *args):
+    """What a story tells when the first matrices of the MLPs do not learn."""
+    wrap = PolicyParallel
+
+    def frozen(config, ddp_config, module, **options):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("linear_fc1" not in name)
+        return wrap(config, ddp_config, module, **options)
+
+    with mock.patch("nemorl.megatron.model.PolicyParallel", frozen):
+        return story(*args)
+
+
+def save_with_frozen_gates(*args):
+    return with_frozen_gates(save_in_the_middle, *args)
+
+
+def continue_with_frozen_gates(*args):
+    return with_frozen_gates(continue_from, *args)
+
+
+def test_what_is_frozen_comes_from_the_model(pool, model, tmp_path):
+    original, folder = model("llama-tied")
+    config = policy_config(folder, layout=layout(tp=2))
+    saved = pool.run(2, save_with_frozen_gates, config, tmp_path / "saved")
+    there = policy_config(folder, layout=layout(pp=2))
+    for steps, _ in pool.run(2, continue_with_frozen_gates, there, tmp_path / "saved"):
+        for mine, its in zip(steps, saved[0][0], strict=True):
+            assert mine.sums["loss/total"] == pytest.approx(its.sums["loss/total"], rel=1e-5)
+
+    export_hf(tmp_path / "saved", tmp_path / "hf", config)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, tensor in exported.items():
+        same = torch.equal(tensor, original.state_dict()[name])
+        assert same == ("gate_proj" in name or "up_proj" in name), name
+
+    (error,) = pool.run(1, load_error, policy_config(folder), tmp_path / "saved")
+    assert "holds no weight of decoder.layers.0.mlp.linear_fc1.weight, which was frozen" in error
 
 
 def load_error(rank, world_size, rendezvous, config, folder):
