@@ -80,10 +80,8 @@ def _choice(given: str, known: list[str]) -> str:
 
 def _unknown_field(name: str, owners: tuple[type[Config], ...]) -> str:
     known = sorted({field for owner in owners for field in owner.model_fields})
-    suggestion = _did_you_mean(name, known)
-    if not suggestion:
-        elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name})
-        suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else ""
+    elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name})
+    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
     return f"there is no such field; {suggestion or f'known here are {_listed(known)}'}".rstrip()
 
 

@@ -1,9 +1,9 @@
 """`policy`: the model that learns, how it is laid out over processes and how it is optimised."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from .base import Config, default_variant
 
@@ -141,7 +141,12 @@ Projection = Literal[
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
+    "all-linear",
 ]
+
+
+def _one_or_more(names: Any) -> Any:
+    return (names,) if isinstance(names, str) else names
 
 
 class LoraConfig(Config):
@@ -151,9 +156,9 @@ class LoraConfig(Config):
     """Rank of every adapter."""
     alpha: float = Field(gt=0)
     """The adapters' part is multiplied by alpha / rank."""
-    targets: Literal["all-linear"] | tuple[Projection, ...] = Field("all-linear", min_length=1)
+    targets: Annotated[tuple[Projection, ...], BeforeValidator(_one_or_more)] = ("all-linear",)
     """Which matrices get an adapter, by their Hugging Face names; `all-linear` means all of the model's but
-    the experts' and the head's."""
+    the head, and but the MLPs of a model with experts."""
 
     @property
     def scale(self) -> float:

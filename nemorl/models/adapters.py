@@ -21,7 +21,7 @@ _PROJECTIONS: tuple[str, ...] = get_args(Projection)
 
 
 def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
-    """The names of a model's matrices that can have an adapter: all but experts, routers and the head."""
+    """The names of a model's matrices that can have an adapter: not experts, routers or the head."""
     found = {projection for _, _, projection in _adaptable(shape)}
     return tuple(name for name in _PROJECTIONS if name in found)
 
@@ -29,7 +29,7 @@ def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
 def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
     """Those that `lora` names."""
     there = adaptable_projections(shape)
-    return there if lora.targets == "all-linear" else tuple(name for name in there if name in lora.targets)
+    return tuple(name for name in there if name in lora.targets or "all-linear" in lora.targets)
 
 
 def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -64,7 +64,7 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """What of a model learns, and is therefore kept in its checkpoints: all but buffers, or adapters alone."""
+    """What of a model learns and is therefore in its checkpoints: all but buffers, or adapters alone."""
 
     shape: ModelShape
     lora: LoraConfig | None = None
@@ -91,10 +91,14 @@ def projection_of(matrix: str) -> str:
 
 
 def _adaptable(shape: ModelShape) -> Iterator[tuple[WeightRule, HfTensor, str]]:
-    for rule in weight_rules(shape):
+    """PEFT takes a name that experts have for the experts' matrices, those of other layers for none."""
+    rules = weight_rules(shape)
+    of_experts = {projection_of(tensor.name) for rule in rules if rule.experts for tensor in rule.tensors}
+    for rule in rules:
         for tensor in rule.tensors:
             projection = projection_of(tensor.name)
-            if projection in _PROJECTIONS and tensor.name.endswith(".weight") and not rule.experts:
+            names_linear = projection in _PROJECTIONS and tensor.name.endswith(".weight")
+            if names_linear and projection not in of_experts:
                 yield rule, tensor, projection
 
 

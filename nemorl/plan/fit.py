@@ -11,6 +11,7 @@ from typing import Literal
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.errors import Violation
+from nemorl.models.adapters import adaptable_projections
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout_rules import layout_violations, recompute_violations
 from nemorl.models.shape import ModelShape
@@ -37,6 +38,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         violations.append(_model_violation(experiment, str(error)))
         return Plan((), tuple(violations))
     violations += _length_violations(experiment, shape)
+    violations += _adapter_violations(experiment, shape)
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
     refused_layout = list(_layout_violations(experiment, shape)) if training else []
@@ -73,6 +75,18 @@ def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     if unknown:
         mend = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
         yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), mend)
+
+
+def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    lora, possible = experiment.policy.lora, adaptable_projections(shape)
+    if lora is None:
+        return
+    impossible = [name for name in lora.targets if name not in (*possible, "all-linear")]
+    if impossible or not lora.targets:
+        of_experts = " (the matrices of experts have none)" if shape.moe else ""
+        mend = f"in this model {', '.join(possible)} can have an adapter{of_experts}"
+        change = f"remove {', '.join(impossible)}" if impossible else "name some of them, or all-linear"
+        yield Violation("policy.lora.targets", list(lora.targets), f"{mend}: {change}")
 
 
 def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:

@@ -28,6 +28,12 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "float32",
         "did you mean `precision`?",
     ),
+    "an unknown matrix": (
+        ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, qproj]}"],
+        "policy.lora.targets.1",
+        "qproj",
+        "'o_proj', 'gate_proj', 'up_proj', 'down_proj'",
+    ),
     "a field in the wrong section": (
         ["policy.lr=1e-5"],
         "policy.lr",

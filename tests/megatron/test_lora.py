@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 
-from nemorl.config.policy import FullRecompute, LayoutConfig, LoraConfig
+from nemorl.config.policy import FullRecompute, LoraConfig
 from nemorl.megatron.checkpoint_files import SavedState, UnfitCheckpoint
 from nemorl.megatron.hf_export import export_hf
 from nemorl.megatron.peft_export import export_adapter
@@ -59,7 +59,9 @@ def beside(model, lora, adapters):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", ALL), ("llama-tied", SOME)], ids=["all-linear", "some, tied"]
+    ("family", "lora"),
+    [("qwen3", ALL), ("llama-tied", SOME), ("gemma3", ALL), ("deepseek-v3", ALL), ("qwen3-moe", ALL)],
+    ids=["all-linear", "some, tied", "gemma3", "latent attention", "experts"],
 )
 def test_logprobs_and_gradients_equal_peft(worker, family, lora):
     batch = ragged_batch()
@@ -142,8 +144,9 @@ LAYOUTS = {
     "TP2-SP": layout(tp=2, sp=True),
     "TP2-PP2": layout(tp=2, pp=2),
     "DP2": layout(dp=2),
-    "TP2-SP-CP2": LayoutConfig(tensor_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
-    "PP2-VPP2": LayoutConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
+    "TP2-SP-EP2": layout(tp=2, sp=True, ep=2),
+    "TP2-SP-CP2": layout(tp=2, sp=True, cp=2),
+    "PP2-VPP2": layout(pp=2, vpp=2),
 }
 
 
@@ -166,16 +169,24 @@ def run(pool, model, family, lora, where, **fields):
     return pool.run(where.world_size, live, config, batches, 2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "EP" not in name])
 def test_five_steps_equal_one_process(pool, model, alone, name):
     for life in run(pool, model, "qwen3", ALL, LAYOUTS[name]):
         assert_same_course(life, alone("qwen3", ALL))
 
 
-@pytest.mark.parametrize("name", ["TP2-SP", "TP2-PP2"])
-def test_five_steps_with_some_targets_equal_one_process(pool, model, alone, name):
-    for life in run(pool, model, "llama-tied", SOME, LAYOUTS[name]):
-        assert_same_course(life, alone("llama-tied", SOME))
+@pytest.mark.parametrize(
+    ("family", "lora", "name"),
+    [
+        ("llama-tied", SOME, "TP2-SP"),
+        ("llama-tied", SOME, "TP2-PP2"),
+        ("deepseek-v3", ALL, "TP2-SP"),
+        ("qwen3-moe", ALL, "TP2-SP-EP2"),
+    ],
+)
+def test_five_steps_of_other_models_equal_one_process(pool, model, alone, family, lora, name):
+    for life in run(pool, model, family, lora, LAYOUTS[name]):
+        assert_same_course(life, alone(family, lora))
 
 
 @pytest.mark.parametrize("where", [layout(), layout(tp=2, pp=2)], ids=["one process", "TP2-PP2"])

@@ -48,6 +48,19 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
             "it must divide the model's 6 layers: 1, 2, 3, 6 do",
         ),
         (
+            ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, kv_b_proj]}"],
+            "policy.lora.targets",
+            ["q_proj", "kv_b_proj"],
+            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj can have an adapter: "
+            "remove kv_b_proj",
+        ),
+        (
+            ["policy.lora={rank: 4, alpha: 8, targets: []}"],
+            "policy.lora.targets",
+            [],
+            "can have an adapter: name some of them, or all-linear",
+        ),
+        (
             ["policy.max_sequence_length=4096", "policy.micro_batch_tokens=4096"],
             "policy.max_sequence_length",
             4096,
