@@ -50,7 +50,7 @@ class LayoutConfig(Config):
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
 
 
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 
 
 class NoRecompute(Config):

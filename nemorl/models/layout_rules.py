@@ -64,6 +64,7 @@ def recompute_violations(
         "mlp": (has_dense, "a layer without experts"),
         "moe": (shape.moe is not None, "experts"),
         "shared_experts": (shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0, "shared experts"),
+        "mla_up_proj": (shape.mla is not None, "latent attention"),
     }
     for module in recompute.modules:
         found, what = there.get(module, (True, ""))

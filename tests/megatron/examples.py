@@ -56,6 +56,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-2,  # not that of the latents, which transformers fixes
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -110,6 +111,8 @@ def random_model(family: str) -> PreTrainedModel:
                     rope_parameters=ropes,
                 )
             )
+            # The row of the token that pads is zero, and a norm of zeros has a gradient like no other.
+            torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)
             return _with_random_norms(model)
         case "deepseek-v3" | "deepseek-v3-plain-query":
             rank = DEEPSEEK["q_lora_rank"] if family == "deepseek-v3" else None

@@ -163,6 +163,12 @@ def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
             "modules",
             "has not shared experts",
         ),
+        (
+            DENSE,
+            SelectiveRecompute(name="selective", modules=("core_attn", "mla_up_proj")),
+            "modules",
+            "has not latent attention: remove mla_up_proj",
+        ),
     ],
 )
 def test_recomputation_that_cannot_be(
