@@ -230,7 +230,7 @@ async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> A
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
         _end_at_sigterm()
-        placement = runtime.reserve()
+        placement = await runtime.reserve()
         try:
             async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
                 yield session

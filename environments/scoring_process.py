@@ -14,6 +14,8 @@ from importlib import import_module
 
 from pebble import ProcessExpired, ProcessPool
 
+_CLOSE_SECONDS = 10.0
+
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +53,9 @@ class ScoringProcess:
         return 0.0
 
     async def close(self) -> None:
-        """End the child."""
+        """End the child, or leave it behind with a warning where it does not end in `_CLOSE_SECONDS`."""
         self._pool.stop()
-        await asyncio.to_thread(self._pool.join)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._pool.join), _CLOSE_SECONDS)
+        except TimeoutError:
+            log.warning("the scoring process has not ended in %g s and is left behind", _CLOSE_SECONDS)

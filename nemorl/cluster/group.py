@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import ray
 
 from .actor import AsyncHost, Identity, Invocation, SyncHost
-from .errors import ClusterError, GroupEnded
+from .errors import ClusterError, GroupEnded, WorkerDied
 from .logs import log_path
 from .mesh import Mesh
 from .placement import Placement
@@ -157,10 +157,13 @@ class WorkerGroup:
         """`shutdown_async` for callers without an event loop."""
         blocking(self.shutdown_async(deadline_seconds))
 
-    async def shutdown_async(self, deadline_seconds: float = 10.0) -> None:
+    async def shutdown_async(
+        self, deadline_seconds: float = 10.0, *, after: BaseException | None = None
+    ) -> None:
         """End the processes, after `close` of every worker that has one. May be called again.
 
         A group with a call that was not answered is ended at once: its ranks may never come to `close`.
+        `after` is the error that ended the work, if any: a death that it tells of is not told again.
         """
         if self._ended is not None:
             return
@@ -169,7 +172,8 @@ class WorkerGroup:
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
             except ClusterError as error:
-                logger.warning("%s", error)
+                if not _same_death(error, after):
+                    logger.warning("%s", error)
         self._end("it was shut down")
 
     async def _call(
@@ -200,6 +204,14 @@ class WorkerGroup:
         self._ended = reason
         for worker in self.workers:
             ray.kill(worker.actor)
+
+
+def _same_death(error: ClusterError, other: BaseException | None) -> bool:
+    return (
+        isinstance(error, WorkerDied)
+        and isinstance(other, WorkerDied)
+        and (error.group, error.rank) == (other.group, other.rank)
+    )
 
 
 def blocking(waiting: Coroutine[Any, Any, T]) -> T:

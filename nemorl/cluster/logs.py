@@ -19,6 +19,8 @@ def log_path(run_dir: Path, group: str, rank: int) -> Path:
 def send_output_to(path: Path, group: str, rank: int) -> None:
     """Let file descriptors 1 and 2, `sys.stdout`, `sys.stderr` and logging of this process end in `path`.
 
+    Logging means warnings, and our own notes.
+
     The descriptors themselves are replaced, so that native libraries and the fault handler write there too;
     every line is handed to the kernel at once, so that none is lost when the process dies.
     """
@@ -32,10 +34,11 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
     faulthandler.enable(file=2, all_threads=False)  # the others would push it out of the last lines
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.INFO,
+        level=logging.WARNING,  # of others: their notes at start would be a dead worker's last words
         force=True,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("nemorl").setLevel(logging.INFO)
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     sys.stderr.write(
         f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {os.uname().nodename} {started}\n"

@@ -1,6 +1,8 @@
 """Where workers run: how many of each group, with which resources, on which machine of the cluster."""
 
+import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemorl.config.experiment import Experiment
 
 from .errors import PlacementFailed
+
+_WAIT_SECONDS = 1.0  # at most this long does the thread of a cancelled wait live on
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def reserve(
+async def reserve(
     requests: Sequence[WorkerRequest],
     *,
     strategy: str,
@@ -96,10 +100,24 @@ def reserve(
         raise _failure(requests, strategy, f"{lacking} more than all of it")
     wanted = [request.bundle for request in requests for _ in range(request.count)]
     group = placement_group(wanted, strategy=strategy)
-    if not group.wait(timeout_seconds=deadline_seconds):
-        remove_placement_group(group)
+    ready = False
+    try:
+        ready = await _ready(group, deadline_seconds)
+    finally:
+        if not ready:  # also when the wait was cancelled
+            remove_placement_group(group)
+    if not ready:
         raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
     return Placement(group, _bundles_of(requests, group), {r.group: r for r in requests}, environment)
+
+
+async def _ready(group: PlacementGroup, seconds: float) -> bool:
+    """Whether the places are there before the deadline. Ray's wait blocks, so a thread waits, bit by bit."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if await asyncio.to_thread(group.wait, min(_WAIT_SECONDS, left)):
+            return True
+    return False
 
 
 def _bundles_of(requests: Sequence[WorkerRequest], group: PlacementGroup) -> dict[str, tuple[int, ...]]:

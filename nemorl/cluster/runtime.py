@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import ray
 from ray._private import ray_constants
@@ -18,6 +18,7 @@ from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
 from .placement import Placement, WorkerRequest, available_cores, reserve
+from .temporary import FOLDERS, hold, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class ClusterRuntime:
         self.local = False  # whether this object started a Ray of its own
         self._joined = False
         self._temp_dir: Path | None = None
+        self._lock: IO[bytes] | None = None  # held while the folder is in use
 
     def __enter__(self) -> Self:
         """Start or join. Raises `ClusterUnavailable`."""
@@ -69,13 +71,15 @@ class ClusterRuntime:
         if self._temp_dir is None:
             return
         if isinstance(error, Exception):
-            logger.info("Ray's own logs are kept in %s", self._temp_dir)
+            logger.info("Ray's own logs are kept in %s until the next start", self._temp_dir)
         else:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
-    def reserve(self) -> Placement:
+    async def reserve(self) -> Placement:
         """Places for all workers of the run. Raises `PlacementFailed`."""
-        return reserve(
+        return await reserve(
             self.requests,
             strategy=self.config.placement,
             deadline_seconds=self.config.deadlines.start,
@@ -98,10 +102,11 @@ class ClusterRuntime:
 
     def _start(self) -> None:
         _stay_on_this_machine()
-        parent = tempfile.gettempdir()
-        self._temp_dir = Path(
-            tempfile.mkdtemp(prefix="nemorl-ray-", dir=parent if len(parent) <= LONGEST_TEMP_DIR else "/tmp")
-        )
+        parent = Path(tempfile.gettempdir())
+        parent = parent if len(str(parent)) <= LONGEST_TEMP_DIR else Path("/tmp")
+        remove_abandoned(parent)
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
+        self._lock = hold(self._temp_dir)
         ray.init(
             address="local",
             num_cpus=max(available_cores(), sum(request.count for request in self.requests)),

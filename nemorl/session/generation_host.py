@@ -6,19 +6,28 @@ from typing import Any
 from nemorl.config.generation import GenerationConfig
 from nemorl.generation.worker import GenerationWorker
 from nemorl.weights.endpoints import Part, ReceiveReport, ReceiverLayout, WeightReceiver
-from nemorl.weights.session import RefitSession
+from nemorl.weights.session import RefitDeadline, RefitSession
 
 
 class GenerationHost(GenerationWorker):
     """A generation rank as the driver and the rollout workers call it. Lives in an event loop."""
 
-    def __init__(self, config: GenerationConfig, *, rank: int, **options: Any) -> None:
+    def __init__(self, config: GenerationConfig, *, rank: int, commit_seconds: float, **options: Any) -> None:
+        """`commit_seconds` is the most that the swap of staged weights may wait for the engine's step."""
         super().__init__(config=config, rank=rank, **options)
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
             # The receiver commits from a thread of its own, so that sampling goes on until the swap.
-            asyncio.run_coroutine_threadsafe(self.commit(version), loop).result()
+            swap = asyncio.run_coroutine_threadsafe(self.commit(version), loop)
+            try:
+                swap.result(commit_seconds)
+            except TimeoutError as error:
+                swap.cancel()
+                raise RefitDeadline(
+                    f"refit to version {version}: generation rank {rank} has received the weights, and its "
+                    f"engine has not taken them within {commit_seconds:g} s (cluster.deadlines.refit)"
+                ) from error
 
         self._receiver = WeightReceiver(rank, self.slices(), self.staging_parameters, commit)
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import ray
@@ -73,19 +74,30 @@ async def open_session(
             starter.generation() if sampling else _nothing(),
         )
         if learner is not None:
-            stack.push_async_callback(learner.shutdown_async)
+            stack.push_async_exit(_end(learner))
             session.policy = Policy(learner, experiment)
         if engines is not None:
             session.generation = engines
-            stack.push_async_callback(engines.shutdown_async)
+            stack.push_async_exit(_end(engines))
             rollout = await starter.rollout(engines.workers)
-            stack.push_async_callback(rollout.shutdown_async)
+            stack.push_async_exit(_end(rollout))
             session.rollout = [
                 groups_of(worker, experiment.cluster.deadlines.generation) for worker in rollout.workers
             ]
         if session.policy is not None and session.generation is not None:
             session.exchange = starter.exchange(session.policy.group, session.generation)
         yield session
+
+
+def _end(group: WorkerGroup) -> Callable[..., Coroutine[Any, Any, None]]:
+    """What ends a group when the session ends, with the error that ends it, if any."""
+
+    async def end(
+        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await group.shutdown_async(after=error)
+
+    return end
 
 
 async def _nothing() -> None:
@@ -139,6 +151,7 @@ class _Starter:
             "tokenizer_path": (policy.tokenizer.path or policy.model_path).absolute(),
             "max_sequence_length": policy.max_sequence_length,
             "precision": policy.precision,
+            "commit_seconds": cluster.deadlines.refit,
         }
         return await self._start(
             "generation",

@@ -1,6 +1,7 @@
 """What a Bookkeeper does around the steps, with stand-ins for the processes."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,8 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         step=lambda step, version, values: StepMetrics(step, version, values),
         samples=lambda samples: None,
     )
-    session: Any = SimpleNamespace(rollout=(), hand_over=hand_over)
+    learner = SimpleNamespace(away=contextlib.nullcontext)
+    session: Any = SimpleNamespace(rollout=(), hand_over=hand_over, learner=learner)
     checkpoints: Any = SimpleNamespace(check=lambda: None)
     books = Bookkeeper(experiment, session, observer, checkpoints, Progress())
 

@@ -3,6 +3,7 @@
 It ends with the module: a Ray left behind would be joined by the next test that wants one of its own size.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def runtime() -> Iterator[ClusterRuntime]:
 
 @pytest.fixture(scope="module")
 def placement(runtime: ClusterRuntime) -> Placement:
-    return reserve(RESERVED, strategy="PACK", deadline_seconds=60, can_grow=False, environment=LOOPBACK)
+    wanted = reserve(RESERVED, strategy="PACK", deadline_seconds=60, can_grow=False, environment=LOOPBACK)
+    return asyncio.run(wanted)
 
 
 @pytest.fixture(scope="module")

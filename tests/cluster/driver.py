@@ -18,7 +18,7 @@ async def run(runtime: ClusterRuntime, run_dir: Path, seconds: float) -> None:
         "joined",
         "tests.cluster.targets:Recorder",
         [{"rank": 0}],
-        placement=runtime.reserve(),
+        placement=await runtime.reserve(),
         threads=1,
         run_dir=run_dir,
         deadline_seconds=60,

@@ -52,7 +52,8 @@ class Recorder:
     def say(self, text: str) -> None:
         sys.stdout.write(f"printed {text}\n")
         sys.stderr.write(f"error stream {text}\n")
-        logging.getLogger("target").info("logged %s", text)
+        logging.getLogger("nemorl.target").info("logged %s", text)
+        logging.getLogger("a.library").info("a library's note")
         os.write(1, f"native {text}\n".encode())
 
     def wait_for_word(self) -> str:

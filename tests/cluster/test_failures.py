@@ -55,6 +55,19 @@ def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
     assert len(policy.call("process", **LIMITS)) == 4  # the call was for one rank, and the group goes on
 
 
+def test_a_death_is_told_once(start_fragile: StartFragile, caplog: pytest.LogCaptureFixture):
+    """The error that ended the work tells of it; what else dies by then is news."""
+    for after, warnings in ((("fragile", 0), 0), (("fragile", 1), 1), (None, 1)):
+        caplog.clear()
+        group = start_fragile(ranks=1)
+        (pid,) = group.call("process", **LIMITS)
+        os.kill(pid, signal.SIGKILL)
+        assert alive([pid]) == []
+        death = after and WorkerDied(*after, "sampling", "it vanished", Path("log"), ())
+        asyncio.run(group.shutdown_async(after=death))
+        assert [record.message.count("fragile rank 0 died") for record in caplog.records] == [1] * warnings
+
+
 def test_an_error_while_the_worker_is_made(start_fragile: StartFragile):
     with pytest.raises(
         WorkerFailed, match=r"rank 0 failed in stage 'start fragile' with ValueError: no disk"

@@ -16,7 +16,8 @@ def test_everything_a_worker_says_is_in_its_log_while_it_lives(policy: WorkerGro
         assert said.startswith(f"{START_OF_LOG} policy-{worker.rank} process ")
         for line in ("printed hello", "error stream hello", "native hello"):
             assert f"\n{line}\n" in said
-        assert "INFO target: logged hello\n" in said
+        assert "INFO nemorl.target: logged hello\n" in said
+        assert "a library's note" not in said
 
 
 def test_the_last_lines_are_those_of_the_latest_start(tmp_path: Path):

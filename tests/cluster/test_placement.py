@@ -1,5 +1,6 @@
 """What is asked of the cluster, what a refusal says, and which rank gets which bundle."""
 
+import asyncio
 import time
 
 import pytest
@@ -54,12 +55,14 @@ def test_every_rank_has_a_bundle_of_its_own(placement: Placement):
 def test_a_local_ray_refuses_at_once_what_it_can_never_hold(runtime: ClusterRuntime):
     start = time.monotonic()
     with pytest.raises(PlacementFailed) as caught:
-        reserve(
-            [WorkerRequest("policy", 2, gpus=1), WorkerRequest("rollout", 1)],
-            strategy="PACK",
-            deadline_seconds=60,
-            can_grow=False,
-            environment={},
+        asyncio.run(
+            reserve(
+                [WorkerRequest("policy", 2, gpus=1), WorkerRequest("rollout", 1)],
+                strategy="PACK",
+                deadline_seconds=60,
+                can_grow=False,
+                environment={},
+            )
         )
     assert time.monotonic() - start < 10
     message = str(caught.value)
@@ -76,12 +79,38 @@ def test_a_cluster_that_may_grow_is_given_until_the_deadline(runtime: ClusterRun
     free = ray.available_resources().get("CPU", 0)
     start = time.monotonic()
     with pytest.raises(PlacementFailed, match=r"not possible within 1 s.*strategy STRICT_PACK: 100 policy"):
-        reserve(
-            [WorkerRequest("policy", 100)],
-            strategy="STRICT_PACK",
-            deadline_seconds=1,
-            can_grow=True,
-            environment={},
+        asyncio.run(
+            reserve(
+                [WorkerRequest("policy", 100)],
+                strategy="STRICT_PACK",
+                deadline_seconds=1,
+                can_grow=True,
+                environment={},
+            )
         )
     assert 1 <= time.monotonic() - start < 10
     assert ray.available_resources().get("CPU", 0) == free  # nothing stays reserved
+
+
+def test_the_event_loop_goes_on_while_places_are_waited_for(runtime: ClusterRuntime, placement: Placement):
+    free = ray.available_resources().get("CPU", 0)
+
+    async def cancel_a_reservation() -> None:
+        waiting = asyncio.create_task(
+            reserve(
+                [WorkerRequest("policy", 100)],
+                strategy="PACK",
+                deadline_seconds=600,
+                can_grow=True,
+                environment={},
+            )
+        )
+        for _ in range(5):  # each of these comes back only if the loop is free
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(cancel_a_reservation())
+    assert ray.available_resources().get("CPU", 0) == free

@@ -20,6 +20,7 @@ import ray
 from nemorl.cluster.errors import ClusterUnavailable
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.cluster.temporary import remove_abandoned
 from nemorl.config.run import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +128,8 @@ def test_kill_9_of_a_driver_ends_its_ray_and_its_workers(tmp_path: Path, temp_di
         assert ray_folders(temp_dir)
         killed.process.kill()
         assert killed.survivors(30, but=AGENTS) == []
+    remove_abandoned(temp_dir)  # as the next start does
+    assert ray_folders(temp_dir) == []
 
 
 @pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])

@@ -3,14 +3,30 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemorl.environments import scoring_process
 from nemorl.environments.scoring_process import ScoringProcess
 from tests.environments import scorers
+
+
+def test_a_child_that_does_not_end_is_left_behind(monkeypatch, caplog):
+    released = threading.Event()
+    monkeypatch.setattr(scoring_process, "_CLOSE_SECONDS", 0.05)
+
+    async def main():
+        scoring = ScoringProcess("json", seconds=0.5)
+        scoring._pool.join = lambda: released.wait(30)
+        await scoring.close()
+        released.set()
+
+    asyncio.run(main())
+    assert "the scoring process has not ended in 0.05 s" in caplog.text
 
 
 def test_a_scorer_that_hangs_or_dies_counts_as_nothing_and_the_next_is_scored(caplog):

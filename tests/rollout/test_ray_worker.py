@@ -23,7 +23,7 @@ from tests.rollout.test_worker import experiment
 def placement():
     requests = [WorkerRequest("generation", 2), WorkerRequest("rollout", 1)]
     with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
-        yield runtime.reserve()
+        yield asyncio.run(runtime.reserve())
 
 
 def start(placement, name, target, kwargs, run_dir) -> WorkerGroup:
