@@ -57,7 +57,8 @@ class NormedAdd(torch.nn.Module):
         return self._add
 
     def _add(self, output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        return residual + self.norm(output[0])
+        normed: Tensor = self.norm(output[0])
+        return residual + normed
 
 
 def block_spec(

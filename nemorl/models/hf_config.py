@@ -89,10 +89,10 @@ class HfConfig:
                 return Llama3RopeScaling(factor, low, high, int(original))
             case "yarn":
                 (factor,) = self._numbers(field, kind, parameters, "factor")
-                original = parameters.get("original_max_position_embeddings")
+                context = parameters.get("original_max_position_embeddings")
                 return YarnRopeScaling(
                     factor,
-                    int(original or self.integer("max_position_embeddings")),
+                    int(context or self.integer("max_position_embeddings")),
                     beta_fast=float(parameters.get("beta_fast") or 32),
                     beta_slow=float(parameters.get("beta_slow") or 1),
                     attention_factor=_yarn_attention_factor(parameters),
