@@ -195,11 +195,11 @@ class Megatron(_MegatronSide):
         policy = model.module
 
         def loss_of(hidden: Tensor) -> Any:
-            predicting = hidden.squeeze(1).index_select(0, micro.scored - 1)
+            predicting = hidden.squeeze(1).index_select(0, micro.predictors)
             logits = F.linear(predicting, policy._output_weight())
-            labels = micro.batch.tokens.index_select(0, micro.scored)
+            labels = micro.batch.tokens.index_select(0, micro.labels)
             losses = vocab_parallel_cross_entropy(logits.float(), labels)
-            return _reported((losses * micro.batch.weights[micro.scored]).sum())
+            return _reported((losses * micro.batch.weights[micro.labels]).sum())
 
         return model(micro), loss_of
 
@@ -222,7 +222,9 @@ class StockMegatron(_MegatronSide):
                 position_embedding_type="rope",
                 rotary_base=int(shape.rope.theta),
             ).to(self._device)
-            model.load_state_dict(policy.state_dict())
+            weights = dict(policy.named_parameters())
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(weights[name])
             options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
             self._model = DistributedDataParallel(policy.config, options, model)
         del policy
