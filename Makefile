@@ -32,8 +32,9 @@ format: .venv/ready-dev  ## Mend style and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step on SmolLM2 by stages, beside TRL's
+bench: .venv/ready-bench models/smollm2  ## Measure on SmolLM2: a GRPO step beside TRL's, a training step beside others'
 	@$(BIN)/python benchmarks/step.py
+	@$(BIN)/python benchmarks/training.py
 
 models/smollm2: | .venv/ready-bench
 	@$(BIN)/nemorl models fetch smollm2 models/smollm2
