@@ -3,7 +3,7 @@
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
 from nemorl.rollout.collector import sample_validation
-from nemorl.rollout.dispatch import Progress, ignore
+from nemorl.rollout.dispatch import OnFinished, ignore
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
@@ -19,7 +19,7 @@ def num_validation_tasks(experiment: Experiment) -> int:
 
 
 async def validate(
-    session: Session, experiment: Experiment, num_tasks: int, progress: Progress = ignore
+    session: Session, experiment: Experiment, num_tasks: int, on_finished: OnFinished = ignore
 ) -> tuple[dict[str, float], list[GroupSummary]]:
     """Sample `num_tasks` validation tasks with the weights that generation holds; figures and groups."""
     config = experiment.algorithm.validation
@@ -29,6 +29,6 @@ async def validate(
         config.num_generations_per_prompt,
         experiment.cluster.deadlines.generation,
         num_texts=experiment.logger.samples_per_step,
-        progress=progress,
+        on_finished=on_finished,
     )
     return validation_figures(groups, config.pass_reward, config.pass_at_k), groups

@@ -27,6 +27,7 @@ from nemorl.megatron.hf_export import export_hf
 from nemorl.megatron.peft_export import export_adapter
 from nemorl.observe.files import write_whole
 from nemorl.observe.observer import Observer
+from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder, RunPaths
 from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
@@ -78,12 +79,7 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
             "anew, remove the run folder or take another run_dir."
         )
     if found is not None and found.step >= experiment.algorithm.num_steps:
-        logger.warning(
-            "%s is at step %d already and algorithm.num_steps is %d: nothing is left to train",
-            experiment.run_dir,
-            found.step,
-            experiment.algorithm.num_steps,
-        )
+        return _finished(experiment, found)
     yaml = to_yaml(experiment)
     if resume:
         folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)
@@ -146,18 +142,35 @@ async def _train(
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
-                _replace_hf(store.path(books.done), hf_dir, experiment)
+                _replace_hf(store.path(books.done), books.done, hf_dir, experiment)
         return RunResult(experiment.run_dir, books.summarize(), hf_dir)
 
 
-def _replace_hf(checkpoint: Path, hf_dir: Path, experiment: Experiment) -> None:
+def _finished(experiment: Experiment, found: Found) -> RunResult:
+    """A run with nothing left to train: starts nothing, and writes what its end may have lacked room for."""
+    logger.warning(
+        "%s is finished: its newest checkpoint is of step %d and algorithm.num_steps is %d, so nothing is "
+        "started. To train on, raise algorithm.num_steps.",
+        experiment.run_dir,
+        found.step,
+        experiment.algorithm.num_steps,
+    )
+    hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
+    if hf_dir is not None:
+        origin = Origin.read(hf_dir)
+        if origin is None or origin.step != found.step:
+            _replace_hf(found.path, found.step, hf_dir, experiment)
+    return RunResult(experiment.run_dir, write_report(experiment.run_dir), hf_dir)
+
+
+def _replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
     """Write `hf_dir` anew; what an earlier run left there stays until the new folder is whole."""
     mend = f"All checkpoints are whole: make room, then `nemorl models export {checkpoint} {hf_dir}`."
     fresh = hf_dir.with_name(".hf.new")
     with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, mend):
         shutil.rmtree(fresh, ignore_errors=True)
         export_hf(checkpoint, fresh, experiment.policy)
-        Origin(str(experiment.run_dir.absolute()), experiment.algorithm.num_steps).write(fresh)
+        Origin(str(experiment.run_dir.absolute()), step).write(fresh)
         shutil.rmtree(hf_dir, ignore_errors=True)
         fresh.rename(hf_dir)
 

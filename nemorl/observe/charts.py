@@ -12,9 +12,11 @@ REST_COLOR = "#8c8c94"
 MOST_BARS = 200  # more steps than this are averaged in groups
 DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
 
-# Title and what the keys begin with; keys that none of these match get a plot of their own at the end.
-GROUPS = (
-    ("Validation", "validation/"),
+# Title and what the keys begin with; keys that none of these match get a plot of their own at the end. What
+# is drawn together has one unit.
+GROUPS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
+    ("Validation", ("validation/reward", "validation/accuracy", "validation/pass@")),
+    ("Sampled tokens in validation", "validation/length"),
     ("Loss", "loss/"),
     ("Divergence from the reference", "kl/"),
     ("Entropy of the policy", "entropy"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nemorl.data.order import TaskOrder
 
-from .dispatch import Dispatcher, Progress, RunGroups, ignore
+from .dispatch import Dispatcher, OnFinished, RunGroups, ignore
 from .groups import GroupAssignment, GroupSummary
 
 
@@ -66,13 +66,13 @@ class Collector:
         self._dispatcher.start([self._assignment(group) for group in groups])
         self._started = groups.stop
 
-    async def next_batch(self, progress: Progress = ignore) -> list[GroupSummary]:
+    async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: without staleness exactly those started for it, else
-        the first that finished. `progress` hears how many more have finished.
+        the first that finished. `on_finished` hears how many more have finished.
 
         Raises what a worker raises, and RolloutFailed when one ends early or the deadline passes.
         """
-        batch = await self._dispatcher.take(self._plan.groups_per_step, progress)
+        batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)
         self._handed_out.update(summary.group for summary in batch)
         while self._position in self._handed_out:
             self._handed_out.remove(self._position)
@@ -101,7 +101,7 @@ async def sample_validation(
     samples_per_task: int,
     seconds: float,
     num_texts: int = 0,
-    progress: Progress = ignore,
+    on_finished: OnFinished = ignore,
 ) -> list[GroupSummary]:
     """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
 
@@ -115,6 +115,6 @@ async def sample_validation(
         ]
     )
     try:
-        return await dispatcher.take(num_tasks, progress)
+        return await dispatcher.take(num_tasks, on_finished)
     finally:
         await dispatcher.close()

@@ -9,7 +9,7 @@ from nemorl.errors import RunError
 from .groups import GroupAssignment, GroupSummary
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
-Progress = Callable[[int], None]
+OnFinished = Callable[[int], None]  # hears how many more groups have finished
 
 
 class RolloutFailed(RunError):
@@ -17,7 +17,7 @@ class RolloutFailed(RunError):
 
 
 def ignore(finished: int) -> None:
-    """Progress that nobody watches."""
+    """For a caller who does not want to hear of it."""
 
 
 class Dispatcher:
@@ -46,11 +46,11 @@ class Dispatcher:
                 self._calls.add(call)
                 call.add_done_callback(partial(self._end, worker, share))
 
-    async def take(self, count: int, progress: Progress = ignore) -> list[GroupSummary]:
+    async def take(self, count: int, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The first `count` finished groups not taken yet, in the order of their ids.
 
-        `progress` hears how many groups have finished since it last heard. Raises what a worker raises, and
-        RolloutFailed when one ends early or the deadline passes.
+        `on_finished` hears how many groups have finished since it last heard. Raises what a worker raises,
+        and RolloutFailed when one ends early or the deadline passes.
         """
         told = 0
         try:
@@ -58,7 +58,7 @@ class Dispatcher:
                 while told < count:
                     await self._more_than(told)
                     finished = min(len(self._finished), count)
-                    progress(finished - told)
+                    on_finished(finished - told)
                     told = finished
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own

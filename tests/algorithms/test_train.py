@@ -67,6 +67,18 @@ def test_a_run_leaves_its_story(uninterrupted: Path) -> None:
     ]
 
 
+def test_a_finished_run_is_not_started_again(uninterrupted: Path) -> None:
+    before = (uninterrupted / "metrics.jsonl").read_bytes(), (uninterrupted / "header.json").read_bytes()
+    (uninterrupted / "report.html").unlink()
+    status, output = finish(start("train", uninterrupted.with_suffix(".yaml"), "--resume"))
+    assert status == 0, output
+    assert "is finished: its newest checkpoint is of step 6 and algorithm.num_steps is 6" in output
+    assert "start: done" not in output
+    after = (uninterrupted / "metrics.jsonl").read_bytes(), (uninterrupted / "header.json").read_bytes()
+    assert after == before
+    assert (uninterrupted / "report.html").exists()  # which may have lacked room
+
+
 def test_engine_and_trainer_agree_at_every_step(uninterrupted: Path) -> None:
     assert max(s.values["logprob_gap/max"] for s in lines(uninterrupted)) < 1e-4
 

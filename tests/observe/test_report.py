@@ -55,6 +55,19 @@ def test_time_that_no_stage_accounts_for_is_shown():
     assert [total.fraction for total in totals] == pytest.approx([1 / 2, 1 / 3, 1 / 6])
 
 
+def test_validation_lengths_are_not_drawn_among_shares():
+    values = {"validation/reward": 0.3, "validation/pass@1": 0.2, "validation/length": 70.0}
+    main, more = metric_charts(
+        [StepMetrics(step, step, {**values, "validation/errors": 1.0}) for step in (1, 2)]
+    )
+    drawn = {chart.title: [line.name for line in chart.figure.data] for chart in (*main, *more)}
+    assert drawn == {
+        "Validation": ["reward", "pass@1"],
+        "Sampled tokens in validation": ["length"],
+        "validation/errors": ["errors"],
+    }
+
+
 def test_the_reward_has_its_band_and_the_validations():
     chart = reward_chart([grpo_step(1), grpo_step(2)])
     assert chart is not None
