@@ -1,0 +1,83 @@
+"""Every family in real processes: its logits, and its weights through the ranks of a layout and back."""
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemorl.models.local_view import local_view
+from nemorl.models.registry import FAMILIES
+from tests.megatron.cases import start_worker
+from tests.megatron.examples import LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
+
+MODELS = (
+    "llama-tied",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "gemma3",
+    "gpt-oss",
+    "deepseek-v3",
+    "deepseek-v3-plain-query",
+)
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
+
+
+def logits(rank, world_size, rendezvous, config, batch):
+    """Of every token of the batch, [N, V], in the batch's order."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    micro = worker._maker.make(batch, list(range(batch.num_sequences)))
+    (model,) = worker._modules
+    with torch.no_grad():
+        hidden = model(micro)[: batch.num_tokens, 0]
+        values = torch.zeros(batch.num_tokens, VOCABULARY)
+        values[micro.places] = hidden @ model._output_weight().t()[:, :VOCABULARY]
+    worker.close()
+    return values
+
+
+def held(rank, world_size, rendezvous, config):
+    """What a rank read of the folder, as a copy."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    parts = [(part, local_view(worker.parameters(), part).clone()) for part in worker.slices()]
+    without_place = worker.parameters().keys() - {part.param for part, _ in parts}
+    worker.close()
+    return parts, without_place
+
+
+def test_no_family_is_forgotten(model):
+    families = {family.architectures[0] for family in FAMILIES}
+    assert families == {type(model(name)[0]).__name__ for name in (*MODELS, "llama")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_all_logits_equal_transformers(pool, model, name):
+    theirs, folder = model(name)
+    batch = ragged_batch()
+    (mine,) = pool.run(1, logits, policy_config(folder), batch)
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        expected = theirs(batch.tokens[start:end].unsqueeze(0)).logits[0]
+        torch.testing.assert_close(mine[start:end], expected, atol=1e-4, rtol=0)
+    assert batch.num_sequences == len(LENGTHS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3-plain-query"])
+def test_the_folder_comes_back_bit_by_bit_from_all_ranks(pool, model, name):
+    folder = model(name)[1]
+    layouts = [layout(tp=2, sp=True, pp=2), layout(tp=2, sp=True), layout(pp=2)]
+    if name in WITH_EXPERTS:
+        layouts += [layout(dp=2, ep=2), layout(tp=2, sp=True, dp=2, ep=4)]
+    source = load_file(folder / "model.safetensors")
+    for where in layouts:
+        gathered = {tensor: torch.full_like(values, torch.nan) for tensor, values in source.items()}
+        for parts, without_place in pool.run(where.world_size, held, policy_config(folder, layout=where)):
+            assert not without_place
+            for part, values in parts:
+                box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+                gathered[part.name].view(part.shape)[box] = values
+        for tensor, values in source.items():
+            assert torch.equal(gathered[tensor], values), (where, tensor)
