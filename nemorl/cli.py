@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nemorl
-from nemorl.commands import check, config_help, doctor, evaluate, models, report, train
+from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, train
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import complain
 from nemorl.errors import ConfigError, NemorlError
@@ -22,6 +22,7 @@ COMMANDS = {
     "check": check,
     "eval": evaluate,
     "models": models,
+    "plan": plan,
     "report": report,
     "config": config_help,
     "doctor": doctor,

@@ -40,6 +40,20 @@ class LayoutConfig(Config):
     """Processes that share every expert's matrices (ETP), out of those of TP, CP and DP."""
 
     @property
+    def name(self) -> str:
+        """The axes of more than one process by their short names, such as `TP2-SP PP2 DP4`."""
+        sizes = {
+            f"TP{self.tensor_parallel_size}{'-SP' if self.sequence_parallel else ''}": self.tensor_parallel_size,
+            f"PP{self.pipeline_parallel_size}": self.pipeline_parallel_size,
+            f"VPP{self.virtual_pipeline_parallel_size}": self.virtual_pipeline_parallel_size,
+            f"CP{self.context_parallel_size}": self.context_parallel_size,
+            f"DP{self.data_parallel_size}": self.data_parallel_size,
+            f"EP{self.expert_parallel_size}": self.expert_parallel_size,
+            f"ETP{self.expert_tensor_parallel_size}": self.expert_tensor_parallel_size,
+        }
+        return " ".join(name for name, size in sizes.items() if size > 1) or "one process"
+
+    @property
     def world_size(self) -> int:
         """Processes of the policy."""
         return self.pipeline_parallel_size * self.stage_size

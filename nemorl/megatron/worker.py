@@ -99,13 +99,11 @@ class PolicyWorker:
 
     def header(self) -> dict[str, str]:
         """Which device, layout, kernels and versions are in use; for the head of a run's log."""
-        layout = self._config.layout
         return {
             "device": str(self._device),
             "backend": dist.get_backend(),
             "precision": self._config.precision,
-            "layout": f"TP{layout.tensor_parallel_size} PP{layout.pipeline_parallel_size} "
-            f"DP{layout.data_parallel_size}" + (" SP" if layout.sequence_parallel else ""),
+            "layout": self._config.layout.name,
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind),

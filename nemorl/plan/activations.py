@@ -22,41 +22,45 @@ def kept_elements(
     behind = stages - 1 - stage
     in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
     in_flight = min(in_flight, num_micro_batches * chunks)
-    runs = [list(stage_layers(shape.num_layers, layout, stage, chunk)) for chunk in range(chunks)]
+    widths = {with_experts: _layer(shape, policy, with_experts) for with_experts in (False, True)}
+    runs = [
+        [widths[shape.is_moe(layer)] for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
+        for chunk in range(chunks)
+    ]
     kept = max(_run(shape, policy, run) for run in runs)
-    again = max(_computed_again(shape, policy, run) for run in runs)
+    again = max(_computed_again(policy, run) for run in runs)
     return tokens * (in_flight * kept + again)
 
 
 def _run(shape: ModelShape, policy: PolicyConfig, layers: list[int]) -> int:
-    """Kept for a token by a run of layers."""
+    """Kept for a token by a run of layers that keep so much each where nothing is computed again."""
     recompute = policy.recompute
     if not isinstance(recompute, FullRecompute):
-        return sum(_layer(shape, policy, layer) for layer in layers)
+        return sum(layers)
     inputs = _hidden(shape, policy.layout)
     if recompute.method == "uniform":
         return inputs * -(-len(layers) // recompute.num_layers)
     rest = layers[recompute.num_layers :]
-    return inputs * (len(layers) - len(rest)) + sum(_layer(shape, policy, layer) for layer in rest)
+    return inputs * (len(layers) - len(rest)) + sum(rest)
 
 
-def _computed_again(shape: ModelShape, policy: PolicyConfig, layers: list[int]) -> int:
+def _computed_again(policy: PolicyConfig, layers: list[int]) -> int:
     """Kept for a token while what was not kept is computed again."""
     recompute = policy.recompute
     if not isinstance(recompute, FullRecompute):
         return 0
     together = recompute.num_layers if recompute.method == "uniform" else 1
-    return max(_layer(shape, policy, layer) for layer in layers) * together
+    return max(layers) * together
 
 
-def _layer(shape: ModelShape, policy: PolicyConfig, layer: int) -> int:
+def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
     """Kept for a token by one layer."""
     layout = policy.layout
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
     norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 4)  # inputs, and outputs
     attention = _attention(shape, again="core_attn" in left_out) // layout.tensor_parallel_size
     moe = shape.moe
-    if moe is None or not shape.is_moe(layer):
+    if moe is None or not with_experts:
         mlp = 0 if "mlp" in left_out else 3 * shape.ffn_hidden_size // layout.tensor_parallel_size
         return norms + attention + mlp
     if "moe" in left_out:

@@ -20,7 +20,7 @@ _ROLLOUT_RUNTIME = 500_000_000
 _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 # Logits, their exponentials and the gradient of a chunk exist at one time.
 _LOGITS_COPIES = 3
 _BUCKETS = 2
@@ -83,7 +83,7 @@ def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
 def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
     """A rank of one pipeline stage."""
     policy, algorithm = experiment.policy, experiment.algorithm
-    layout, item = policy.layout, _ITEM_SIZE[policy.precision]
+    layout, item = policy.layout, ITEM_SIZE[policy.precision]
     parameters = stage_parameters(shape, layout, stage)
     trained = parameters
     if policy.lora is not None:
@@ -120,7 +120,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
 
 def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     config, policy = experiment.generation, experiment.policy
-    item = _ITEM_SIZE[config.precision or policy.precision]
+    item = ITEM_SIZE[config.precision or policy.precision]
     weights = stage_parameters(shape, LayoutConfig(), 0).total * item
     cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
     return ProcessMemory(

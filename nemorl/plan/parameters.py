@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
@@ -40,7 +41,7 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
     }
     last = layout.pipeline_parallel_size - 1
     dense = experts = 0
-    for rule in weight_rules(shape):
+    for rule, elements in _rules(shape):
         if rule.stage is Stage.LAYERS:
             count = times[rule.layers]
         else:
@@ -48,15 +49,22 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
         if _is_tied_head(rule, shape) and last == 0:
             continue  # the head uses the embedding's own parameter
         if rule.experts:
-            experts += count * _rank_elements(rule, shape, layout)
+            experts += count * _of_rank(elements, rule, shape, layout)
         else:
-            dense += count * _rank_elements(rule, shape, layout)
+            dense += count * _of_rank(elements, rule, shape, layout)
     return Parameters(dense, experts)
 
 
-def _rank_elements(rule: WeightRule, shape: ModelShape, layout: LayoutConfig) -> int:
+@lru_cache(maxsize=4)
+def _rules(shape: ModelShape) -> tuple[tuple[WeightRule, int], ...]:
+    """Every rule of a model with the elements of one of its parameters."""
+    return tuple(
+        (rule, sum(_elements(tensor, rule, shape) for tensor in rule.tensors)) for rule in weight_rules(shape)
+    )
+
+
+def _of_rank(whole: int, rule: WeightRule, shape: ModelShape, layout: LayoutConfig) -> int:
     """Elements of a rank's parameters of one layer: of all its experts where the rule is theirs."""
-    whole = sum(_elements(tensor, rule, shape) for tensor in rule.tensors)
     size = layout.tensor_parallel_size
     if rule.experts:
         assert shape.moe is not None, "rules of experts belong to models with experts"

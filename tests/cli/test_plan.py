@@ -1,0 +1,49 @@
+"""`nemorl plan layouts` as a person sees it."""
+
+import json
+from pathlib import Path
+
+from tests.cli.conftest import Nemorl
+
+
+def test_layouts_are_listed_with_their_memory(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("plan", "layouts", experiment, "--gpus", "2", "--memory-gb", "80")
+
+    assert outcome.status == 0
+    title, header, *rows = outcome.out.splitlines()
+    assert "in GB" in title
+    assert header.split()[:4] == ["layout", "fits", "in", "all"]
+    assert [row.split()[:2] for row in rows] == [
+        ["DP2", "yes"],
+        ["PP2", "yes"],
+        ["CP2", "yes"],
+        ["PP2", "VPP3"],
+        ["TP2-SP", "yes"],
+    ]
+    assert outcome.err.startswith("5 layouts. Best first: those that fit")
+
+
+def test_json_has_every_part_in_bytes(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("plan", "layouts", experiment, "--gpus", "2", "--json", "--memory-gb", "0.0001")
+
+    listed = json.loads(outcome.out)
+    assert listed[0]["layout"] == {"data_parallel_size": 2}
+    assert not any(choice["fits"] for choice in listed)
+    for choice in listed:
+        memory = choice["memory"]
+        assert sum(memory.values()) - memory["checkpoint"] == choice["memory_on_device"]
+
+
+def test_overrides_change_what_is_valid(nemorl: Nemorl, experiment: Path) -> None:
+    few = ("algorithm.num_prompts_per_step=1", "algorithm.num_generations_per_prompt=3")
+
+    assert "DP2" not in nemorl("plan", "layouts", experiment, *few, "--gpus", "2").out
+
+
+def test_a_number_that_no_layout_takes(nemorl: Nemorl, experiment: Path) -> None:
+    few = ("algorithm.num_prompts_per_step=1", "algorithm.num_generations_per_prompt=2")
+
+    outcome = nemorl("plan", "layouts", experiment, *few, "--gpus", "0")
+
+    assert outcome.status == 1
+    assert "--gpus 0: a layout wants at least one device" in outcome.err

@@ -1,0 +1,94 @@
+"""The list of layouts against an enumeration of all sizes, and its order."""
+
+import itertools
+import math
+
+import pytest
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout_rules import layout_violations
+from nemorl.models.shape import ModelShape
+from nemorl.plan.layouts import LayoutChoice, list_layouts
+from tests.plan.conftest import Configure
+from tests.plan.models import CONFIG
+
+SHAPE = ModelShape.from_config(CONFIG, "config.json")
+EXPERTS = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+AXES = {
+    "tensor_parallel_size": "TP",
+    "pipeline_parallel_size": "PP",
+    "virtual_pipeline_parallel_size": "VPP",
+    "context_parallel_size": "CP",
+    "data_parallel_size": "DP",
+}
+
+
+def choices(
+    configure: Configure, num_devices: int, *overrides: str, memory: int | None = None
+) -> list[LayoutChoice]:
+    return list_layouts(configure(*overrides), SHAPE, num_devices, memory)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4, 6])
+def test_every_valid_layout_is_there_once(configure: Configure, num_devices: int) -> None:
+    """32 trajectories a step: DP of 3 and 6 are out."""
+    wanted = set()
+    for sizes in itertools.product(range(1, num_devices + 1), repeat=5):
+        tensor, stages, _, context, data = sizes
+        layout = LayoutConfig(sequence_parallel=tensor > 1, **dict(zip(AXES, sizes, strict=True)))
+        if math.prod((tensor, stages, context, data)) == num_devices and 32 % data == 0:
+            wanted |= {layout.name} if not any(layout_violations(SHAPE, layout, "cuda")) else set()
+    found = [choice.layout.name for choice in choices(configure, num_devices)]
+    assert len(found) == len(set(found))
+    assert set(found) == wanted
+
+
+def test_what_fits_comes_first_then_small_copies_then_few_bytes(configure: Configure) -> None:
+    listed = choices(configure, 4)
+    whole = max(choice.memory.on_device for choice in listed)
+    limit = sorted(choice.memory.on_device for choice in listed)[len(listed) // 2]
+    assert all(choice.fits is None for choice in listed)
+    assert [choice.layout.name for choice in listed][:4] == ["DP4", "PP2 DP2", "CP2 DP2", "PP2 VPP3 DP2"]
+
+    limited = choices(configure, 4, memory=limit)
+    fitting = [choice.fits for choice in limited]
+    assert fitting == sorted(fitting, reverse=True)
+    assert 0 < sum(map(bool, fitting)) < len(fitting)
+    assert all(choice.fits for choice in choices(configure, 4, memory=whole))
+
+
+def test_bytes_of_each_axis_written_out(configure: Configure) -> None:
+    """Hidden 128, keys and values 2 x 4 x 16, 6 layers, float32."""
+    by_name = {choice.layout.name: choice.bytes_per_token for choice in choices(configure, 2)}
+    assert by_name == {
+        "DP2": 0,
+        "TP2-SP": 6 * 8 * 128 // 2 * 4,
+        "CP2": 6 * 2 * 128 // 2 * 4,
+        "PP2": 2 * 128 * 4,
+        "PP2 VPP3": 3 * 2 * 128 * 4,
+    }
+
+
+def test_experts_are_laid_over_the_processes_of_a_stage(configure: Configure) -> None:
+    shape = ModelShape.from_config(EXPERTS, "config.json")
+    names = {choice.layout.name for choice in list_layouts(configure(), shape, 2, None)}
+    stage_of_two = {
+        f"{axis}{experts}" for axis in ("DP2", "CP2", "TP2-SP") for experts in ("", " EP2", " ETP2")
+    }
+    assert names == stage_of_two | {"PP2", "PP2 VPP3"}
+
+
+def test_layouts_that_the_batch_does_not_fill_are_left_out(configure: Configure) -> None:
+    """Two trajectories: no more than two copies, and interleaved stages for one copy of two stages only."""
+    few = ("algorithm.num_prompts_per_step=1", "algorithm.num_generations_per_prompt=2")
+    names = {choice.layout.name for choice in choices(configure, 4, *few)}
+    assert "DP4" not in names
+    assert "PP2 VPP3 DP2" not in names
+    assert "PP2 VPP3 CP2" in names
