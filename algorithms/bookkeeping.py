@@ -88,10 +88,11 @@ class Bookkeeper:
 
     async def _validate(self, step: int) -> dict[str, float]:
         await self._session.hand_over(step)
-        with self._observer.stage("validation", unit="tasks") as stage:
-            values, groups = await validate(
-                self._session, self._experiment, self._num_validation_tasks, stage.advance
-            )
+        async with self._session.learner.away():
+            with self._observer.stage("validation", unit="tasks") as stage:
+                values, groups = await validate(
+                    self._session, self._experiment, self._num_validation_tasks, stage.advance
+                )
         self.keep_samples(step, groups, "validation")
         return values
 

@@ -40,15 +40,15 @@ class OnlineLoop:
         await self.session.hand_over(self.books.done)
         await self.books.open()
         try:
-            self.collector.advance(self.books.done)
             for step in self.books.steps(self.config.num_steps):
                 await self._step(step)
-                self.collector.advance(step)
         finally:
             await self.collector.close()
 
     async def _step(self, step: int) -> None:
-        groups = await self._sample()
+        async with self.session.learner.away():
+            self.collector.advance(self.books.done)
+            groups = await self._sample()
         sequences = self.algorithm.score(groups)
         values = rollout_figures(groups) | await self._learn(sequences)
         with self.observer.stage("refit"):

@@ -164,6 +164,12 @@ def finish_copies(kind: DeviceKind) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def release_memory(kind: DeviceKind) -> None:
+    """Give what torch keeps for later allocations back to the device, for other processes."""
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+
+
 class _TorchOnCpu(types.ModuleType):
     """`torch`, except that factories put on the CPU what asks for CUDA."""
 

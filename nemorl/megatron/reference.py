@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class ReferenceWeights:
@@ -11,6 +12,10 @@ class ReferenceWeights:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._copies = [(p, p.detach().clone()) for module in modules for p in module.parameters()]
+
+    def tensors(self) -> list[Tensor]:
+        """The copies."""
+        return [copy for _, copy in self._copies]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

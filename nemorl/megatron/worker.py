@@ -33,6 +33,7 @@ from .kernels import Installed, choose
 from .lora import Adapters
 from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
+from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
 from .reference import ReferenceWeights
 from .schedule import run_logprobs, run_training
@@ -94,6 +95,7 @@ class PolicyWorker:
         self._maker = self._micro_batch_maker()
         self._reference: ReferenceWeights | Adapters | None = None
         self._batch: PackedBatch | None = None
+        self._offload = Offload(device)
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
 
@@ -132,6 +134,7 @@ class PolicyWorker:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's weights by Megatron's names; the tensors themselves, not copies."""
+        self._offload.require_back()
         return {
             chunk_prefix(chunk) + local_name(name): weight
             for chunk, module in enumerate(self._modules)
@@ -154,6 +157,7 @@ class PolicyWorker:
 
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
+        self._offload.require_back()
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         if reference:
@@ -170,6 +174,7 @@ class PolicyWorker:
 
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
+        self._offload.require_back()
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         self.optimizer.zero_grad()
@@ -182,6 +187,17 @@ class PolicyWorker:
         )
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
         return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, *tokens.tolist())
+
+    def offload(self) -> int:
+        """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
+        reference = self._reference.tensors() if isinstance(self._reference, ReferenceWeights) else ()
+        holdings = Holdings.of(self._chunks, self.optimizer, reference)
+        wanted = self._config.offload
+        return self._offload.out(holdings, weights=wanted.weights, optimizer=wanted.optimizer)
+
+    def onload(self) -> None:
+        """Undo `offload`: weights and optimizer are what they were, to the bit; gradients are zero."""
+        self._offload.back()
 
     def save_checkpoint(self, folder: Path) -> tuple[FileRecord, ...]:
         """Write weights, optimizer, schedule and random states into a folder that all ranks share."""

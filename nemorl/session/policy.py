@@ -1,6 +1,7 @@
 """The driver's handle on the policy: batches laid over its ranks, one call for every stage."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,20 @@ class Policy:
             deadline_seconds=self._deadlines.training,
         )
         return stats[0]  # type: ignore[no-any-return]
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        """Inside, generation has the devices as far as `policy.offload` says, and no weights are sent."""
+        wanted = self._config.offload
+        if not (wanted.weights or wanted.optimizer):
+            yield
+            return
+        seconds = self._deadlines.refit
+        await self.group.call_async("offload", stage="offload", deadline_seconds=seconds)
+        try:
+            yield
+        finally:
+            await self.group.call_async("onload", stage="onload", deadline_seconds=seconds)
 
     async def save(self, folder: Path) -> list[FileRecord]:
         """Write model, optimizer, schedule and random states into a folder."""
