@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import LayoutConfig, NoRecompute, RecomputeConfig
 from tests.megatron.cases import Life, live
 from tests.megatron.examples import policy_config, ragged_batch, random_model
 from tests.megatron.pool import Pool
 
 Model = Callable[[str], tuple[PreTrainedModel, Path]]
 STEPS = 5
+NO_RECOMPUTE = NoRecompute()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,12 +44,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="session")
-def run(pool: Pool, model: Model) -> Callable[[str, LayoutConfig, int], list[Life]]:
+def run(pool: Pool, model: Model) -> Callable[..., list[Life]]:
     """Five optimizer steps of a family under a layout, by rank; the same ones are run once."""
 
     @cache
-    def run(family: str, where: LayoutConfig, per_micro_batch: int) -> list[Life]:
-        config = policy_config(model(family)[1], layout=where)
+    def run(
+        family: str, where: LayoutConfig, per_micro_batch: int, recompute: RecomputeConfig = NO_RECOMPUTE
+    ) -> list[Life]:
+        config = policy_config(model(family)[1], layout=where, recompute=recompute)
         batches = [ragged_batch(seed=seed) for seed in range(STEPS)]
         return pool.run(where.world_size, live, config, batches, per_micro_batch)
 

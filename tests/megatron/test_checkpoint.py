@@ -84,6 +84,26 @@ def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
             assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (layout(tp=2, pp=2), layout(dp=4)),
+        (layout(pp=2, vpp=2), layout(cp=2)),
+        (layout(cp=2, dp=2), layout(pp=2, first=1, cp=2)),
+        (layout(pp=2, last=1, dp=2), layout(pp=2, vpp=2, tp=2, sp=True)),
+    ],
+    ids=lambda where: where.name,
+)
+def test_stages_and_shares_of_sequences_continue_as_others(pool, model, tmp_path, here, there):
+    folder = model("llama-tied")[1]
+    saved = pool.run(here.world_size, save_in_the_middle, policy_config(folder, layout=here), tmp_path)
+    config = policy_config(folder, layout=there)
+    for steps, _ in pool.run(there.world_size, continue_from, config, tmp_path):
+        for mine, its in zip(steps, saved[0][0], strict=True):
+            assert mine.sums["loss/total"] == pytest.approx(its.sums["loss/total"], rel=1e-5)
+            assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
+
+
 def test_experts_continue_in_another_layout_and_buffers_stay(pool, model, tmp_path):
     """DeepSeek-V3: experts shared by EP go on under TP; the router's bias is exported as it was read."""
     folder, saved = model("deepseek-v3")[1], tmp_path / "saved"

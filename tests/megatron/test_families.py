@@ -68,7 +68,8 @@ def test_all_logits_equal_transformers(pool, model, name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3-plain-query"])
 def test_the_folder_comes_back_bit_by_bit_from_all_ranks(pool, model, name):
     folder = model(name)[1]
-    layouts = [layout(tp=2, sp=True, pp=2), layout(tp=2, sp=True), layout(pp=2)]
+    layouts = [layout(tp=2, sp=True, pp=2), layout(tp=2, sp=True), layout(pp=2), layout(pp=2, first=1)]
+    layouts += [layout(tp=2, sp=True, pp=2, vpp=2)]
     if name in WITH_EXPERTS:
         layouts += [layout(dp=2, ep=2), layout(tp=2, sp=True, dp=2, ep=4)]
     source = load_file(folder / "model.safetensors")

@@ -1,7 +1,13 @@
 """Every layout, micro-batch size and packing computes what one process computes."""
 
+import random
+from collections.abc import Iterator
+
 import pytest
 
+from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
+from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.shape import ModelShape
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import layout
 
@@ -34,6 +40,86 @@ def test_five_steps_equal_one_process(run, name, per_micro_batch):
 def test_five_steps_of_each_family_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):
+        assert_same_course(life, alone)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt-oss", "qwen3-moe"])
+def test_windows_sinks_and_experts_under_context_parallelism(run, family):
+    (alone,) = run(family, layout(), 8)
+    for life in run(family, layout(cp=2, tp=2, sp=True), 3):
+        assert_same_course(life, alone)
+
+
+SELECTIVE = SelectiveRecompute(name="selective", modules=("core_attn", "layernorm", "mlp"))
+RECOMPUTATIONS = {
+    "full": (layout(), FullRecompute(name="full")),
+    "full-block": (layout(), FullRecompute(name="full", method="block", num_layers=3)),
+    "full-two-PP2-VPP2": (layout(pp=2, vpp=2), FullRecompute(name="full")),
+    "selective": (layout(), SELECTIVE),
+    "selective-TP2-SP": (layout(tp=2, sp=True), SELECTIVE),
+    "selective-CP2-PP2": (layout(cp=2, pp=2), SELECTIVE),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTATIONS)
+def test_five_steps_with_recomputation_equal_one_process_without(run, name):
+    (alone,) = run("llama", layout(), 8)
+    for life in run("llama", RECOMPUTATIONS[name][0], 3, RECOMPUTATIONS[name][1]):
+        assert_same_course(life, alone)
+
+
+def test_experts_computed_again(run):
+    (alone,) = run("qwen3-moe", layout(), 8)
+    again = SelectiveRecompute(name="selective", modules=("moe", "core_attn"))
+    for life in run("qwen3-moe", layout(tp=2, sp=True, ep=2), 3, again):
+        assert_same_course(life, alone)
+
+
+FAMILIES = ("llama-tied", "qwen3", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v3")
+
+
+def drawn(seed: int, shape_of) -> tuple[str, LayoutConfig, int, RecomputeConfig]:
+    """A family, a valid layout of two to four processes, a size of micro-batches and what is recomputed."""
+    draw = random.Random(seed)
+    family = FAMILIES[seed % len(FAMILIES)]
+    return next(case for case in _cases(draw, family) if _is_valid(shape_of(family), case[1], case[3]))
+
+
+def _cases(draw: random.Random, family: str) -> Iterator[tuple[str, LayoutConfig, int, RecomputeConfig]]:
+    while True:
+        tp, sp = draw.choice([(1, False), (2, False), (2, True), (4, True)])
+        where = layout(
+            tp=tp,
+            sp=sp,
+            pp=draw.choice([1, 2, 2, 4]),
+            vpp=draw.choice([1, 2]),
+            first=draw.choice([None, 1, 2]),
+            cp=draw.choice([1, 2, 3, 4]),
+            dp=draw.choice([1, 2, 4]),
+            ep=draw.choice([1, 2, 4]),
+        )
+        recompute = draw.choice(
+            [NoRecompute(), FullRecompute(name="full"), SELECTIVE, FullRecompute(name="full", num_layers=2)]
+        )
+        if 2 <= where.world_size <= 4:
+            yield family, where, draw.choice([1, 2]), recompute
+
+
+def _is_valid(shape: ModelShape, where: LayoutConfig, recompute: RecomputeConfig) -> bool:
+    return not (
+        any(layout_violations(shape, where, "cpu")) or any(recompute_violations(shape, where, recompute))
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 60))]
+)
+def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
+    """Eight sequences: two for each of four copies, so that two interleaved stages have one each."""
+    family, where, per_micro_batch, recompute = drawn(seed, lambda family: ModelShape.load(model(family)[1]))
+    interleaved = where.virtual_pipeline_parallel_size > 1
+    (alone,) = run(family, layout(), 8)
+    for life in run(family, where, 1 if interleaved else per_micro_batch, recompute):
         assert_same_course(life, alone)
 
 
