@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -56,8 +55,8 @@ def names_of_rank(_: int, __: int, ___: str, config: PolicyConfig, rank: int) ->
     )
 
 
-def shapes(model: torch.nn.Module) -> Parameters:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def shapes(model: PolicyModel) -> Parameters:
+    return {name: tuple(weight.shape) for name, weight in model.weights().items()}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tests.megatron.pool import Pool
 from tests.megatron.te_cases import LOCAL, TRANSFORMER_ENGINE, live_with, names_of_rank
 
 STAND_IN = Path(__file__).parent / "transformer_engine_stand_in"
-FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "deepseek-dense"]
+FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "deepseek-v3"]
 
 
 @pytest.fixture(scope="module")
