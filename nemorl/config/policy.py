@@ -200,6 +200,8 @@ class PolicyConfig(Config):
     """Tokens of a whole conversation, prompt included; longer ones are cut off with stop reason `length`."""
     layout: LayoutConfig = LayoutConfig()
     """How the policy is spread over processes."""
+    head: Literal["lm", "scalar"] = "lm"
+    """`lm`: the vocabulary. `scalar`: one number after each token, as critics and reward models have it."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights, which stay as they are; null trains the weights."""
     recompute: RecomputeConfig = NoRecompute()

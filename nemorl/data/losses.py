@@ -20,16 +20,18 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A pure function of the batch and the policy's own logprobs; picklable."""
+    """A pure function of the batch and of what the model says about its tokens; picklable."""
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the entropies are to be computed, which costs a little in backward."""
         ...
 
-    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`logprobs` [N] and `entropy` [N] of the distribution before each token; float32.
+    def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, /) -> LossOutput:
+        """`outputs` [N] and `entropy` [N], float32.
 
-        Both are computed for the tokens of `loss_mask` only, and 0 elsewhere.
+        Of a model with a vocabulary the outputs are logprobs; they and the entropy are of the distribution
+        before each token, and 0 but for the tokens of `loss_mask`. Of a model with a scalar head the outputs
+        are the values after each token, and there is no entropy.
         """
         ...

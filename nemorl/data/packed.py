@@ -25,6 +25,7 @@ class PackedBatch:
     logprobs: Tensor | None = None  # [N] float32, of the engine that sampled
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     reference_logprobs: Tensor | None = None  # [N] float32
+    values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
 
     @property
     def num_tokens(self) -> int:

@@ -25,11 +25,11 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     what forward passes and generation used. Raises FileExistsError where `out` exists, and `UnfitCheckpoint`
     for a checkpoint of another model.
     """
-    shape = ModelShape.load(config.model_path)
+    shape = ModelShape.load(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
-    with HfFolderWriter(out, config.model_path) as writer:
+    with HfFolderWriter(out, config.model_path, head=config.head) as writer:
         for name, extents in hf_tensors(shape).items():
             if name in held and saved.holds(name):
                 tensor = saved.hf_tensor(name).view(extents).to(dtype)

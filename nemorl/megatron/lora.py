@@ -127,9 +127,11 @@ class Adapters:
         self._weights = _adapted_weights(policy_slices(shape, rank), self.slices)
         self._branches: list[AdapterBranch] = []
 
-    def attach(self, model: torch.nn.Module, chunk: int) -> None:
-        """Freeze the weights of the stage's `chunk`-th run of layers and put the adapters beside them."""
+    def attach(self, model: Any, chunk: int) -> None:
+        """Freeze a stage's `chunk`-th run of layers, but no scalar head; put adapters beside its weights."""
         model.requires_grad_(False)
+        if model.scalar_head is not None:
+            model.scalar_head.requires_grad_(True)
         for param, matrices in self._weights.items():
             number, name = chunk_of(param)
             if number == chunk:

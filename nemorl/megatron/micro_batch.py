@@ -32,6 +32,8 @@ class MicroBatch:
     scored: Tensor  # [M] places in `batch` whose logprob is wanted: those of the loss mask
     labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
     predictors: Tensor  # [m] place in `tokens` of the token before each label
+    own: Tensor  # [k] places in `batch` of the tokens that this rank computes
+    own_here: Tensor  # [k] places in `tokens` of the same
 
     @property
     def num_computed(self) -> int:
@@ -70,6 +72,7 @@ class MicroBatchMaker:
         place_here[held] = torch.arange(len(held))
         scored = selected.loss_mask.nonzero().squeeze(1)
         predictors = place_here[real[scored] - 1]
+        own = (place_here[real] >= 0).nonzero().squeeze(1)
         mine = predictors >= 0
         positions = _spread(selected.position_ids, real, sum(padded))[held].to(self.device)
         layout = packed_layout(
@@ -88,6 +91,8 @@ class MicroBatchMaker:
             scored=scored.to(self.device),
             labels=scored[mine].to(self.device),
             predictors=predictors[mine].to(self.device),
+            own=own.to(self.device),
+            own_here=place_here[real[own]].to(self.device),
         )
 
     def _padded(self, lengths: list[int]) -> list[int]:

@@ -34,6 +34,7 @@ from .layers import block_spec
 from .lora import Adapters
 from .micro_batch import MicroBatch
 from .pipeline import pipeline_arguments, recompute_arguments
+from .scalar_head import ScalarHead
 
 # Dimension of the weight that tensor parallelism divides.
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -61,13 +62,17 @@ class PolicyModel(GPTModel):
             max_sequence_length=policy.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-            share_embeddings_and_output_weights=shape.tied_embeddings,
+            share_embeddings_and_output_weights=shape.tied_embeddings and shape.head == "lm",
             position_embedding_type="none",
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
         self.embedding_scale = _rounded(shape.embedding_scale, config.params_dtype)
         self.chunk_tokens = policy.logprob_chunk_tokens
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
+        self.scalar_head: ScalarHead | None = None
+        if shape.head == "scalar" and self.post_process:
+            self.output_layer = None
+            self.scalar_head = ScalarHead(config)
         self._mark_sharded_weights()
         self._clear_padding_rows()
 
@@ -89,10 +94,15 @@ class PolicyModel(GPTModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
+        With a scalar head its values [N], of all tokens, and no entropies.
+
         The position before a token predicts it, and only positions that predict a masked-in token are
         computed. Under context parallelism all ranks get the values of all: each then computes the same loss,
         and takes from its gradient the part of its own tokens.
         """
+        if self.scalar_head is not None:
+            values = self.scalar_head(hidden).index_select(0, micro.own_here)
+            return _of_whole_batch(values, micro.own, micro), None
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         hidden = hidden.squeeze(1).index_select(0, micro.predictors)
@@ -108,8 +118,8 @@ class PolicyModel(GPTModel):
             entropy=entropy,
         )
         if entropies is not None:
-            entropies = _of_whole_batch(entropies, micro)
-        return _of_whole_batch(logprobs, micro), entropies
+            entropies = _of_whole_batch(entropies, micro.labels, micro)
+        return _of_whole_batch(logprobs, micro.labels, micro), entropies
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters, and buffers that checkpoints hold (a router's bias in the choice of experts)."""
@@ -290,9 +300,9 @@ def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -
     finalize_model_grads(models, None, **groups)
 
 
-def _of_whole_batch(values: Tensor, micro: MicroBatch) -> Tensor:
-    """[N] from those of the rank's labels and of the other context-parallel ranks'."""
-    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, micro.labels, values)
+def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor:
+    """[N] from what this rank has at some places and the other context-parallel ranks at others."""
+    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, places, values)
     group = parallel_state.get_context_parallel_group()
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 

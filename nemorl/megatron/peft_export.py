@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from nemorl.config.policy import LoraConfig, PolicyConfig
-from nemorl.models.adapters import TrainedWeights, adapted_projections
+from nemorl.models.adapters import PEFT_PREFIX, TrainedWeights, adapted_projections, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.new_folder import begin_folder, complete_folder
 from nemorl.models.shape import ModelShape
@@ -26,10 +26,15 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
         )
-    shape = ModelShape.load(config.model_path)
+    shape = ModelShape.load(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
-    tensors = {name: saved.hf_tensor(name).to(dtype) for name in trained.tensors()}
+    adapters = adapter_tensors(shape, config.lora)
+    # A head is no adapter: PEFT keeps it whole.
+    tensors = {
+        name if name in adapters else PEFT_PREFIX + name: saved.hf_tensor(name).to(dtype)
+        for name in trained.tensors()
+    }
     folder = begin_folder(out)
     try:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -44,12 +49,13 @@ def _description(shape: ModelShape, config: PolicyConfig, lora: LoraConfig) -> d
     """PEFT's `LoraConfig`; what is left out has its default there."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if shape.head == "lm" else "SEQ_CLS",
         "base_model_name_or_path": str(config.model_path),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": list(adapted_projections(shape, lora)),
+        "modules_to_save": None if shape.head == "lm" else ["score"],
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -31,10 +31,10 @@ def run_training(
         micro, policy = next(batches), model.module
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            logprobs, entropy = policy.score(
+            outputs, entropy = policy.score(
                 hidden, micro, temperature=temperature, entropy=loss.needs_entropy
             )
-            output = loss(micro.batch, logprobs, entropy)
+            output = loss(micro.batch, outputs, entropy)
             # The count would divide the loss; see the module's docstring.
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
@@ -44,19 +44,22 @@ def run_training(
 
 
 @torch.no_grad()
-def run_logprobs(
+def run_outputs(
     chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor]:
-    """Logprobs [N] of each micro-batch on ranks of the last pipeline stage, nothing elsewhere."""
+    """What the head says of each micro-batch: logprobs [N], or values [N] of a scalar head.
+
+    On ranks of the last pipeline stage; nothing elsewhere.
+    """
 
     def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
         micro, policy = next(batches), model.module
 
-        def logprobs_of(hidden: Tensor, non_loss_data: bool) -> Tensor:
-            logprobs: Tensor = policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
-            return logprobs
+        def outputs_of(hidden: Tensor, non_loss_data: bool) -> Tensor:
+            outputs: Tensor = policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
+            return outputs
 
-        return model(micro), logprobs_of
+        return model(micro), outputs_of
 
     return _run(chunks, forward_step, micro_batches, forward_only=True)
 

@@ -13,6 +13,14 @@ class LogprobStats:
 
 
 @dataclass(frozen=True)
+class ValueStats:
+    """A critic's values of the tokens of the loss mask, over the whole batch of the policy."""
+
+    mean: float
+    num_tokens: int  # of the loss mask
+
+
+@dataclass(frozen=True)
 class TrainStats:
     """One optimizer step; equal on all ranks."""
 

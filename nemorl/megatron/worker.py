@@ -19,7 +19,7 @@ from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
-from nemorl.models.layout import chunk_prefix, policy_rank, policy_slices
+from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape, Rope
@@ -36,8 +36,8 @@ from .model import PolicyModel, build_model
 from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
 from .reference import ReferenceWeights
-from .schedule import run_logprobs, run_training
-from .stats import LogprobStats, TrainStats
+from .schedule import run_outputs, run_training
+from .stats import LogprobStats, TrainStats, ValueStats
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,7 @@ class PolicyWorker:
         self._device = select_device(device, rank)
         self._temperature = temperature
         self._keep_reference = keep_reference
-        self._seed = seed  # of adapters and heads that no folder holds
-        self._shape = ModelShape.load(config.model_path)
+        self._shape = ModelShape.load(config.model_path, config.head)
         self._installed = Installed.find()
         self._kernels = choose(
             config.kernels,
@@ -79,6 +78,7 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
+        self._seed = seed  # of adapters and heads that no folder holds
         parallel.join(
             config.layout,
             rank=rank,
@@ -117,7 +117,11 @@ class PolicyWorker:
         A resumed run calls this first, for the reference and for weights that are frozen, and then
         `load_checkpoint`. Adapters are drawn anew, and without them the model is its own reference.
         """
-        HfFolder(folder).load_into(self.parameters(), self.slices())
+        weights = HfFolder(folder)
+        there = weights.names()
+        # A scalar head that the folder lacks, as a language model's does, begins at zero.
+        parts = [s for s in self.slices() if s.param != SCALAR_HEAD.param or s.name in there]
+        weights.load_into(self.parameters(), parts)
         if self._adapters is not None:
             self._adapters.draw(self.parameters(), self._seed)
         self.optimizer.weights_changed()
@@ -158,6 +162,7 @@ class PolicyWorker:
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
         self._offload.require_back()
+        self._require_head("lm", "compute_logprobs")
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         if reference:
@@ -172,12 +177,28 @@ class PolicyWorker:
         self._batch = batch
         return self._gap(batch, batch.old_logprobs if old else None)
 
+    def compute_values(self, micro_batches: list[list[int]]) -> ValueStats:
+        """Fill `values` of these sequences: what the scalar head says after each token."""
+        self._offload.require_back()
+        self._require_head("scalar", "compute_values")
+        made = [self._maker.make(self.batch, sequences) for sequences in micro_batches]
+        everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
+        values = self._outputs(self.batch, made, everywhere)
+        self._batch = replace(self.batch, values=values)
+        mask = self.batch.loss_mask
+        sums = torch.stack((values[mask].double().sum(), mask.sum().double())).to(self._device)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        total, count = sums.tolist()
+        return ValueStats(total / max(count, 1.0), int(count))
+
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
         self._offload.require_back()
         batch = self.batch
         made = [self._maker.make(batch, sequences) for sequences in micro_batches]
         self.optimizer.zero_grad()
+        if loss.needs_entropy:
+            self._require_head("lm", "a loss that needs the entropy")
         outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
         sums, maxima = global_figures(outputs, self._device)
@@ -253,15 +274,24 @@ class PolicyWorker:
 
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
         """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
+        return self._outputs(batch, made, [micro.scored for micro in made])
+
+    def _outputs(self, batch: PackedBatch, made: list[MicroBatch], wanted: list[Tensor]) -> Tensor:
+        """What the head gives [N], on the CPU, at the wanted places of each micro-batch; 0 elsewhere."""
         values = torch.zeros(batch.num_tokens)
-        outputs = run_logprobs(self._chunks, made, self._temperature)
-        scored = [micro.places[micro.scored.cpu()] for micro in made]
-        count = sum(len(places) for places in scored)
-        flat = torch.zeros(count, device=self._device)
+        outputs = run_outputs(self._chunks, made, self._temperature)
+        places = [micro.places[mine.cpu()] for micro, mine in zip(made, wanted, strict=True)]
+        flat = torch.zeros(sum(map(len, places)), device=self._device)
         if outputs:
-            flat = torch.cat([out[micro.scored] for out, micro in zip(outputs, made, strict=True)])
-        values[torch.cat(scored)] = from_last_stage(flat).cpu()
+            flat = torch.cat([out[mine] for out, mine in zip(outputs, wanted, strict=True)])
+        values[torch.cat(places)] = from_last_stage(flat).cpu()
         return values
+
+    def _require_head(self, head: str, method: str) -> None:
+        if self._shape.head != head:
+            raise RuntimeError(
+                f"{method} wants a model with policy.head {head!r}, and this one has {self._shape.head!r}"
+            )
 
     def _gap(self, batch: PackedBatch, trainer: Tensor | None) -> LogprobStats:
         gaps = torch.zeros(0)

@@ -12,11 +12,11 @@ from typing import get_args
 from nemorl.config.policy import LoraConfig, Projection
 
 from .family import Dim, HfTensor, Split, WeightRule
-from .layout import PolicyRank, slices_of, tensors_of, weight_rules
+from .layout import SCALAR_HEAD, PolicyRank, slices_of, tensors_of, weight_rules
 from .shape import ModelShape
 from .slices import TensorSlice
 
-_PEFT = "base_model.model."  # before the names of PEFT's files
+PEFT_PREFIX = "base_model.model."  # before the names of PEFT's files
 _PROJECTIONS: tuple[str, ...] = get_args(Projection)
 
 
@@ -52,7 +52,7 @@ class AdapterNames:
 
 def peft_names(matrix: str) -> AdapterNames:
     """In PEFT's files, the pair of an HF matrix such as `model.layers.0.self_attn.q_proj.weight`."""
-    module = _PEFT + matrix.removesuffix(".weight")
+    module = PEFT_PREFIX + matrix.removesuffix(".weight")
     return AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
 
 
@@ -64,25 +64,28 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """What of a model learns and is therefore in its checkpoints: all but buffers, or adapters alone."""
+    """What of a model learns and is therefore in its checkpoints: all but buffers, or adapters.
+
+    A scalar head learns with the adapters: nobody has trained it before.
+    """
 
     shape: ModelShape
     lora: LoraConfig | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names (Hugging Face's, and PEFT's for adapters) and shapes of the whole tensors."""
-        if self.lora is None:
-            return tensors_of(self._rules(), self.shape)
-        return adapter_tensors(self.shape, self.lora)
+        return tensors_of(*self._rules_and_shape())
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:
         """What one rank holds of them."""
-        if self.lora is None:
-            return slices_of(self._rules(), self.shape, rank)
-        return adapter_slices(self.shape, self.lora, rank)
+        return slices_of(*self._rules_and_shape(), rank)
 
-    def _rules(self) -> tuple[WeightRule, ...]:
-        return tuple(rule for rule in weight_rules(self.shape) if rule.learns)
+    def _rules_and_shape(self) -> tuple[tuple[WeightRule, ...], ModelShape]:
+        rules = weight_rules(self.shape)
+        if self.lora is None:
+            return tuple(rule for rule in rules if rule.learns), self.shape
+        adapters, shape = _rules_and_shape(self.shape, self.lora)
+        return (*adapters, *(rule for rule in rules if rule == SCALAR_HEAD)), shape
 
 
 def projection_of(matrix: str) -> str:

@@ -102,3 +102,8 @@ class ModelFamily:
     architectures: tuple[str, ...]  # of config.json
     read: Callable[[HfConfig], ModelShape]  # raises UnsupportedModel naming the field that is the reason
     weights: Callable[[ModelShape], tuple[WeightRule, ...]]  # the parameters that a model has
+    classifier: str | None = None  # transformers' class with a scalar head, where its name is not the usual
+
+    def scalar_architecture(self) -> str:
+        """transformers' class of the same model with a head of classes, or of one number."""
+        return self.classifier or self.architectures[0].replace("ForCausalLM", "ForSequenceClassification")

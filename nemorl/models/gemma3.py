@@ -79,4 +79,10 @@ def _ropes(config: HfConfig) -> tuple[Rope, Rope]:
     return config.rope_from("rope_scaling", scaled), Rope(float(config.get("rope_local_base_freq", 1e4)))
 
 
-GEMMA3 = ModelFamily("gemma3", ("Gemma3ForCausalLM",), _read, lambda shape: _WEIGHTS)
+GEMMA3 = ModelFamily(
+    "gemma3",
+    ("Gemma3ForCausalLM",),
+    _read,
+    lambda shape: _WEIGHTS,
+    classifier="Gemma3TextForSequenceClassification",
+)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +17,7 @@ from .hf_folder import INDEX_FILE, SINGLE_FILE
 from .json_object import read_json_object
 from .layout import hf_tensors
 from .new_folder import begin_folder, complete_folder
+from .registry import family_of
 from .shape import ModelShape
 
 # What makes a folder of weights a model that people can talk to.
@@ -38,16 +40,26 @@ _SHARD_BYTES = 5_000_000_000
 class HfFolderWriter:
     """Writes whole HF tensors, and config.json and tokenizer files copied from the folder `source`.
 
+    With a scalar `head` it is transformers' sequence classification with one label.
+
     A context manager: the folder `out` appears when the block ends without an exception and every tensor of
     the model was added. Keeps at most one file (5 GB) of tensors in memory. Raises FileExistsError where
     `out` exists, and `BrokenModelFolder` naming tensors that are missing, unknown or of the wrong shape.
     """
 
-    def __init__(self, out: str | Path, source: str | Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        out: str | Path,
+        source: str | Path,
+        *,
+        head: Literal["lm", "scalar"] = "lm",
+        shard_bytes: int = _SHARD_BYTES,
+    ) -> None:
         self.out = Path(out)
         self.source = Path(source)
         self._shard_bytes = shard_bytes
-        self._missing = hf_tensors(ModelShape.load(self.source))
+        self._shape = ModelShape.load(self.source, head)
+        self._missing = hf_tensors(self._shape)
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []  # names of the tensors in each file
         self._bytes = 0
@@ -124,6 +136,9 @@ class HfFolderWriter:
         config = read_json_object(self.source / "config.json")
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
+        if self._shape.head == "scalar":
+            config["architectures"] = [family_of(self._shape).scalar_architecture()]
+            config |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}  # their number is `num_labels`
         _write_json(self._folder / "config.json", config)
         for name in COMPANION_FILES:
             if (self.source / name).exists():

@@ -17,6 +17,13 @@ from .slices import TensorSlice
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+# transformers' sequence classification with one label
+SCALAR_HEAD = WeightRule(
+    "scalar_head.weight",
+    (HfTensor("score.weight", (Dim.ONE, Dim.HIDDEN)),),
+    Split.REPLICATED,
+    Stage.LAST,
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,11 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
-    """The parameters of a model, as its family declares them."""
-    return family_of(shape).weights(shape)
+    """The parameters of a model, as its family declares them, with the head that it has."""
+    rules = family_of(shape).weights(shape)
+    if shape.head == "lm":
+        return rules
+    return tuple(SCALAR_HEAD if rule.tensors[0].name == _HEAD else rule for rule in rules)
 
 
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -37,10 +37,20 @@ def family_of(shape: ModelShape) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == shape.family)
 
 
-def family_of_architecture(architecture: str, source: str) -> ModelFamily:
-    """The family of an architecture named in config.json; `source` is the file, for the message."""
+def family_of_architecture(architecture: str, source: str, *, scalar: bool = False) -> ModelFamily:
+    """The family of an architecture named in config.json; `source` is the file, for the message.
+
+    For a model with a `scalar` head a classifier will do as well.
+    """
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+        if architecture == family.scalar_architecture():
+            if scalar:
+                return family
+            raise UnsupportedModel(
+                f"{source}: architectures names {architecture!r}, which has no head for the vocabulary: "
+                "it can be a critic or reward model, with head 'scalar'"
+            )
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModel(f"{source}: architectures names {architecture!r}; supported are {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,11 +112,12 @@ class ModelShape:
     embedding_scale: float | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    head: Literal["lm", "scalar"] = "lm"
     adapter_rank: int = 0  # of the adapters beside the matrices; 0 for none
 
     @classmethod
-    def load(cls, folder: str | Path) -> ModelShape:
-        """Read `config.json` of a folder.
+    def load(cls, folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
+        """Read `config.json` of a folder; a scalar head may take the place of the vocabulary's.
 
         Raises `UnsupportedModel` naming the field that is the reason, and `BrokenModelFolder` where the file
         is missing or not a model's.
@@ -128,16 +129,19 @@ class ModelShape:
         eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
         if eos is not None:
             config = {**config, "eos_token_id": eos}
-        return cls.from_config(config, str(source))
+        return cls.from_config(config, str(source), head)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], source: str) -> ModelShape:
+    def from_config(
+        cls, config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
+    ) -> ModelShape:
         """The same from the fields of a config.json; `source` names it in messages."""
         from .hf_config import HfConfig  # families build shapes, so they are loaded after this module
         from .registry import family_of_architecture
 
         architectures = config.get("architectures") or ["(none)"]
-        return family_of_architecture(architectures[0], source).read(HfConfig(config, source))
+        family = family_of_architecture(architectures[0], source, scalar=head == "scalar")
+        return replace(family.read(HfConfig(config, source)), head=head)
 
     @property
     def rotary_dim(self) -> int:

@@ -33,7 +33,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     """Look at the model folder, the files and the machine; `training=False` plans an evaluation."""
     violations = list(file_violations(experiment))
     try:
-        shape = ModelShape.load(experiment.policy.model_path)
+        shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
         violations.append(_model_violation(experiment, str(error)))
         return Plan((), tuple(violations))

@@ -23,7 +23,7 @@ class Policy:
         self.group = group
         self._config = experiment.policy
         self._deadlines = experiment.cluster.deadlines
-        self._hidden_size = ModelShape.load(self._config.model_path).hidden_size
+        self._hidden_size = ModelShape.load(self._config.model_path, self._config.head).hidden_size
         self._plan: BatchPlan | None = None
         self._lengths: list[int] = []  # tokens of the loaded sequences
 

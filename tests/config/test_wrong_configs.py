@@ -419,6 +419,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "a.jsonl",
         "training reads the same file",
     ),
+    "a policy that says numbers": (
+        ["policy.head=scalar"],
+        "policy.head",
+        "scalar",
+        "set it to lm",
+    ),
     "idle interleaved stages": (
         [
             "policy.layout.pipeline_parallel_size=4",

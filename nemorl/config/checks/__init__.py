@@ -25,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     lengths.turn_fits_sequence,
     lengths.cache_holds_sequence,
     lengths.micro_batch_holds_sequence,
+    sampling.policy_has_a_vocabulary,
     sampling.training_explores,
     sampling.training_is_unfiltered,
     sampling.greedy_samples_once,
