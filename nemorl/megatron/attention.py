@@ -92,8 +92,8 @@ class PackedAttention(torch.nn.Module):
             rows = layout.kernel_rows
             if layout.kernel_keys is not None:
                 key, value = (x.index_select(0, layout.kernel_keys) for x in (key, value))
+            assert rows is not None, "rows come with a kernel"
             if sinks is not None:
-                assert rows is not None, "rows come with a kernel"
                 return attend(PackedKernel(rows, scale, window), query, key, value, sinks)
             return layout.kernel(query, key, value, rows, scale, window)
         parts = [
@@ -122,7 +122,7 @@ def _dense_attention(
 ) -> Tensor:
     """Attention of one bucket -> [its tokens, heads, dim]."""
     q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
-    parts = []
+    parts: list[Tensor] = []
     for span in bucket.spans:
         queries = q[:, :, span.first : span.first + span.length]
         parts += _span_attention(queries, k, v, span, scale, window, sinks)

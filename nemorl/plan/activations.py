@@ -58,7 +58,7 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
     layout = policy.layout
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
     norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 4)  # inputs, and outputs
-    attention = _attention(shape, again="core_attn" in left_out) // layout.tensor_parallel_size
+    attention = _attention(shape, layout, again="core_attn" in left_out) // layout.tensor_parallel_size
     moe = shape.moe
     if moe is None or not with_experts:
         mlp = 0 if "mlp" in left_out else 3 * shape.ffn_hidden_size // layout.tensor_parallel_size
@@ -74,8 +74,11 @@ def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
 
-def _attention(shape: ModelShape, *, again: bool) -> int:
-    """Queries, keys and values, the first two also before their rotation, and what comes out."""
+def _attention(shape: ModelShape, layout: LayoutConfig, *, again: bool) -> int:
+    """Queries, keys and values, the first two also before their rotation, and what comes out.
+
+    Under context parallelism keys and values of all ranks are collected.
+    """
     if shape.mla is None:
         query = output = shape.num_attention_heads * shape.head_dim
         key = value = shape.num_key_value_heads * shape.head_dim
@@ -85,7 +88,8 @@ def _attention(shape: ModelShape, *, again: bool) -> int:
         output = value = shape.num_attention_heads * shape.mla.value_dim
         latents = 2 * ((shape.mla.query_rank or 0) + shape.mla.key_value_rank)
     before = latents + query + key + value + output
-    return before if again else before + query + key
+    others = (key + value) * (layout.context_parallel_size - 1)
+    return before if again else before + query + key + others
 
 
 def _experts(shape: ModelShape, moe: MoeShape, layout: LayoutConfig) -> int:
