@@ -171,6 +171,7 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
             "length": work.lengths[0],
             "tokens": work.num_tokens,
             "seconds": statistics.median(f.span.seconds for f in seen),
+            "cpu_seconds": statistics.median(f.span.cpu_seconds for f in seen),
             "tokens_per_second": work.num_tokens / statistics.median(f.span.seconds for f in seen),
             "work_bytes": max(f.memory.work_bytes for f in seen),
             "peak_bytes": max(f.memory.peak_bytes for f in seen),
@@ -180,12 +181,14 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
     ]
     tokens = [point["tokens"] for point in points]
     exponents = {
-        what: growth(tokens, [point[what] for point in points]) for what in ("seconds", "work_bytes", "flops")
+        what: growth(tokens, [point[what] for point in points])
+        for what in ("seconds", "cpu_seconds", "work_bytes", "flops")
     }
     console.print(
         table_of(
             f"{title}: as tokens to the power of {exponents['seconds']:.2f} in seconds, "
-            f"{exponents['flops']:.2f} in operations, {exponents['work_bytes']:.2f} in memory of the step",
+            f"{exponents['cpu_seconds']:.2f} in CPU seconds, {exponents['flops']:.2f} in operations, "
+            f"{exponents['work_bytes']:.2f} in memory of the step",
             [
                 {
                     "sequences": point["sequences"],
@@ -199,7 +202,9 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
             ],
         )
     )
-    return {"points": points, "exponents_over_tokens": exponents}
+    (first, *_, last) = points
+    added = (last["work_bytes"] - first["work_bytes"]) / (last["tokens"] - first["tokens"])
+    return {"points": points, "exponents_over_tokens": exponents, "work_bytes_of_another_token": added}
 
 
 def random_model(folder: Path, layers: int) -> None:
