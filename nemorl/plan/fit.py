@@ -90,11 +90,12 @@ def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[V
 
 
 def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
-    """The embedded engine is a plain dense decoder."""
+    """The embedded engine is a plain dense decoder; a window that no sequence fills is none."""
+    length = experiment.policy.max_sequence_length
     beyond = {
         "experts": shape.moe,
         "latent attention (MLA)": shape.mla,
-        "sliding windows": shape.windows,
+        "sliding windows": any(window is not None and window < length for window in shape.windows),
         "attention sinks": shape.sinks,
         "norms after attention and MLP": shape.post_norms,
         f"the activation {shape.activation!r}": shape.activation != "silu",

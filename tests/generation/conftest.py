@@ -17,7 +17,7 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-FAMILIES = ("llama", "llama-untied-scaled", "qwen2", "qwen3")
+FAMILIES = ("llama", "llama-untied-scaled", "mistral-yarn", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +27,7 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def hf_models(tmp_path_factory):
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     scaling = {
         "rope_type": "llama3",
@@ -37,9 +37,17 @@ def hf_models(tmp_path_factory):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     configs = {
         "llama": LlamaConfig(**COMMON, tie_word_embeddings=True),
         "llama-untied-scaled": LlamaConfig(**COMMON, tie_word_embeddings=False, rope_parameters=scaling),
+        # A window that no text of these tests fills.
+        "mistral-yarn": MistralConfig(**COMMON, sliding_window=256, rope_parameters=yarn),
         "qwen2": Qwen2Config(**COMMON, tie_word_embeddings=True),
         "qwen3": Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=False),
     }

@@ -138,6 +138,17 @@ def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> 
     assert "FalconForCausalLM" in violation.mend
 
 
+def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    folder = write_model(tmp_path / "mistral", **mistral)
+    experiment = [f"policy.model_path={folder}", "policy.micro_batch_tokens=1024"]
+
+    assert plan_run(configure(*experiment, "policy.max_sequence_length=512"), ROOMY).violations == ()
+    violation = only_violation(configure, *experiment, "policy.max_sequence_length=513")
+    assert (violation.field, violation.value) == ("generation.backend", "torch")
+    assert "Llama-like models only, and this one has sliding windows" in violation.mend
+
+
 def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
     (model / "model.safetensors").unlink()
 
