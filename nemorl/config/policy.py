@@ -19,7 +19,7 @@ class LayoutConfig(Config):
     """How the policy is spread over processes; `world_size` is their number."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """Processes that share every matrix (TP). Divides the attention heads and the key-value heads."""
+    """Processes that share every matrix (TP). Divides the attention heads."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions by tokens (SP). Wants TP of 2 or more."""
     pipeline_parallel_size: int = Field(1, ge=1)

@@ -243,15 +243,22 @@ def _rule_slices(
 def _interleaved(
     parts: list[_Part], param: str, tp_rank: int, tp_size: int, groups: int
 ) -> Iterator[TensorSlice]:
-    """Rows cut into equal groups, a run of groups per rank; in each group the tensors follow one another."""
-    local_groups = groups // tp_size
-    offset = 0
-    for group in range(tp_rank * local_groups, (tp_rank + 1) * local_groups):
+    """Rows cut into equal groups, in each of which the tensors follow one another; each rank has a run.
+
+    Where there are fewer groups than ranks, a group's rows go to several of them.
+    """
+    share = sum(part.extents[0] for part in parts) // tp_size
+    first, last = tp_rank * share, (tp_rank + 1) * share
+    place, offset = 0, 0
+    for group in range(groups):
         for part in parts:
             rows = part.extents[0] // groups
-            box = part.box(group * rows, rows, param, offset)
-            offset += box.num_elements
-            yield box
+            begin, end = max(first, place), min(last, place + rows)
+            if begin < end:
+                box = part.box(group * rows + begin - place, end - begin, param, offset)
+                offset += box.num_elements
+                yield box
+            place += rows
 
 
 def _unmerged(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:

@@ -16,10 +16,20 @@ _LAYOUT = "policy.layout"
 
 
 def layout_violations(
-    shape: ModelShape, layout: LayoutConfig, device: Literal["cpu", "cuda"]
+    shape: ModelShape,
+    layout: LayoutConfig,
+    device: Literal["cpu", "cuda"],
+    *,
+    adapters: bool = False,
 ) -> Iterator[Violation]:
-    """Everything that speaks against a layout of a model on a device."""
+    """Everything that speaks against a layout of a model on a device; `adapters` are LoRA's."""
     yield from division_violations(shape, layout)
+    if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
+        mend = (
+            f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters want them "
+            "whole: lower this, or set policy.lora to null"
+        )
+        yield _violation(layout, "tensor_parallel_size", mend)
     if layout.sequence_parallel and layout.tensor_parallel_size == 1:
         mend = "activations are split over tensor-parallel processes, and there is one: set this to false"
         yield _violation(layout, "sequence_parallel", mend)
@@ -32,7 +42,7 @@ def layout_violations(
 def division_violations(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
     """What keeps a layout from dividing the model's weights among its ranks."""
     yield from _divides(layout, "tensor_parallel_size", "attention heads", shape.num_attention_heads)
-    yield from _divides(layout, "tensor_parallel_size", "key-value heads", shape.num_key_value_heads)
+    yield from _key_value_heads_divide(shape, layout)
     if not all(shape.is_moe(layer) for layer in range(shape.num_layers)):
         yield from _divides(layout, "tensor_parallel_size", "columns of the MLP", shape.ffn_hidden_size)
     if shape.mla is not None:
@@ -116,6 +126,14 @@ def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violati
         if sizes:
             mend = f"it must divide the {' and the '.join(map(str, sizes))} layers of every stage"
             yield _violation(layout, "virtual_pipeline_parallel_size", mend)
+
+
+def _key_value_heads_divide(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
+    """Ranks have whole heads, or several ranks have one together."""
+    heads, size = shape.num_key_value_heads, layout.tensor_parallel_size
+    if heads % size and size % heads:
+        mend = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
+        yield _violation(layout, "tensor_parallel_size", mend)
 
 
 def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Violation]:

@@ -62,7 +62,8 @@ def _model_violation(experiment: Experiment, problem: str) -> Violation:
 def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
     policy = experiment.policy
     device: Literal["cpu", "cuda"] = "cuda" if experiment.cluster.gpus_per_node else "cpu"
-    found = list(layout_violations(shape, policy.layout, device))
+    adapters = policy.lora is not None
+    found = list(layout_violations(shape, policy.layout, device, adapters=adapters))
     yield from found or recompute_violations(shape, policy.layout, policy.recompute)
 
 

@@ -84,7 +84,7 @@ def _with_experts(shape: ModelShape, layout: LayoutConfig) -> Iterator[LayoutCon
 def _is_valid(experiment: Experiment, shape: ModelShape, layout: LayoutConfig) -> bool:
     policy, algorithm = _laid_out(experiment, layout).policy, experiment.algorithm
     return not (
-        any(layout_violations(shape, layout, "cuda"))
+        any(layout_violations(shape, layout, "cuda", adapters=policy.lora is not None))
         or any(recompute_violations(shape, layout, policy.recompute))
         or any(data_parallel_divides(policy, algorithm))
         or any(interleaved_stages_have_work(policy, algorithm))

@@ -94,6 +94,10 @@ def random_model(family: str) -> PreTrainedModel:
                 if name.endswith("bias"):  # zero in a fresh model
                     torch.nn.init.normal_(parameter)
             return model
+        case "qwen3-two-groups":
+            return _with_random_norms(
+                Qwen3ForCausalLM(Qwen3Config(**(common | {"num_key_value_heads": 2}), head_dim=16))
+            )
         case "mistral":
             return MistralForCausalLM(MistralConfig(**common, sliding_window=6))
         case "gemma3":

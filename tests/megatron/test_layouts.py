@@ -50,6 +50,13 @@ def test_windows_sinks_and_experts_under_context_parallelism(run, family):
         assert_same_course(life, alone)
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_more_ranks_than_key_value_heads(run, sp):
+    (alone,) = run("qwen3-two-groups", layout(), 8)
+    for life in run("qwen3-two-groups", layout(tp=4, sp=sp), 3):
+        assert_same_course(life, alone)
+
+
 SELECTIVE = SelectiveRecompute(name="selective", modules=("core_attn", "layernorm", "mlp"))
 RECOMPUTATIONS = {
     "full": (layout(), FullRecompute(name="full")),

@@ -50,8 +50,8 @@ def empty_parameters(shape: ModelShape, rank: PolicyRank) -> dict[str, Tensor]:
 
 
 def _attention(shape: ModelShape, tp_size: int) -> Extents:
-    heads, kv_heads = shape.num_attention_heads // tp_size, shape.num_key_value_heads // tp_size
-    rows = (heads + 2 * kv_heads) * shape.head_dim
+    heads = shape.num_attention_heads // tp_size
+    rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim // tp_size
     shapes: Extents = {
         "linear_qkv.weight": (rows, shape.hidden_size),
         "linear_proj.weight": (shape.hidden_size, heads * shape.head_dim),

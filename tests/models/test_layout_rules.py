@@ -40,7 +40,12 @@ def layout(**sizes: int | bool | None) -> LayoutConfig:
     ("shape", "sizes", "field", "mend"),
     [
         (DENSE, {"tensor_parallel_size": 3}, "tensor_parallel_size", "8 attention heads: 1, 2, 4, 8 do"),
-        (DENSE, {"tensor_parallel_size": 8}, "tensor_parallel_size", "4 key-value heads: 1, 2, 4 do"),
+        (
+            replace(DENSE, num_attention_heads=12),
+            {"tensor_parallel_size": 6},
+            "tensor_parallel_size",
+            "4 key-value heads, or be a multiple",
+        ),
         (
             replace(DENSE, ffn_hidden_size=98),
             {"tensor_parallel_size": 4},
@@ -142,6 +147,13 @@ def test_a_rule_names_field_and_mend(
 )
 def test_what_can_run_is_let_through(shape: ModelShape, sizes: dict[str, int | bool]) -> None:
     assert list(layout_violations(shape, layout(**sizes), "cpu")) == []
+
+
+def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
+    wanted = layout(tensor_parallel_size=8)
+    assert list(layout_violations(DENSE, wanted, "cpu")) == []
+    (violation,) = layout_violations(DENSE, wanted, "cpu", adapters=True)
+    assert "adapters want them whole" in violation.mend
 
 
 def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:

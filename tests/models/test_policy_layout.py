@@ -13,7 +13,7 @@ from nemorl.models.local_view import local_view
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 1, 2), (2, 2, 4)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (8, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 4)]
 
 
 def layout(tp_size: int = 1, pp_size: int = 1) -> LayoutConfig:
@@ -108,7 +108,7 @@ def test_the_last_stage_holds_the_head_or_a_copy_of_the_embedding(tiny: TinyMode
     ("rank", "message"),
     [
         (PolicyRank(layout(3)), "tensor_parallel_size is 3: it must divide the model's 8 attention heads"),
-        (PolicyRank(layout(8)), "tensor_parallel_size is 8: it must divide the model's 4 key-value heads"),
+        (PolicyRank(layout(16)), "tensor_parallel_size is 16: it must divide the model's 8 attention heads"),
         (PolicyRank(layout(pp_size=3)), "pipeline_parallel_size is 3: it must divide the model's 4 layers"),
     ],
 )

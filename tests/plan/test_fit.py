@@ -36,10 +36,10 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
     ("overrides", "field", "value", "mend"),
     [
         (
-            ["policy.layout.tensor_parallel_size=8"],
+            ["policy.layout.tensor_parallel_size=16"],
             "policy.layout.tensor_parallel_size",
-            8,
-            "it must divide the model's 4 key-value heads: 1, 2, 4 do",
+            16,
+            "it must divide the model's 8 attention heads: 1, 2, 4, 8 do",
         ),
         (
             ["policy.layout.pipeline_parallel_size=4"],
