@@ -122,7 +122,7 @@ class Adapters:
 
     def __init__(self, shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> None:
         self.slices = adapter_slices(shape, lora, rank)
-        self._scale = lora.scale
+        self._lora = lora
         self._sequence_parallel = rank.layout.sequence_parallel
         self._weights = _adapted_weights(policy_slices(shape, rank), self.slices)
         self._branches: list[AdapterBranch] = []
@@ -139,6 +139,11 @@ class Adapters:
                 linear.lora = self._branch(matrices, linear.weight)
                 linear.register_forward_hook(_add_branch)
                 self._branches.append(linear.lora)
+
+    def described(self) -> dict[str, str]:
+        """For the head of a run's log."""
+        targets = ", ".join(dict.fromkeys(m.projection for ms in self._weights.values() for m in ms if m.a))
+        return {"adapters": f"rank {self._lora.rank}, alpha {self._lora.alpha:g}, on {targets}"}
 
     def draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
         """The first values, as PEFT's: A uniform as Kaiming has it for leaky ReLUs of slope sqrt(5), B zero.
@@ -168,7 +173,7 @@ class Adapters:
 
     def merged(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters with the adapters added to the weights, computed when one is asked for."""
-        return _Merged(parameters, self._weights, self._scale)
+        return _Merged(parameters, self._weights, self._lora.scale)
 
     def _branch(self, matrices: Sequence[_Matrix], weight: Tensor) -> AdapterBranch:
         pairs = {m.projection: (m.a, m.b) for m in matrices}
@@ -177,7 +182,7 @@ class Adapters:
             {name: Adapter(a, b, weight) for name, (a, b) in pairs.items() if a and b},
             {m.projection: m.part.size[0] for m in matrices},
             groups=len(matrices) // len(pairs),
-            scale=self._scale,
+            scale=self._lora.scale,
             sums_input=columns.size != columns.shape,
             sequence_parallel=self._sequence_parallel,
         )

@@ -71,7 +71,7 @@ class PolicyModel(GPTModel):
         self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
         self.scalar_head: ScalarHead | None = None
         if shape.head == "scalar" and self.post_process:
-            self.output_layer = None
+            del self.output_layer
             self.scalar_head = ScalarHead(config)
         self._mark_sharded_weights()
         self._clear_padding_rows()

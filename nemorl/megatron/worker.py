@@ -106,6 +106,8 @@ class PolicyWorker:
             "backend": dist.get_backend(),
             "precision": self._config.precision,
             "layout": self._config.layout.name,
+            **({"head": "scalar"} if self._shape.head == "scalar" else {}),
+            **(self._adapters.described() if self._adapters else {}),
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind),

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-# Elements of the product that exist at one time; 4 MB stay in the caches of a CPU.
-_CHUNK_ELEMENTS = 2**20
+# So many elements of the product exist at one time: 1 MB stays in a CPU's caches, which doubles the speed; of
+# a large matrix a share, so that a GPU does not wait for thousands of small kernels.
+_CHUNK_ELEMENTS, _CHUNKS = 2**18, 16
 
 
 @torch.no_grad()
@@ -15,8 +16,9 @@ def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     part of a matrix, on whatever device, gets the same bits as those who merge all of it.
     """
     a, b = a.float(), b.float()
-    for rows in torch.arange(weight.shape[0]).split(max(1, _CHUNK_ELEMENTS // weight.shape[1])):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    rows = max(1, max(_CHUNK_ELEMENTS, weight.numel() // _CHUNKS) // weight.shape[1])
+    for first in range(0, weight.shape[0], rows):
+        part = slice(first, min(first + rows, weight.shape[0]))
         delta = torch.zeros_like(weight[part], dtype=torch.float32, memory_format=torch.contiguous_format)
         product = torch.empty_like(delta)
         for k in range(a.shape[0]):

@@ -15,8 +15,11 @@ from nemorl.megatron.peft_export import export_adapter
 from nemorl.models.adapters import TrainedWeights, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.layout import PolicyRank, policy_slices
 from nemorl.models.local_view import local_view
+from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
+from nemorl.weights.plan import plan_transfers
 from tests.megatron.cases import LOSS, live, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model, reference_logprobs
 
@@ -315,3 +318,24 @@ def test_exports_and_checkpoints_of_another_kind_are_refused(saved, tmp_path):
     for lora in (None, ALL):
         with pytest.raises(UnfitCheckpoint, match=r"with policy.lora as it is"):
             SavedState(folder, TrainedWeights(shape, lora))
+
+
+def test_each_weight_is_merged_once_for_a_refit(worker, monkeypatch):
+    """Slices of one weight are asked for in a row, and one merged weight exists at a time."""
+    policy = worker("qwen3", ALL)
+    merges = []
+    counted = "nemorl.megatron.lora.merge_adapter"
+    monkeypatch.setattr(counted, lambda *args: (merges.append(1), merge_adapter(*args)))
+    merged = policy.merged_parameters()
+    engine = policy_slices(policy._shape, PolicyRank())
+    plan = plan_transfers([policy.slices()], [engine], itemsize=4, bucket_bytes=10_000)
+    for bucket in plan.sender_part(0):
+        for part in bucket.slices:
+            local_view(merged, part)
+    groups = policy._shape.num_key_value_heads  # of rows of q, k and v that lie in turns
+    assert len(merges) == 4 * (3 * groups + 1 + 2 + 1)  # qkv, o; gate and up, down: in 4 layers
+
+
+def test_the_header_names_the_adapters(worker):
+    header = worker("llama-tied", SOME).header()
+    assert header["adapters"] == "rank 3, alpha 3, on q_proj, v_proj, up_proj, down_proj"
