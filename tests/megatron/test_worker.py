@@ -196,11 +196,13 @@ def test_header_names_what_is_in_use(worker):
     assert header["device"] == "cpu"
     assert header["backend"] == "gloo"
     assert header["layout"] == "one process"
-    assert header["attention"] == "torch scaled_dot_product_attention in buckets"
-    assert set(header) >= {"flash_attn", "transformer_engine", "apex", "threads", "precision", "torch"}
+    assert header["attention kernel"] == "torch scaled_dot_product_attention in buckets"
+    assert header["layer kernels"] == "megatron-core local"
+    assert set(header) >= {"activation kernel", "optimizer kernel", "threads", "precision", "torch"}
 
 
 def test_a_wrong_number_of_processes_is_refused(pool, model):
     config = policy_config(model("llama")[1], layout=layout(tp=2, dp=2))
-    with pytest.raises(AssertionError, match=r"wants 4 processes \(2 TP x 1 PP x 2 DP\) but 2 were started"):
+    wanted = r"wants 4 processes \(2 TP x 1 PP x 1 CP x 2 DP\) but 2 were started"
+    with pytest.raises(AssertionError, match=wanted):
         pool.run(2, learn_by_heart, config)
