@@ -64,7 +64,9 @@ class Bookkeeper:
     def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         """Gradient norm, rate, skipped updates and tokens of a step's updates."""
         self._skipped += sum(u.skipped for u in updates)
+        loads = [u.experts.figures() for u in updates if u.experts is not None]
         return {
+            **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
             "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
             "lr": updates[-1].lr,
             "skipped_updates": float(self._skipped),

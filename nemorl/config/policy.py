@@ -189,6 +189,22 @@ class OffloadConfig(Config):
     """Free the gradients, and move the optimizer's state to host memory."""
 
 
+class MoeConfig(Config):
+    """Experts in reinforcement learning; for models that have any."""
+
+    freeze_router: bool = False
+    """Leave the router's weights as they are; everything else learns."""
+    load_balancing_loss_coefficient: float = Field(0.0, ge=0)
+    """Of the sequence-wise balance loss of every layer (arXiv 2412.19437, equation 17), averaged over the
+    sequences of an optimizer step; 0 leaves it out."""
+    router_replay: bool = False
+    """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the
+    generation back end returns them."""
+    expert_bias_update_rate: float = Field(0.0, ge=0)
+    """By how much a step changes the bias that evens out the choice of experts (DeepSeek-V3's routers have
+    one); 0 leaves it as it is, so that engine and trainer agree."""
+
+
 class PolicyConfig(Config):
     model_path: Path
     """Folder of a Hugging Face model (config.json and safetensors)."""
@@ -204,6 +220,8 @@ class PolicyConfig(Config):
     """`lm`: the vocabulary. `scalar`: one number after each token, as critics and reward models have it."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights, which stay as they are; null trains the weights."""
+    moe: MoeConfig = MoeConfig()
+    """What is done with routers and experts."""
     recompute: RecomputeConfig = NoRecompute()
     """Which activations are computed again in the backward pass instead of kept."""
     micro_batch_tokens: int = Field(4096, ge=1)

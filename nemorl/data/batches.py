@@ -35,7 +35,21 @@ def pack_trajectories(
         batch.weights,
         advantages=spread,
         logprobs=logprobs,
+        routed_experts=_routed_experts(trajectories),
     )
+
+
+def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """[N, layers, experts of a token] where any trajectory tells; -1 for those that do not."""
+    told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
+    if told is None:
+        return None
+    untold = np.full((1, *told.shape[1:]), -1, dtype=np.int16)
+    parts = [
+        np.repeat(untold, t.num_tokens, 0) if t.routed_experts is None else t.routed_experts
+        for t in trajectories
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _stand_in(failed: Trajectory) -> Trajectory:
@@ -45,6 +59,7 @@ def _stand_in(failed: Trajectory) -> Trajectory:
         loss_mask=np.zeros(STAND_IN_TOKENS, dtype=np.bool_),
         logprobs=np.zeros(STAND_IN_TOKENS, dtype=np.float32),
         versions=np.full(STAND_IN_TOKENS, -1, dtype=np.int32),
+        routed_experts=None,
     )
 
 

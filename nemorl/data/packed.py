@@ -26,6 +26,7 @@ class PackedBatch:
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     reference_logprobs: Tensor | None = None  # [N] float32
     values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
+    routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
 
     @property
     def num_tokens(self) -> int:

@@ -2,14 +2,20 @@
 
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 from torch.nn import Module
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.models.shape import ModelShape
+
+from .packing import PackedLayout
+from .routing import PolicyRouter, TokenRouting
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
@@ -30,7 +36,7 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
         "moe_router_group_topk": moe.groups_per_token if moe.num_groups > 1 else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": policy.moe.expert_bias_update_rate,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.expert_parallel_size,
@@ -38,16 +44,50 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
     }
 
 
+class RoutedLayer(TransformerLayer):
+    """A layer that tells its router about the tokens, also where it is computed again."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedLayout, **options: Any) -> Any:
+        """Megatron's."""
+        self.mlp.tokens = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+
 class ExpertLayer(MoELayer):
-    """Megatron's router and experts: one after another, or all at once with Transformer Engine."""
+    """Our router and Megatron's experts: one after another, or all at once with Transformer Engine."""
+
+    router: PolicyRouter
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         grouped = config.transformer_impl == "transformer_engine"
         spec = get_moe_module_spec(
             use_te=grouped, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
         ).submodules
-        super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts), **options)
+        super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts, PolicyRouter), **options)
+        self.tokens: TokenRouting | None = None
+        # Done below instead, where the tokens are known.
+        self._is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
         self._mark_experts()
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Of the layer in the whole model, from 1."""
+        super().set_layer_number(layer_number)
+        self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: None = None
+    ) -> tuple[Tensor, None]:
+        """[n, 1, H] -> [n, 1, H] and no bias; of n tokens of this rank."""
+        tokens = self.tokens
+
+        def compute(hidden: Tensor) -> tuple[Tensor, None]:
+            # Under pipelining another micro-batch may have come by before this one is computed again.
+            self.router.tokens = tokens
+            return MoELayer.forward(self, hidden)  # type: ignore[no-any-return]
+
+        if self._is_recomputed:
+            return tensor_parallel.checkpoint(compute, False, hidden_states)  # type: ignore[no-any-return]
+        return compute(hidden_states)
 
     def _mark_experts(self) -> None:
         """Say of the experts' parameters what Megatron says only of some layouts'.

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemorl.models.shape import ModelShape
 
 from .attention import PackedAttention
-from .experts import ExpertLayer
+from .experts import ExpertLayer, RoutedLayer
 from .latent import LatentAttention
 from .te_layers import TENorm, transformer_engine_layer
 
@@ -77,7 +77,7 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
     else:
         spec = _local_layer(shape)
     if shape.is_moe(layer):
-        spec.submodules.mlp = ExpertLayer
+        spec.module, spec.submodules.mlp = RoutedLayer, ExpertLayer
     spec.submodules.self_attention.submodules.core_attention = _core_attention(shape, layer)
     if shape.mla is not None:
         spec.submodules.self_attention.module = LatentAttention

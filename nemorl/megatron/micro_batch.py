@@ -13,6 +13,7 @@ from nemorl.models.rope import RotaryTable
 from .context import ContextShare
 from .device import AttentionKernel
 from .packing import PackedLayout, packed_layout
+from .routing import TokenRouting
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class MicroBatchMaker:
     multiple: int  # the number of a rank's tokens is padded to a multiple of this
     share: ContextShare
     device: torch.device
+    routes: bool = False  # the model has experts
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""
@@ -82,6 +84,8 @@ class MicroBatchMaker:
             self.local_rotary.at(positions) if self.local_rotary else None,
             self.share,
         )
+        if self.routes:
+            layout.routing = _routing(selected, padded, real, held, self.device)
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,
@@ -102,6 +106,26 @@ class MicroBatchMaker:
         multiple = math.lcm(self.multiple, len(self.share.chunks))
         missing = -(sum(padded) // self.share.size) % multiple * self.share.size
         return padded + [missing] * (missing > 0)
+
+
+def _routing(
+    batch: PackedBatch, padded: list[int], real: Tensor, held: Tensor, device: torch.device
+) -> TokenRouting:
+    """For a rank's tokens `held`, [n] places in the padded sequences; `real` [N] are those of the batch."""
+    size = sum(padded)
+    lengths = torch.tensor([*batch.lengths, *[1] * (len(padded) - batch.num_sequences)])
+    sequence = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))
+    is_learned = torch.zeros(len(padded)).index_add(0, sequence[real], batch.loss_mask.float()) > 0
+    experts = None
+    if batch.routed_experts is not None:
+        nobody = torch.full((size, *batch.routed_experts.shape[1:]), -1, dtype=batch.routed_experts.dtype)
+        experts = nobody.index_copy(0, real, batch.routed_experts)[held].to(device)
+    return TokenRouting(
+        is_real=_spread(torch.ones(batch.num_tokens, dtype=torch.bool), real, size)[held].to(device),
+        sequence=sequence[held].to(device),
+        balance=(is_learned / lengths.square()).to(device),
+        experts=experts,
+    )
 
 
 def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:

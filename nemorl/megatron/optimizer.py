@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
 from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
@@ -82,8 +84,12 @@ class PolicyOptimizer:
         self._config = config
         self._chunks = chunks
         with building(device):
+            megatron = _megatron_config(config)
             self.megatron = get_megatron_optimizer(
-                _megatron_config(config), list(chunks), use_gloo_process_groups=False
+                megatron,
+                list(chunks),
+                config_overrides=_group_overrides(config, megatron),
+                use_gloo_process_groups=False,
             )
         if isinstance(config.optimizer, SgdConfig):
             self._replace_by_sgd(config.optimizer)
@@ -230,6 +236,16 @@ class PolicyOptimizer:
                 f"row (policy.max_skipped_steps is {self._config.max_skipped_steps}): lower "
                 "policy.optimizer.lr, or look at the rewards and logprobs of these steps for infinities"
             )
+
+
+def _group_overrides(
+    config: PolicyConfig, megatron: MegatronOptimizerConfig
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Megatron's own (no weight decay for norms and biases), and none for routers that stay as they are."""
+    overrides = get_standard_config_overrides(megatron)
+    if config.moe.freeze_router:
+        overrides[ParamKey(name="*.router.weight")] = ParamGroupOverride(wd_mult=0.0)
+    return overrides
 
 
 def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .context import ContextShare
 from .device import AttentionKernel, KernelRows
+from .routing import TokenRouting
 
 Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 
@@ -93,6 +94,7 @@ class PackedLayout(PackedSeqParams):
     kernel_keys: Tensor | None = None  # which packed keys these rows have; None for all in their order
     share: ContextShare = ContextShare()
     key_order: Tensor | None = None  # [tokens of all ranks], see `ContextShare.order`; None for one rank
+    routing: TokenRouting | None = None  # of a model with experts
 
 
 def packed_layout(

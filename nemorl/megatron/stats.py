@@ -21,6 +21,25 @@ class ValueStats:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How one optimizer step's tokens were spread over the experts of each layer."""
+
+    largest: float  # tokens of the busiest expert over the mean, averaged over the layers
+    largest_of_a_layer: float  # the same in the least even layer
+    idle: float  # fraction of the experts of all layers that no token chose
+    balance_loss: float | None  # of all layers, averaged over sequences; None where it has no coefficient
+
+    def figures(self) -> dict[str, float]:
+        """By the names of the metrics."""
+        figures = {
+            "experts/load_max": self.largest,
+            "experts/load_max_of_a_layer": self.largest_of_a_layer,
+            "experts/idle": self.idle,
+        }
+        return figures if self.balance_loss is None else figures | {"loss/balance": self.balance_loss}
+
+
+@dataclass(frozen=True)
 class TrainStats:
     """One optimizer step; equal on all ranks."""
 
@@ -31,3 +50,4 @@ class TrainStats:
     skipped: bool  # the gradients were not finite: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
     num_computed: int  # the same with padding
+    experts: ExpertLoad | None = None  # of models that have any

@@ -36,6 +36,7 @@ from .model import PolicyModel, build_model
 from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
 from .reference import ReferenceWeights
+from .routing import Routers
 from .schedule import run_outputs, run_training
 from .stats import LogprobStats, TrainStats, ValueStats
 
@@ -93,6 +94,7 @@ class PolicyWorker:
         self._chunks = build_model(self._shape, config, device, self._device, self._kernels, self._adapters)
         self.optimizer = PolicyOptimizer(config, self._chunks, device)
         self._maker = self._micro_batch_maker()
+        self._routers = Routers(self._modules, self._shape.num_moe_layers, config.moe)
         self._reference: ReferenceWeights | Adapters | None = None
         self._batch: PackedBatch | None = None
         self._offload = Offload(device)
@@ -156,6 +158,13 @@ class PolicyWorker:
     def load_batch(self, batch: PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
         check_batch(batch, self._config.max_sequence_length)
+        if not self._config.moe.router_replay:
+            batch = replace(batch, routed_experts=None)
+        elif batch.routed_experts is None:
+            raise ValueError(
+                "policy.moe.router_replay is true, but the batch names no experts: the generation back end "
+                "does not return them, so set it to false"
+            )
         self._batch = batch.to(torch.device("cpu"))
 
     def compute_logprobs(self, micro_batches: list[list[int]], *, old: bool, reference: bool) -> LogprobStats:
@@ -166,14 +175,17 @@ class PolicyWorker:
         self._offload.require_back()
         self._require_head("lm", "compute_logprobs")
         batch = self.batch
-        made = [self._maker.make(batch, sequences) for sequences in micro_batches]
+        made = self._make(batch, micro_batches)
         if reference:
             if self._reference is None:
                 raise RuntimeError(
                     "no reference weights are kept: start the worker with keep_reference and load_hf"
                 )
+            # The reference chooses experts by its own routers.
+            own = replace(batch, routed_experts=None)
+            made_of = made if batch.routed_experts is None else self._make(own, micro_batches)
             with self._reference.in_place():
-                batch = replace(batch, reference_logprobs=self._logprobs(batch, made))
+                batch = replace(batch, reference_logprobs=self._logprobs(batch, made_of))
         if old:
             batch = replace(batch, old_logprobs=self._logprobs(batch, made))
         self._batch = batch
@@ -197,7 +209,8 @@ class PolicyWorker:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
         self._offload.require_back()
         batch = self.batch
-        made = [self._maker.make(batch, sequences) for sequences in micro_batches]
+        made = self._make(batch, micro_batches)
+        self._routers.begin_step((micro.layout.routing for micro in made), self._device)
         self.optimizer.zero_grad()
         if loss.needs_entropy:
             self._require_head("lm", "a loss that needs the entropy")
@@ -209,7 +222,12 @@ class PolicyWorker:
             device=self._device,
         )
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        return TrainStats(sums, maxima, step.grad_norm, step.lr, step.skipped, *tokens.tolist())
+        num_tokens, num_computed = tokens.tolist()
+        moe = self._shape.moe
+        experts = self._routers.load(moe.num_experts, self._device) if moe else None
+        return TrainStats(
+            sums, maxima, step.grad_norm, step.lr, step.skipped, num_tokens, num_computed, experts
+        )
 
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
@@ -274,6 +292,9 @@ class PolicyWorker:
             folder, snapshot, rank=dist.get_rank(), trained=self._trained, layout=self._config.layout
         )
 
+    def _make(self, batch: PackedBatch, micro_batches: list[list[int]]) -> list[MicroBatch]:
+        return [self._maker.make(batch, sequences) for sequences in micro_batches]
+
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
         """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
         return self._outputs(batch, made, [micro.scored for micro in made])
@@ -319,6 +340,7 @@ class PolicyWorker:
             multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
             share=parallel.context_share(),
             device=self._device,
+            routes=self._shape.moe is not None,
         )
 
     def _rotary_table(self, rope: Rope) -> RotaryTable:

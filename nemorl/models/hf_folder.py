@@ -109,12 +109,17 @@ def _open(path: Path) -> safe_open:
 
 
 def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
-    """A tensor whose slices have more dimensions than it has on disk is read whole and viewed as they say."""
+    """Of a tensor that has fewer dimensions on disk than its slices have, the last are read whole and viewed.
+
+    Its first dimensions, as far as they are the same on disk, are cut there: one expert is read of many.
+    """
     box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
     stored = tuple(file.get_slice(part.name).get_shape())
     if len(stored) < len(part.shape) and math.prod(stored) == math.prod(part.shape):
-        whole: Tensor = _checked_slice(file, path, part.name, stored)[:]
-        return whole.view(part.shape)[box]
+        same = next(i for i, (a, b) in enumerate(zip(stored, part.shape, strict=False)) if a != b)
+        whole = _checked_slice(file, path, part.name, stored)
+        cut: Tensor = whole[box[:same]] if same else whole[:]
+        return cut.view(*part.size[:same], *part.shape[same:])[(slice(None),) * same + box[same:]]
     return _checked_slice(file, path, part.name, part.shape)[box]  # type: ignore[no-any-return]
 
 

@@ -152,6 +152,11 @@ class ModelShape:
         """Whether a layer has experts."""
         return self.moe is not None and layer >= self.moe.first_layer
 
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return sum(self.is_moe(layer) for layer in range(self.num_layers))
+
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's attention sees, or None for all before it."""
         return self.windows[layer] if self.windows else None

@@ -14,6 +14,7 @@ from nemorl.errors import Violation
 from nemorl.models.adapters import adaptable_projections
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.moe_rules import moe_violations
 from nemorl.models.shape import ModelShape
 
 from .files import file_violations
@@ -39,6 +40,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         return Plan((), tuple(violations))
     violations += _length_violations(experiment, shape)
     violations += _adapter_violations(experiment, shape)
+    violations += moe_violations(shape, experiment.policy.moe, samples=generates(experiment.algorithm))
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
     refused_layout = list(_layout_violations(experiment, shape)) if training else []

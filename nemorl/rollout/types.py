@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+Int16Array = NDArray[np.int16]
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -118,9 +119,12 @@ class Trajectory:
     error: str | None = None
     seconds_generation: float = 0.0
     seconds_environment: float = 0.0
+    # [T, layers with experts, experts of a token] the experts that the engine chose, -1 where it does not say
+    routed_experts: Int16Array | None = None
 
     def __post_init__(self) -> None:
-        lengths = {len(a) for a in (self.tokens, self.loss_mask, self.logprobs, self.versions)}
+        arrays = (self.tokens, self.loss_mask, self.logprobs, self.versions, self.routed_experts)
+        lengths = {len(a) for a in arrays if a is not None}
         if len(lengths) != 1:
             raise ValueError(f"arrays of one trajectory differ in length: {sorted(lengths)}")
 

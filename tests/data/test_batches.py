@@ -62,3 +62,21 @@ def test_a_first_token_cannot_train():
         pack_trajectories([trajectory([5], [1])], [1.0], [1.0])
     with pytest.raises(ValueError, match="1 sequences with 2 weights"):
         pack_trajectories([trajectory([5, 6], [0, 1])], [1.0], [1.0, 1.0])
+
+
+def test_routed_experts_lie_end_to_end_and_are_unknown_where_nobody_told():
+    told = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    trajectories = [
+        trajectory([8, 9], [0, 1]),
+        replace(trajectory([5, 6, 7], [0, 1, 1]), routed_experts=told),
+        replace(trajectory([5], [0]), routed_experts=told[:1], error="the environment failed"),
+    ]
+    batch = pack_trajectories(trajectories, [1.0, 1.0, 1.0], weights=[0.5, 0.5, 0.5])
+    assert batch.routed_experts.tolist() == [[[-1, -1]] * 2] * 2 + told.tolist() + [[[-1, -1]] * 2]
+    assert batch.select([1]).routed_experts.tolist() == told.tolist()
+    assert pack_trajectories(trajectories[:1], [1.0], weights=[0.5]).routed_experts is None
+
+
+def test_routed_experts_are_of_the_tokens():
+    with pytest.raises(ValueError, match="differ in length"):
+        replace(trajectory([8, 9], [0, 1]), routed_experts=np.zeros((3, 1, 1), dtype=np.int16))

@@ -1,9 +1,13 @@
 """Experts: every layout computes what one process computes."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from nemorl.megatron.hf_export import export_hf
+from tests.megatron.cases import start_worker
 from tests.megatron.course import assert_same_course
-from tests.megatron.examples import layout
+from tests.megatron.examples import layout, policy_config
 
 LAYOUTS = {
     "DP2": layout(dp=2),  # each copy has all experts
@@ -33,3 +37,21 @@ def test_five_steps_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):
         assert_same_course(life, alone)
+
+
+def save(rank, world_size, rendezvous, config, folder):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.save_checkpoint(folder)
+    worker.close()
+
+
+def test_experts_that_share_a_tensor_are_exported_as_they_were_read(pool, model, tmp_path):
+    """gpt-oss keeps all experts of a layer in one tensor, gate and up in turns."""
+    folder = model("gpt-oss")[1]
+    where = layout(tp=2, sp=True, pp=2, ep=2)
+    pool.run(4, save, policy_config(folder, layout=where), tmp_path / "saved")
+    export_hf(tmp_path / "saved", tmp_path / "out", policy_config(folder))
+    source, out = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert source.keys() == out.keys()
+    for name, tensor in source.items():
+        assert torch.equal(out[name], tensor), name

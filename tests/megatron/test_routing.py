@@ -1,0 +1,175 @@
+"""What reinforcement learning asks of routers: replay, a balance loss, standing still, counts."""
+
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nemorl.config.policy import AdamConfig, MoeConfig, SelectiveRecompute
+from nemorl.data.losses import LossOutput
+from tests.megatron.cases import LOSS, live, partition, start_worker
+from tests.megatron.course import assert_same_course
+from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
+
+EXPERTS, TOP_K, LAYERS = 4, 2, 2  # of the tiny Qwen3-MoE, whose first two layers have no experts
+BALANCE = 0.7
+
+
+class Nothing:
+    """A loss without a gradient."""
+
+    needs_entropy = False
+
+    def __call__(self, batch, logprobs, entropy):
+        return LossOutput(loss=logprobs.sum() * 0, sums={}, maxima={})
+
+
+def with_choices(batch, seed=3, own=0.0):
+    """The batch with random experts for every token and layer; for a share of `own` tokens the router's."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(batch.num_tokens, LAYERS, EXPERTS, generator=generator).argsort(-1)
+    experts = order[..., :TOP_K].to(torch.int16)
+    experts[torch.rand(batch.num_tokens, generator=generator) < own] = -1
+    return replace(batch, routed_experts=experts)
+
+
+def forced_logprobs(model, batch):
+    """By transformers, whose routers are made to choose the experts of the batch."""
+    logprobs = []
+    for number in range(batch.num_sequences):
+        sequence = batch.select([number])
+        with mock.patch.multiple(type(model.model.layers[2].mlp.gate), forward=_forced, create=True):
+            for layer in range(LAYERS):
+                model.model.layers[2 + layer].mlp.gate.given = sequence.routed_experts[:, layer].long()
+            logprobs.append(reference_logprobs(model, sequence))
+    return torch.cat(logprobs)
+
+
+def _forced(router, hidden):
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    return logits, logits.softmax(-1).gather(1, router.given), router.given
+
+
+def logprobs_of(rank, world_size, rendezvous, config, batch):
+    """Those of the policy, and those of the reference (the same weights)."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_batch(batch)
+    worker.compute_logprobs(partition(batch.num_sequences, 3), old=True, reference=True)
+    worker.close()
+    return worker.batch.old_logprobs, worker.batch.reference_logprobs
+
+
+def test_replayed_choices_take_the_place_of_the_routers_own(pool, model):
+    original, folder = model("qwen3-moe")
+    batch = with_choices(ragged_batch())
+    config = policy_config(folder, moe=MoeConfig(router_replay=True))
+    ((policy, reference),) = pool.run(1, logprobs_of, config, batch)
+    own = reference_logprobs(original, batch)
+    torch.testing.assert_close(policy, forced_logprobs(original, batch), atol=1e-4, rtol=0)
+    torch.testing.assert_close(reference, own, atol=1e-4, rtol=0)
+    assert (policy - own).abs().max() > 0.1  # the choices mattered
+
+
+def test_choices_without_replay_are_not_used(pool, model):
+    original, folder = model("qwen3-moe")
+    batch = with_choices(ragged_batch())
+    ((policy, _),) = pool.run(1, logprobs_of, policy_config(folder), batch)
+    torch.testing.assert_close(policy, reference_logprobs(original, batch), atol=1e-4, rtol=0)
+
+
+def test_replay_wants_choices(pool, model):
+    config = policy_config(model("qwen3-moe")[1], moe=MoeConfig(router_replay=True))
+    with pytest.raises(AssertionError, match="the batch names no experts: the generation back end"):
+        pool.run(1, logprobs_of, config, ragged_batch())
+
+
+ALL = MoeConfig(router_replay=True, load_balancing_loss_coefficient=BALANCE)
+
+
+@pytest.mark.parametrize(
+    ("where", "recompute"),
+    [
+        (layout(tp=2, sp=True, ep=2), None),
+        (layout(pp=2, vpp=2), SelectiveRecompute(name="selective", modules=("moe",))),
+        (layout(cp=2, ep=2), None),
+    ],
+    ids=["TP2-SP-EP2", "PP2-VPP2 recomputed", "CP2-EP2"],
+)
+def test_replay_and_balance_do_not_depend_on_the_layout(pool, model, where, recompute):
+    folder = model("qwen3-moe")[1]
+    batches = [with_choices(ragged_batch(seed=seed), seed, own=0.3) for seed in range(3)]
+    (alone,) = pool.run(1, live, policy_config(folder, moe=ALL), batches, 8)
+    fields = {} if recompute is None else {"recompute": recompute}
+    config = policy_config(folder, moe=ALL, layout=where, **fields)
+    for life in pool.run(where.world_size, live, config, batches, 3):
+        assert_same_course(life, alone)
+        for mine, its in zip(life.steps, alone.steps, strict=True):
+            assert mine.experts.figures() == pytest.approx(its.experts.figures(), rel=1e-5)
+
+
+def train_on_nothing(rank, world_size, rendezvous, config, batch):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_batch(batch)
+    stats = worker.train(Nothing(), partition(batch.num_sequences, 3))
+    worker.close()
+    return stats
+
+
+def test_balance_loss_and_counts_are_the_written_out_ones(pool, model):
+    """The gradient norm of the balance loss alone, by transformers' autograd; one expert is never chosen."""
+    original, folder = model("qwen3-moe")
+    batch, loss = ragged_batch(), 0.0
+    counts = torch.zeros(LAYERS, EXPERTS)
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        tokens = batch.tokens[start:end].unsqueeze(0)
+        for layer, logits in enumerate(original(tokens, output_router_logits=True).router_logits):
+            p = logits.softmax(-1)
+            chosen = torch.zeros_like(p).scatter(1, p.topk(TOP_K).indices, 1.0)
+            fraction = chosen.sum(0) * EXPERTS / (TOP_K * (end - start))
+            loss = loss + (fraction * p.mean(0)).sum() / batch.num_sequences
+            counts[layer] += chosen.sum(0)
+    parameters = [p for p in original.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(BALANCE * loss, parameters, allow_unused=True)
+    norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
+
+    config = policy_config(folder, moe=MoeConfig(load_balancing_loss_coefficient=BALANCE))
+    (stats,) = pool.run(1, train_on_nothing, config, batch)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    largest = counts.amax(1) / counts.mean(1)
+    assert stats.experts.figures() == pytest.approx(
+        {
+            "experts/load_max": float(largest.mean()),
+            "experts/load_max_of_a_layer": float(largest.max()),
+            "experts/idle": float((counts == 0).float().mean()),
+            "loss/balance": float(loss.detach()),
+        },
+        rel=1e-5,
+    )
+
+
+def weights_after_two_steps(rank, world_size, rendezvous, config):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    before = {name: p.clone() for name, p in worker.parameters().items()}
+    for seed in range(2):
+        worker.load_batch(ragged_batch(seed=seed))
+        everything = partition(worker.batch.num_sequences, 3)
+        worker.compute_logprobs(everything, old=True, reference=True)
+        worker.train(LOSS, everything)
+    same = {name: torch.equal(p, before[name]) for name, p in worker.parameters().items()}
+    worker.close()
+    return same
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_frozen_router_stays_while_all_else_learns(pool, model, freeze):
+    config = policy_config(
+        model("gpt-oss")[1],
+        moe=MoeConfig(freeze_router=freeze),
+        optimizer=AdamConfig(lr=1e-2, weight_decay=0.1),
+    )
+    (same,) = pool.run(1, weights_after_two_steps, config)
+    for name, stayed in same.items():
+        assert stayed == (freeze and ".router." in name), name

@@ -1,0 +1,28 @@
+"""Settings of `policy.moe` that a model has no use for are named."""
+
+from dataclasses import replace
+
+import pytest
+
+from nemorl.config.policy import MoeConfig
+from nemorl.models.moe_rules import moe_violations
+from tests.models.test_layout_rules import DENSE, EXPERTS
+
+BIASED = replace(EXPERTS, moe=replace(EXPERTS.moe, expert_bias=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "samples", "refused"),
+    [
+        (DENSE, {}, True, None),
+        (DENSE, {"freeze_router": True}, True, "freeze_router"),
+        (DENSE, {"load_balancing_loss_coefficient": 0.1}, True, "load_balancing_loss_coefficient"),
+        (EXPERTS, {"freeze_router": True, "router_replay": True}, True, None),
+        (EXPERTS, {"router_replay": True}, False, "router_replay"),
+        (EXPERTS, {"expert_bias_update_rate": 0.001}, True, "expert_bias_update_rate"),
+        (BIASED, {"expert_bias_update_rate": 0.001}, True, None),
+    ],
+)
+def test_each_setting(shape, fields, samples, refused):
+    found = [violation.field for violation in moe_violations(shape, MoeConfig(**fields), samples=samples)]
+    assert found == ([] if refused is None else [f"policy.moe.{refused}"])
