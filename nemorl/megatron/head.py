@@ -78,10 +78,12 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: list[_Chunk] = []
         one_chunk = labels.shape[0] <= chunk_tokens
         for rows in _rows(labels.shape[0], chunk_tokens):
-            shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
-            chunk, logprobs[rows], entropies[rows] = _reduce(shifted, labels[rows], shard, wants_entropy)
+            chunk, logprobs[rows], entropies[rows] = _reduce(
+                _shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, wants_entropy
+            )
             if one_chunk and (hidden.requires_grad or weight.requires_grad):
                 kept.append(chunk)
+            del chunk  # before the next one takes memory
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, labels, entropies)
         ctx.options = (shard, temperature, chunk_tokens, kept)
@@ -97,11 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None when frozen
         for rows in _rows(labels.shape[0], chunk_tokens):
-            if kept:
-                chunk = kept.pop()
-            else:
-                shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
-                chunk = _Chunk(shifted, _sum_over_ranks(shifted.exp().sum(-1), shard).log())
+            chunk = kept.pop() if kept else _again(hidden[rows], weight, shard, temperature)
             grad = _grad_logits(
                 chunk,
                 labels[rows],
@@ -114,6 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
+            del chunk, grad
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
@@ -131,6 +130,11 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temp
     if shard.group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     return logits.sub_(largest.unsqueeze(1))
+
+
+def _again(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> _Chunk:
+    shifted = _shifted_logits(hidden, weight, shard, temperature)
+    return _Chunk(shifted, _sum_over_ranks(shifted.exp().sum(-1), shard).log())
 
 
 def _reduce(

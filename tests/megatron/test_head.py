@@ -1,5 +1,8 @@
 """Logprobs, entropies and their gradients against log_softmax of the whole logits in float64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,3 +103,30 @@ def test_logits_exist_for_one_chunk_only():
     # Beside a chunk's logits there are hidden states and weights, which are smaller here.
     assert max(tokens, vocabulary) * HIDDEN < chunk * vocabulary < tokens * vocabulary
     assert largest.elements == chunk * vocabulary
+
+
+MODES = ["logprobs", "backward", "entropy"]
+
+
+def peak_bytes(tokens: int, vocabulary: int, chunk: int, mode: str) -> int:
+    """What a process of its own has most in memory for its logprobs, beyond their inputs and gradients."""
+    numbers = map(str, (tokens, vocabulary, chunk))
+    command = [sys.executable, "-m", "tests.megatron.head_memory", *numbers, mode]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_chunks_of_logits_are_in_memory_at_one_time(mode):
+    tokens, vocabulary, chunk = 4096, 20_000, 512
+    bytes_of_chunk = chunk * vocabulary * 4
+
+    # Less than half a chunk is for the gradients of this pass and what torch allocates once.
+    assert peak_bytes(tokens, vocabulary, chunk, mode) < 2.5 * bytes_of_chunk
+    assert tokens / chunk > 2.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_of_a_long_batch_and_a_large_vocabulary(mode):
+    """All logits would take 19.7 GB in float32."""
+    assert peak_bytes(32_768, 150_000, 1024, mode) < 2.5 * 1024 * 150_000 * 4
