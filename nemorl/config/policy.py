@@ -190,7 +190,10 @@ class OffloadConfig(Config):
 
 
 class MoeConfig(Config):
-    """Experts in reinforcement learning; for models that have any."""
+    """Experts in reinforcement learning; for models that have any.
+
+    The bias by which DeepSeek-V3 evens out the choice of experts stays as it is: it learns by no gradient.
+    """
 
     freeze_router: bool = False
     """Leave the router's weights as they are; everything else learns."""
@@ -200,9 +203,6 @@ class MoeConfig(Config):
     router_replay: bool = False
     """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the
     generation back end returns them."""
-    expert_bias_update_rate: float = Field(0.0, ge=0)
-    """By how much a step changes the bias that evens out the choice of experts (DeepSeek-V3's routers have
-    one); 0 leaves it as it is, so that engine and trainer agree."""
 
 
 class PolicyConfig(Config):

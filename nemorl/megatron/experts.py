@@ -36,12 +36,16 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
         "moe_router_group_topk": moe.groups_per_token if moe.num_groups > 1 else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": policy.moe.expert_bias_update_rate,
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.expert_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
     }
+
+
+def _recomputed(config: TransformerConfig) -> list[str]:
+    return list(config.recompute_modules or []) if config.recompute_granularity == "selective" else []
 
 
 class RoutedLayer(TransformerLayer):
@@ -66,7 +70,8 @@ class ExpertLayer(MoELayer):
         super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts, PolicyRouter), **options)
         self.tokens: TokenRouting | None = None
         # Done below instead, where the tokens are known.
-        self._is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+        self._is_recomputed: bool = "moe" in _recomputed(config)
+        self.moe_layer_recompute = False
         self._mark_experts()
 
     def set_layer_number(self, layer_number: int) -> None:

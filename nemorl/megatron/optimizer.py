@@ -242,7 +242,7 @@ def _group_overrides(
     config: PolicyConfig, megatron: MegatronOptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
     """Megatron's own (no weight decay for norms and biases), and none for routers that stay as they are."""
-    overrides = get_standard_config_overrides(megatron)
+    overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
     if config.moe.freeze_router:
         overrides[ParamKey(name="*.router.weight")] = ParamGroupOverride(wd_mult=0.0)
     return overrides

@@ -91,7 +91,8 @@ class PolicyRouter(TopKRouter):
         weights, chosen = super().routing(logits)
         if torch.is_grad_enabled():
             counted = chosen & tokens.is_real.unsqueeze(1)
-            self._count(counted)
+            counts = counted.sum(0)
+            self.tokens_per_expert = self.tokens_per_expert.to(counts.device) + counts
             if self.balance_scale:
                 loss = self._balance(logits.flatten(0, 1), counted, tokens)
                 self.balance_loss = self.balance_loss.to(loss.device) + loss.detach()
@@ -99,13 +100,7 @@ class PolicyRouter(TopKRouter):
         return weights, chosen
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Counted in `_count`, without padding."""
-
-    def _count(self, counted: Tensor) -> None:
-        counts = counted.sum(0)
-        self.tokens_per_expert = self.tokens_per_expert.to(counts.device) + counts
-        if self.enable_expert_bias:
-            self.local_tokens_per_expert += counts
+        """Nothing is counted for a bias that stays as it is."""
 
     def _balance(self, logits: Tensor, counted: Tensor, tokens: TokenRouting) -> Tensor:
         """This rank's part of the loss: probabilities of its tokens, counts of whole sequences."""
@@ -121,7 +116,8 @@ class PolicyRouter(TopKRouter):
             dist.all_reduce(counts, group=self.tp_cp_group)
         sums = of_rank.index_add(0, tokens.sequence, p * tokens.is_real.unsqueeze(1))
         by_sequence = (counts * sums).sum(1) * tokens.balance
-        return by_sequence.sum() * (self.num_experts / self.topk)
+        loss: Tensor = by_sequence.sum() * (self.num_experts / self.topk)
+        return loss
 
 
 class Routers:

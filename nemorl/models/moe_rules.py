@@ -18,9 +18,6 @@ def moe_violations(shape: ModelShape, config: MoeConfig, *, samples: bool) -> It
             if value != usual[name]:
                 yield Violation(f"{_MOE}.{name}", value, "the model has no experts: remove this")
         return
-    if config.expert_bias_update_rate and not shape.moe.expert_bias:
-        mend = "the model's routers have no bias that evens out the choice of experts: set this to 0"
-        yield Violation(f"{_MOE}.expert_bias_update_rate", config.expert_bias_update_rate, mend)
     if config.router_replay and not samples:
         mend = "nothing is sampled in this run, so no choices of experts can be replayed: set this to false"
         yield Violation(f"{_MOE}.router_replay", True, mend)

@@ -1,14 +1,10 @@
 """Settings of `policy.moe` that a model has no use for are named."""
 
-from dataclasses import replace
-
 import pytest
 
 from nemorl.config.policy import MoeConfig
 from nemorl.models.moe_rules import moe_violations
 from tests.models.test_layout_rules import DENSE, EXPERTS
-
-BIASED = replace(EXPERTS, moe=replace(EXPERTS.moe, expert_bias=True))
 
 
 @pytest.mark.parametrize(
@@ -19,8 +15,6 @@ BIASED = replace(EXPERTS, moe=replace(EXPERTS.moe, expert_bias=True))
         (DENSE, {"load_balancing_loss_coefficient": 0.1}, True, "load_balancing_loss_coefficient"),
         (EXPERTS, {"freeze_router": True, "router_replay": True}, True, None),
         (EXPERTS, {"router_replay": True}, False, "router_replay"),
-        (EXPERTS, {"expert_bias_update_rate": 0.001}, True, "expert_bias_update_rate"),
-        (BIASED, {"expert_bias_update_rate": 0.001}, True, None),
     ],
 )
 def test_each_setting(shape, fields, samples, refused):
