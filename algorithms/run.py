@@ -5,17 +5,18 @@ import json
 import logging
 import shutil
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import GrpoConfig, SftConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
+from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
@@ -94,8 +95,10 @@ def evaluate(experiment: Experiment) -> Evaluation:
     return _run_to_end(_evaluate(experiment))
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> None:
-    """Write a checkpoint of a run folder as a Hugging Face folder, or its adapters. Raises NemorlError."""
+def export_checkpoint(checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf") -> None:
+    """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
+    them, or a checkpoint of megatron-core. Raises NemorlError.
+    """
     _refuse_folder_of_checkpoints(checkpoint)
     step = verify(checkpoint).step
     run_dir = checkpoint.absolute().parents[1]
@@ -106,8 +109,16 @@ def export_checkpoint(checkpoint: Path, out: Path, *, adapter: bool = False) -> 
             "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
-        (export_adapter if adapter else export_hf)(checkpoint, out, load_experiment(config).policy)
+        _exporter(form)(checkpoint, out, load_experiment(config).policy)
         Origin(str(run_dir), step).write(out)
+
+
+def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
+    if form == "megatron":
+        from nemorl.megatron.dist_checkpoint import export_megatron  # imports Megatron, which takes seconds
+
+        return export_megatron
+    return export_adapter if form == "adapter" else export_hf
 
 
 def _refuse_folder_of_checkpoints(folder: Path) -> None:

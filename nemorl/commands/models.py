@@ -29,12 +29,25 @@ def add_arguments(parser: ArgumentParser) -> None:
     importing = add("import", "check a Hugging Face folder and write it whole, as safetensors", _import)
     importing.add_argument("source", type=Path, metavar="HF_DIR")
     importing.add_argument("folder", type=Path, metavar="OUT")
+    importing.add_argument(
+        "--like",
+        type=Path,
+        metavar="MODEL",
+        help="HF_DIR is a checkpoint of megatron-core (dist_checkpointing) with weights of the model in this "
+        "Hugging Face folder. Its metadata is unpickled, which runs code that it contains: trust its author",
+    )
     export = add(
         "export",
         "write the weights of a checkpoint as a Hugging Face folder; trained adapters are merged into them",
         _export,
     )
-    export.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT's format")
+    forms = export.add_mutually_exclusive_group()
+    forms.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT's format")
+    forms.add_argument(
+        "--megatron",
+        action="store_true",
+        help="write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
+    )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     export.add_argument("folder", type=Path, metavar="HF_DIR")
 
@@ -68,7 +81,12 @@ def _create(arguments: Namespace) -> None:
 def _import(arguments: Namespace) -> None:
     from nemorl.models.convert import import_model
 
-    imported = import_model(arguments.source, arguments.folder)
+    if arguments.like is not None:
+        from nemorl.megatron.dist_checkpoint import import_megatron
+
+        imported = import_megatron(arguments.source, arguments.folder, arguments.like)
+    else:
+        imported = import_model(arguments.source, arguments.folder)
     size = f"{imported.num_parameters:,} weights, {imported.num_bytes / 1e9:.2f} GB"
     say(f"family: {imported.shape.family}, {size}")
     if imported.left_out:
@@ -78,4 +96,5 @@ def _import(arguments: Namespace) -> None:
 def _export(arguments: Namespace) -> None:
     from nemorl.algorithms.run import export_checkpoint
 
-    export_checkpoint(arguments.checkpoint, arguments.folder, adapter=arguments.adapter)
+    form = "adapter" if arguments.adapter else "megatron" if arguments.megatron else "hf"
+    export_checkpoint(arguments.checkpoint, arguments.folder, form)

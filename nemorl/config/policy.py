@@ -132,14 +132,28 @@ class DecaySchedule(Config):
     name: Literal["linear", "cosine"]
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the rate rises linearly from zero."""
+    stable_steps: int = Field(0, ge=0)
+    """Optimizer steps at the peak between warm-up and decay (warmup-stable-decay, WSD)."""
     decay_steps: int = Field(ge=1)
-    """Optimizer steps, warm-up included, after which the rate has come down to `min_lr`."""
+    """Optimizer steps, those before the decay included, after which the rate has come down to `min_lr`."""
     min_lr: float = Field(0.0, ge=0)
     """The rate after the decay."""
 
 
+class InverseSqrtSchedule(Config):
+    """After the warm-up the rate falls with the root of the step (Vaswani et al. 2017, section 5.3)."""
+
+    name: Literal["inverse_sqrt"]
+    warmup_steps: int = Field(ge=1)
+    """Optimizer steps over which the rate rises linearly from zero; four times as many halve it again."""
+    min_lr: float = Field(0.0, ge=0)
+    """The rate falls no further."""
+
+
 ScheduleConfig = Annotated[
-    ConstantSchedule | DecaySchedule, Field(discriminator="name"), default_variant(ConstantSchedule)
+    ConstantSchedule | DecaySchedule | InverseSqrtSchedule,
+    Field(discriminator="name"),
+    default_variant(ConstantSchedule),
 ]
 
 

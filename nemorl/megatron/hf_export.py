@@ -1,5 +1,6 @@
 """A checkpoint's weights as a Hugging Face folder; needs neither its processes nor Megatron."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,20 +26,26 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     what forward passes and generation used. Raises FileExistsError where `out` exists, and `UnfitCheckpoint`
     for a checkpoint of another model.
     """
+    with HfFolderWriter(out, config.model_path, head=config.head) as writer:
+        for name, tensor in hf_weights(checkpoint, config):
+            writer.add(name, tensor)
+
+
+def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `export_hf`, one after the other, in the shapes of the Hugging Face folder."""
     shape = ModelShape.load(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
-    with HfFolderWriter(out, config.model_path, head=config.head) as writer:
-        for name, extents in hf_tensors(shape).items():
-            if name in held and saved.holds(name):
-                tensor = saved.hf_tensor(name).view(extents).to(dtype)
-            else:
-                tensor = HfFolder(config.model_path).tensor(name, extents)
-                if name not in buffers:
-                    tensor = tensor.to(dtype)
-            names = peft_names(name)
-            if config.lora is not None and names.a in held:
-                a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))
-                merge_adapter(tensor, a, b, config.lora.scale)
-            writer.add(name, tensor)
+    for name, extents in hf_tensors(shape).items():
+        if name in held and saved.holds(name):
+            tensor = saved.hf_tensor(name).view(extents).to(dtype)
+        else:
+            tensor = HfFolder(config.model_path).tensor(name, extents)
+            if name not in buffers:
+                tensor = tensor.to(dtype)
+        names = peft_names(name)
+        if config.lora is not None and names.a in held:
+            a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))
+            merge_adapter(tensor, a, b, config.lora.scale)
+        yield name, tensor

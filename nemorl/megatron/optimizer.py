@@ -15,12 +15,13 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
-from nemorl.config.policy import AdamConfig, ConstantSchedule, PolicyConfig, ScheduleConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, PolicyConfig, SgdConfig
 from nemorl.models.layout import chunk_prefix
 from nemorl.models.megatron_names import local_name
 
 from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DTYPES, DeviceKind, building
+from .learning_rate import learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +45,6 @@ class OptimizerProgress:
 
     updates: int = 0  # optimizer steps that changed the weights
     skipped_in_a_row: int = 0
-
-
-def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Rate of the `update`-th optimizer step, counted from 1.
-
-    Linear warm-up reaches the peak at step `warmup_steps`; a decay reaches `min_lr` at step `decay_steps`.
-    """
-    if update <= schedule.warmup_steps:
-        return peak * update / schedule.warmup_steps
-    if isinstance(schedule, ConstantSchedule):
-        return peak
-    if update >= schedule.decay_steps:
-        return schedule.min_lr
-    done = (update - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)
-    left = 1 - done if schedule.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return schedule.min_lr + left * (peak - schedule.min_lr)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ def begin_folder(out: Path) -> Path:
 
 def complete_folder(folder: Path, out: Path) -> None:
     """Make a temporary folder `out`, readable by all and on disk."""
-    for file in folder.iterdir():
-        file.chmod(0o644)
-        _fsync(file)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        _fsync(path)
     _fsync(folder)
     folder.chmod(0o755)
     folder.rename(out)

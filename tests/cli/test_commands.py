@@ -58,9 +58,14 @@ def test_eval_wants_validation_tasks(nemorl: Nemorl, trainer: Trainer, experimen
     assert "data.validation is not given" in outcome.err
 
 
-def test_models_export_hands_over_both_folders(nemorl: Nemorl, trainer: Trainer) -> None:
-    assert nemorl("models", "export", "runs/x/checkpoints/step_10", "out").status == 0
-    assert trainer.calls == [("export", (Path("runs/x/checkpoints/step_10"), Path("out")))]
+@pytest.mark.parametrize(
+    ("flags", "form"), [([], "hf"), (["--adapter"], "adapter"), (["--megatron"], "megatron")]
+)
+def test_models_export_hands_over_both_folders_and_the_form(
+    nemorl: Nemorl, trainer: Trainer, flags: list[str], form: str
+) -> None:
+    assert nemorl("models", "export", *flags, "runs/x/checkpoints/step_10", "out").status == 0
+    assert trainer.calls == [(f"export {form}", (Path("runs/x/checkpoints/step_10"), Path("out")))]
 
 
 def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:

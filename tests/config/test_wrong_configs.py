@@ -229,7 +229,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [DECAY, "policy.schedule.warmup_steps=100"],
         "policy.schedule.decay_steps",
         100,
-        "it must be more than policy.schedule.warmup_steps, 100",
+        "it must be more than policy.schedule.warmup_steps and stable_steps together, 100",
     ),
     "a decay that goes up": (
         [DECAY, "policy.schedule.min_lr=1e-3"],
@@ -393,7 +393,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["checkpointing.export_hf=true", "checkpointing.enabled=false"],
         "checkpointing.export_hf",
         True,
-        "set checkpointing.enabled to true",
+        "checkpointing.enabled is false, so no checkpoint is written",
     ),
     "the same sums in validation": (
         ["data.validation.offset=900"],

@@ -44,15 +44,10 @@ def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
-    """Hugging Face folders are made of checkpoints."""
-    if checkpointing.enabled:
-        return
-    if checkpointing.save_hf:
+    """The Hugging Face folder is made of the last checkpoint."""
+    if checkpointing.save_hf and not checkpointing.enabled:
         mend = "the folder is made from the last checkpoint: set checkpointing.enabled to true"
         yield Violation("checkpointing.save_hf", True, mend)
-    if checkpointing.export_hf:
-        mend = "the folders are parts of checkpoints: set checkpointing.enabled to true"
-        yield Violation("checkpointing.export_hf", True, mend)
 
 
 def best_checkpoint_is_measured(

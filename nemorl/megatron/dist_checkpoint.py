@@ -1,0 +1,176 @@
+"""To and from megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads and writes.
+
+A model of one process is built and described by its `sharded_state_dict`, in which every shard has its place
+in the whole tensor; the files that come of it load under any layout. Weights only. Parameters are named as
+Megatron's Transformer Engine layers name them, which is how Megatron-LM's GPTModel is saved.
+
+Reading one unpickles its metadata (in megatron-core), which runs what somebody put there; nothing of ours
+reads one but `import_megatron`.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.errors import RunError
+from nemorl.models.convert import ImportedModel
+from nemorl.models.hf_writer import HfFolderWriter
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.new_folder import begin_folder, complete_folder
+from nemorl.models.shape import ModelShape
+
+from . import parallel
+from .device import building, select_device
+from .hf_export import DTYPES, hf_weights
+from .kernels import Kernels
+from .model import PolicyModel, transformer_config
+
+# Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
+_TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
+_DEADLINE_SECONDS = 600.0
+
+
+class UnfitMegatronCheckpoint(RunError, ValueError):
+    """What is to be imported is no checkpoint of megatron-core, or of another model."""
+
+
+def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
+    """Write `out` with the weights of a training state in the policy's precision, adapters merged into them.
+
+    The whole model lies in this process's memory meanwhile. Raises FileExistsError where `out` exists.
+    """
+    shape = ModelShape.load(config.model_path, config.head)
+    folder = begin_folder(out)
+    try:
+        with _whole_model(shape, config) as model:
+            weights = model.weights()
+            for name, tensor in hf_weights(checkpoint, config):
+                _copy(name, tensor, shape, weights)
+            release = folder / _RELEASE
+            release.mkdir()
+            dist_checkpointing.save({**sharded_state(model, shape), "checkpoint_version": 3.0}, str(release))
+        (folder / _TRACKER).write_text(_RELEASE)
+        complete_folder(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def import_megatron(source: Path, out: Path, like: Path, precision: str = "bfloat16") -> ImportedModel:
+    """Write a Hugging Face folder `out` from a checkpoint of megatron-core of the model in the folder `like`.
+
+    Runs code that the checkpoint contains (see above). config.json and tokenizer come from `like`. Raises
+    `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
+    """
+    shape = ModelShape.load(like)
+    config = PolicyConfig.model_validate({"model_path": like, "precision": precision})
+    count = 0
+    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
+        _load(model, shape, _checkpoint_folder(source))
+        weights = model.weights()
+        for name, extents in hf_tensors(shape).items():
+            tensor = _whole(name, shape, weights).view(extents)
+            count += tensor.numel()
+            writer.add(name, tensor)
+    return ImportedModel(shape, count, count * DTYPES[precision].itemsize, left_out=())
+
+
+def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
+    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers.
+
+    Layers that are all alike are stacked to one tensor, as Megatron-LM does it.
+    """
+    kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
+    if len(kinds) == 1:
+        model.config.moe_layer_freq = 1
+    for layer in model.decoder.layers:
+        is_moe = shape.is_moe(layer.layer_number - 1)
+        layer.submodules_config.sharded_state_dict_keys_map = _names(shape, is_moe)
+    return model.sharded_state_dict()  # type: ignore[no-any-return]
+
+
+def _names(shape: ModelShape, is_moe: bool) -> dict[str, str]:
+    """The norms that Transformer Engine keeps with the matrix behind them, in one layer."""
+    names = {}
+    if shape.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    if not is_moe:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+@contextmanager
+def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
+    """The model in one process, on the CPU, its weights to be set."""
+    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
+    select_device("cpu", 0)
+    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as meeting:
+        parallel.join(
+            alone.layout,
+            rank=0,
+            world_size=1,
+            rendezvous=f"file://{meeting}/meet",
+            device="cpu",
+            deadline_seconds=_DEADLINE_SECONDS,
+        )
+        try:
+            with building("cpu"):
+                yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
+        finally:
+            parallel.leave()
+
+
+def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
+    try:
+        state = dist_checkpointing.load(sharded_state(model, shape), str(folder))
+    except CheckpointException as error:
+        reason, _ = error.failures[0]  # of the one rank there is
+        raise UnfitMegatronCheckpoint(f"{folder} does not hold this model: {reason}") from reason
+    except CheckpointingException as error:
+        raise UnfitMegatronCheckpoint(f"{folder} does not hold this model: {error}") from error
+    for name, weight in model.weights().items():
+        weight.copy_(state[name])
+
+
+def _checkpoint_folder(source: Path) -> Path:
+    """The folder with megatron-core's files: `source`, or the newest that Megatron-LM has named in it."""
+    tracker = source / _TRACKER
+    if tracker.is_file():
+        named = tracker.read_text().strip()
+        source = source / (named if named == _RELEASE else f"iter_{int(named):07d}")
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+        raise UnfitMegatronCheckpoint(
+            f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
+            f"folder that holds one, or {_TRACKER}"
+        )
+    return source
+
+
+def _copy(name: str, tensor: Tensor, shape: ModelShape, weights: dict[str, Tensor]) -> None:
+    for part in policy_slices(shape, PolicyRank()):
+        if part.name == name:
+            box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+            local_view(weights, part).copy_(tensor.view(part.shape)[box])
+
+
+def _whole(name: str, shape: ModelShape, weights: dict[str, Tensor]) -> Tensor:
+    """An HF tensor put together from its boxes."""
+    parts = [part for part in policy_slices(shape, PolicyRank()) if part.name == name]
+    whole = torch.empty(parts[0].shape, dtype=weights[parts[0].param].dtype)
+    for part in parts:
+        box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+        whole[box] = local_view(weights, part)
+    return whole
