@@ -443,6 +443,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         4,
         "4 GPUs are too few for 4 policy processes and 1 engines",
     ),
+    "GPU kernels on a CPU": (
+        ["policy.kernels=transformer_engine"],
+        "policy.kernels",
+        "transformer_engine",
+        "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto",
+    ),
+    "leaving the device to nobody": (
+        [*SFT, "algorithm.validation={}", "policy.offload.optimizer=true"],
+        "policy.offload.optimizer",
+        True,
+        "this run never generates",
+    ),
 }
 
 WRONG = TYPES | RELATIONS

@@ -13,7 +13,7 @@ from tests.megatron.pool import Pool
 from tests.megatron.te_cases import LOCAL, TRANSFORMER_ENGINE, live_with, names_of_rank
 
 STAND_IN = Path(__file__).parent / "transformer_engine_stand_in"
-FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "deepseek-v3"]
+FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v3"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def engine_pool() -> Iterator[Pool]:
         *((family, {}) for family in FAMILIES),
         *((family, {"tp": 2, "sp": True}) for family in FAMILIES),
         ("qwen3-moe", {"tp": 2, "ep": 2}),
+        ("qwen3-moe", {"tp": 2, "etp": 2}),
     ],
 )
 def test_both_kinds_of_layers_hold_the_same_parameters(engine_pool, model, family, sizes):

@@ -48,6 +48,8 @@ CHECKS: tuple[Check, ...] = (
     validation.checkpoints_are_written,
     validation.saved_weights_come_from_a_checkpoint,
     resources.one_node,
+    resources.kernels_want_gpus,
+    resources.offload_wants_generation,
     resources.gpus_for_all_processes,
 )
 

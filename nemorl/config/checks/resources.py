@@ -18,6 +18,21 @@ def one_node(cluster: ClusterConfig) -> Iterator[Violation]:
         yield Violation("cluster.num_nodes", cluster.num_nodes, mend)
 
 
+def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
+    """Transformer Engine has kernels for GPUs only."""
+    if policy.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
+        mend = "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto"
+        yield Violation("policy.kernels", policy.kernels, mend)
+
+
+def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The policy leaves its device to generation, so there has to be some."""
+    for field in ("weights", "optimizer"):
+        if getattr(policy.offload, field) and not generates(algorithm):
+            mend = "this run never generates, so nothing would leave the device: set it to false"
+            yield Violation(f"policy.offload.{field}", True, mend)
+
+
 def gpus_for_all_processes(
     cluster: ClusterConfig, policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Violation]:
