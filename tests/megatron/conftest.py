@@ -12,6 +12,7 @@ from tests.megatron.examples import policy_config, ragged_batch, random_model
 from tests.megatron.pool import Pool
 
 Model = Callable[[str], tuple[PreTrainedModel, Path]]
+pytest.register_assert_rewrite("tests.megatron.course")  # so that a failure shows the numbers
 STEPS = 5
 NO_RECOMPUTE = NoRecompute()
 
