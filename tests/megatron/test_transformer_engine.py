@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemorl.config.policy import LoraConfig
 from nemorl.models.megatron_names import local_name
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 from tests.megatron.pool import Pool
@@ -60,4 +61,19 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(engine_pool, model, fam
     torch.testing.assert_close(engine.logprobs, reference_logprobs(reference, batches[0]), atol=1e-4, rtol=0)
     for ours, theirs in zip(engine.steps, local.steps, strict=True):
         assert ours.sums == pytest.approx(theirs.sums, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "deepseek-v3"])
+def test_adapters_learn_the_same_beside_both_kinds_of_layers(engine_pool, model, family):
+    """Transformer Engine's modules have norms of their own before some matrices."""
+    config = policy_config(model(family)[1], lora=LoraConfig(rank=4, alpha=8))
+    batches = [ragged_batch(seed=seed) for seed in (1, 2)]
+
+    (engine,) = engine_pool.run(1, live_with, TRANSFORMER_ENGINE, config, batches)
+    (local,) = engine_pool.run(1, live_with, LOCAL, config, batches)
+
+    for ours, theirs in zip(engine.steps, local.steps, strict=True):
+        assert ours.sums["loss/total"] == pytest.approx(theirs.sums["loss/total"], rel=1e-5)
+        assert ours.sums["kl/reference"] == pytest.approx(theirs.sums["kl/reference"], rel=1e-4, abs=1e-6)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
