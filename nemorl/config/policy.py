@@ -42,8 +42,9 @@ class LayoutConfig(Config):
     @property
     def name(self) -> str:
         """The axes of more than one process by their short names, such as `TP2-SP PP2 DP4`."""
+        tp_size = self.tensor_parallel_size
         sizes = {
-            f"TP{self.tensor_parallel_size}{'-SP' if self.sequence_parallel else ''}": self.tensor_parallel_size,
+            f"TP{tp_size}{'-SP' if self.sequence_parallel else ''}": tp_size,
             f"PP{self.pipeline_parallel_size}": self.pipeline_parallel_size,
             f"VPP{self.virtual_pipeline_parallel_size}": self.virtual_pipeline_parallel_size,
             f"CP{self.context_parallel_size}": self.context_parallel_size,

@@ -71,7 +71,7 @@ class Offload:
         state = {address: storage for address, storage in state.items() if address not in theirs}
         moving = [*(theirs.values() if weights else ()), *(state.values() if optimizer else ())]
         freeing = self._storages(holdings.gradients).values() if optimizer else ()
-        num_bytes = sum(storage.nbytes() for storage in (*moving, *freeing))
+        num_bytes: int = sum(storage.nbytes() for storage in (*moving, *freeing))
         for storage in freeing:
             self._freed.append((storage, storage.nbytes()))
             storage.resize_(0)
