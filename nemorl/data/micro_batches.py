@@ -156,7 +156,7 @@ def plan_micro_batches(
         if len(lengths) < count:
             wants = (
                 f"{count} interleaved stages want as many"
-                if count == fewest
+                if count == fewest > 1
                 else f"another rank needs {count}"
             )
             raise ValueError(

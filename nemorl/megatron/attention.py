@@ -157,7 +157,7 @@ def _span_attention(
             q[:, :, block.start : block.stop],
             k[:, :, keys.start : keys.stop],
             v[:, :, keys.start : keys.stop],
-            span.sees(block, keys, window),
+            span.sees(block, keys, window, q.device),
             scale,
             sinks,
         )

@@ -14,8 +14,7 @@ from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
 
 from .checkpoint_files import SavedState
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from .device import DTYPES
 
 
 def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:

@@ -54,16 +54,15 @@ class Span:
     least_start: int = 0
     largest_start: int = 0
 
-    def sees(self, queries: range, keys: range, window: int | None) -> Tensor:
+    def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
         """Whether queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
 
         Padding stands at the end of a row, where no real query looks.
         """
-        places = torch.arange(queries.start, queries.stop)
-        key_places = torch.arange(keys.start, keys.stop)
+        places = torch.arange(queries.start, queries.stop, device=device)
+        key_places = torch.arange(keys.start, keys.stop, device=device)
         if self.starts is not None:
-            places = (self.starts.unsqueeze(1) + places.to(self.starts.device)).unsqueeze(1)
-            key_places = key_places.to(self.starts.device)
+            places = (self.starts.unsqueeze(1) + places).unsqueeze(1)
         places = places.unsqueeze(-1)
         seen = key_places <= places
         return seen if window is None else seen & (key_places > places - window)

@@ -13,7 +13,7 @@ from nemorl.models.new_folder import begin_folder, complete_folder
 from nemorl.models.shape import ModelShape
 
 from .checkpoint_files import SavedState
-from .hf_export import DTYPES
+from .device import DTYPES
 
 
 def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:

@@ -242,10 +242,12 @@ class PolicyWorker:
 
     def save_checkpoint(self, folder: Path) -> tuple[FileRecord, ...]:
         """Write weights, optimizer, schedule and random states into a folder that all ranks share."""
+        self._offload.require_back()
         return self._save(folder, checkpoint.Snapshot.of(self.optimizer, self._kind))
 
     def copy_for_checkpoint(self) -> None:
         """Copy aside what `write_copy` writes; the next steps may then change the state."""
+        self._offload.require_back()
         self._copy = self._copier.copy(checkpoint.Snapshot.of(self.optimizer, self._kind))
 
     def write_copy(self, folder: Path) -> tuple[FileRecord, ...]:

@@ -101,6 +101,8 @@ def test_ranks_get_equally_many_micro_batches_and_none_is_empty(per_rank):
 def test_a_rank_with_too_few_sequences_is_named():
     with pytest.raises(ValueError, match="rank 1 holds 1 sequences, but another rank needs 2 micro-batches"):
         plan_micro_batches([[80, 80], [10]], 100)
+    with pytest.raises(ValueError, match="rank 1 holds 0 sequences, but another rank needs 1 micro-batches"):
+        plan_micro_batches([[80], []], 100)
 
 
 @given(

@@ -106,6 +106,22 @@ def test_a_window_hides_what_is_far(window):
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
 
 
+def test_masks_lie_where_the_queries_do(monkeypatch):
+    """As on a GPU in float32, which has no kernel for packed sequences."""
+    meta, devices = torch.device("meta"), []
+
+    def attend(query, key, value, mask, **_):
+        devices.append(mask.device)
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    angles = table().at(torch.cat([torch.arange(n) for n in (3, 8)]))
+    layout = packed_layout([3, 8], tuple(angle.to(meta) for angle in angles), None)
+    q, k, v = (torch.randn(11, heads, DIM, device=meta) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    PackedAttention(window=2)(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    assert devices == [meta]
+
+
 SINK_CONFIG = types.SimpleNamespace(
     num_attention_heads=HEADS,
     tensor_model_parallel_size=1,

@@ -83,6 +83,8 @@ def read_while_away(rank: int, world_size: int, rendezvous: str, config: PolicyC
         worker.parameters,
         lambda: worker.compute_logprobs([[0]], old=True, reference=False),
         lambda: worker.train(LOSS, [[0]]),
+        lambda: worker.save_checkpoint(Path("/nowhere")),
+        worker.copy_for_checkpoint,
     ):
         with pytest.raises(RuntimeError) as refusal:
             use()
@@ -96,7 +98,7 @@ def test_what_is_away_cannot_be_used(pool, model):
 
     (answers,) = pool.run(1, read_while_away, config)
 
-    assert answers == ["the policy has left its device to generation: call onload first"] * 4
+    assert answers == ["the policy has left its device to generation: call onload first"] * 6
 
 
 PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
