@@ -42,10 +42,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         _export,
     )
     forms = export.add_mutually_exclusive_group()
-    forms.add_argument("--adapter", action="store_true", help="write the adapters alone, in PEFT's format")
+    forms.add_argument(
+        "--adapter",
+        dest="form",
+        action="store_const",
+        const="adapter",
+        default="hf",
+        help="write the adapters alone, in PEFT's format",
+    )
     forms.add_argument(
         "--megatron",
-        action="store_true",
+        dest="form",
+        action="store_const",
+        const="megatron",
         help="write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
     )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
@@ -96,5 +105,4 @@ def _import(arguments: Namespace) -> None:
 def _export(arguments: Namespace) -> None:
     from nemorl.algorithms.run import export_checkpoint
 
-    form = "adapter" if arguments.adapter else "megatron" if arguments.megatron else "hf"
-    export_checkpoint(arguments.checkpoint, arguments.folder, form)
+    export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form)

@@ -120,7 +120,29 @@ class SgdConfig(Config):
     """Momentum."""
 
 
-OptimizerConfig = Annotated[AdamConfig | SgdConfig, Field(discriminator="name"), default_variant(AdamConfig)]
+class MuonConfig(Config):
+    """Matrices by Muon, the rest (embedding, head, norms, biases) by AdamW, with one rate and weight decay."""
+
+    name: Literal["muon"]
+    lr: float = Field(gt=0)
+    """Peak learning rate; the steps are as large as AdamW's of this rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; norms and biases are left out."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Momentum of the matrices (Nesterov's)."""
+    iterations: int = Field(5, ge=1)
+    """Newton-Schulz iterations that orthogonalise it."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment, of what is no matrix."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the second moment, of what is no matrix."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+
+OptimizerConfig = Annotated[
+    AdamConfig | SgdConfig | MuonConfig, Field(discriminator="name"), default_variant(AdamConfig)
+]
 
 
 class ConstantSchedule(Config):

@@ -4,7 +4,6 @@ Saving is a snapshot and its writing. The snapshot of a running training is a co
 another thread writes while the next steps go on.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +34,10 @@ class Snapshot:
     @classmethod
     def of(cls, optimizer: PolicyOptimizer, device: DeviceKind) -> "Snapshot":
         """Of the tensors themselves, valid until the next step."""
-        states = {state: optimizer.shards(state) for state in optimizer.state_names}
+        states = {
+            state: {name: s for name, s in optimizer.shards(state).items() if optimizer.saves(name)}
+            for state in optimizer.state_names
+        }
         return cls(states, random_states(device), replace(optimizer.progress))
 
 
@@ -102,14 +104,11 @@ def load(
     """
     saved = SavedState(folder, trained)
     optimizer.check_state_names(saved.states, folder)
-    by_param: dict[str, list[TensorSlice]] = defaultdict(list)
-    for part in slices:
-        by_param[part.param].append(part)
     for name, parameter in parameters.items():
-        mine = by_param[name]
+        mine = [part for part in slices if part.param == name]
         if name not in optimizer.trained and not all(saved.holds(part.name) for part in mine):
             continue
-        for state in saved.states:
+        for state in optimizer.states_of(name):
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             saved.fill(state, {name: values}, mine)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import MuonConfig, PolicyConfig
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
@@ -194,7 +194,9 @@ def build_model(
     """
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=not isinstance(policy.optimizer, MuonConfig),
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
     )
     chunks = range(policy.layout.virtual_pipeline_parallel_size)
     with building(kind):

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -15,13 +17,15 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
-from nemorl.config.policy import AdamConfig, PolicyConfig, SgdConfig
-from nemorl.models.layout import chunk_prefix
+from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig, SgdConfig
+from nemorl.models.adapters import TrainedWeights
+from nemorl.models.layout import chunk_prefix, policy_rank
 from nemorl.models.megatron_names import local_name
 
 from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DTYPES, DeviceKind, building
 from .learning_rate import learning_rate
+from .muon import Muon, group_of, matrices
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +56,31 @@ class _MainShard:
     """The elements of one parameter that this rank updates."""
 
     start: int  # the first of them in the local parameter
-    weight: Tensor  # float32, one dimension
+    weight: Tensor  # float32
     optimizer: torch.optim.Optimizer  # that updates it
+    is_first: bool = True  # of the data-parallel ranks that update the same elements
+
+    def has(self, name: str) -> bool:
+        """Whether it has a state of this name."""
+        return name == WEIGHT or name in self.optimizer.state[self.weight]
 
     def state(self, name: str) -> Tensor:
-        """The float32 weight or one of the optimizer's own tensors."""
-        return self.weight if name == WEIGHT else self.optimizer.state[self.weight][name]
+        """The float32 weight or one of the optimizer's own tensors, in one dimension."""
+        return (self.weight if name == WEIGHT else self.optimizer.state[self.weight][name]).view(-1)
 
 
 class PolicyOptimizer:
     """Steps Megatron's optimizer unless the gradients are not finite."""
 
     def __init__(
-        self, config: PolicyConfig, chunks: Sequence[DistributedDataParallel], device: DeviceKind
+        self,
+        config: PolicyConfig,
+        chunks: Sequence[DistributedDataParallel],
+        device: DeviceKind,
+        trained: TrainedWeights,
     ) -> None:
         self._config = config
+        self._weights = trained
         self._chunks = chunks
         with building(device):
             megatron = _megatron_config(config)
@@ -86,7 +100,10 @@ class PolicyOptimizer:
             if parameter.requires_grad
         }
         self.trained = frozenset(parameters)
-        self._main = self._main_shards(parameters)
+        if isinstance(config.optimizer, MuonConfig):
+            self._main = self._replace_by_muon(config.optimizer, parameters)
+        else:
+            self._main = self._main_shards(parameters)
         for distributed in self._distributed:
             self._prepare_groups(distributed.optimizer)
 
@@ -130,7 +147,18 @@ class PolicyOptimizer:
 
     def shards(self, state: str) -> dict[str, Shard]:
         """What this rank updates of one state, by parameter; the tensors themselves."""
-        return {name: Shard(part.start, part.state(state)) for name, part in self._main.items()}
+        return {
+            name: Shard(part.start, part.state(state)) for name, part in self._main.items() if part.has(state)
+        }
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank's shards of a parameter go into a checkpoint, not those of a copy of it."""
+        return self._main[name].is_first
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """The states of which this rank has a part, for one parameter; the weights in any case."""
+        part = self._main.get(name)
+        return tuple(state for state in self.state_names if state == WEIGHT or (part and part.has(state)))
 
     def set_shard(self, name: str, state: str, values: Tensor) -> None:
         """Take this rank's part of a state from the whole local parameter [its elements]."""
@@ -169,6 +197,8 @@ class PolicyOptimizer:
         optimizer = self._config.optimizer
         if isinstance(optimizer, AdamConfig):
             return ("exp_avg", "exp_avg_sq")
+        if isinstance(optimizer, MuonConfig):
+            return ("momentum_buffer", "exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if optimizer.momentum else ()
 
     def _replace_by_sgd(self, config: SgdConfig) -> None:
@@ -179,6 +209,29 @@ class PolicyOptimizer:
             # for non-leaves.
             sgd.param_groups = [{**group, **sgd.defaults} for group in distributed.optimizer.param_groups]
             distributed.optimizer = sgd
+
+    def _replace_by_muon(self, config: MuonConfig, parameters: Mapping[str, Tensor]) -> dict[str, _MainShard]:
+        """In place of the AdamW in Megatron's ordinary optimizers, which keep parameters whole."""
+        place = policy_rank(self._config.layout, dist.get_rank())
+        found = {e: matrices(self._weights, place, of_experts=e) for e in (False, True)}
+        shards = {}
+        for whole in self._distributed:
+            mains = {main for group in whole.optimizer.param_groups for main in group["params"]}
+            theirs = {
+                name: (main, not getattr(parameter, "allreduce", True))
+                for name, parameter in parameters.items()
+                if (main := getattr(parameter, "main_param", parameter)) in mains
+            }
+            muon = Muon(
+                config,
+                {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]},
+                {main: group_of(e) for main, e in theirs.values()},
+            )
+            muon.param_groups = [{**group, **muon.defaults} for group in whole.optimizer.param_groups]
+            whole.optimizer = muon
+            for name, (main, is_expert) in theirs.items():
+                shards[name] = _MainShard(0, main, muon, _data_parallel_rank(is_expert) == 0)
+        return shards
 
     def _prepare_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
@@ -193,7 +246,8 @@ class PolicyOptimizer:
                 state = optimizer.state[main]
                 if is_torch_adam:
                     state["step"] = torch.zeros((), device=main.device)
-                for moment in self._moments():
+                moments = optimizer.moments(main) if isinstance(optimizer, Muon) else self._moments()
+                for moment in moments:
                     state[moment] = torch.zeros_like(main)
 
     def _main_shards(self, parameters: Mapping[str, Tensor]) -> dict[str, _MainShard]:
@@ -223,6 +277,13 @@ class PolicyOptimizer:
             )
 
 
+def _data_parallel_rank(is_expert: bool) -> int:
+    """Among the ranks that hold the same parameters."""
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
+
+
 def _group_overrides(
     config: PolicyConfig, megatron: MegatronOptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
@@ -246,6 +307,6 @@ def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
         adam_eps=adam.eps,
         bf16=config.precision == "bfloat16",
         params_dtype=DTYPES[config.precision],
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=not isinstance(optimizer, MuonConfig),
         clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
     )

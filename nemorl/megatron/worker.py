@@ -92,7 +92,7 @@ class PolicyWorker:
         self._trained = TrainedWeights(self._shape, config.lora)
         self._adapters = Adapters(self._shape, config.lora, self._place) if config.lora else None
         self._chunks = build_model(self._shape, config, device, self._device, self._kernels, self._adapters)
-        self.optimizer = PolicyOptimizer(config, self._chunks, device)
+        self.optimizer = PolicyOptimizer(config, self._chunks, device, self._trained)
         self._maker = self._micro_batch_maker()
         self._routers = Routers(self._modules, self._shape.num_moe_layers, config.moe)
         self._reference: ReferenceWeights | Adapters | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
+from nemorl.config.policy import LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.layout import PolicyRank
 from nemorl.models.shape import ModelShape
@@ -92,6 +92,8 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     whole_tokens = _tokens_per_rank(policy, algorithm)
     tokens = min(policy.micro_batch_tokens, whole_tokens)
     own_tokens = -(-tokens // layout.context_parallel_size)
+    # Muon's matrices are whole on every copy.
+    updated = trained.total if isinstance(policy.optimizer, MuonConfig) else trained.per_copy(layout)
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
@@ -106,14 +108,14 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         layout.world_size,
         weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
         gradients=trained.total * _FLOAT32,  # accumulated in float32 whatever the precision
-        optimizer=trained.per_copy(layout) * _optimizer_bytes(policy),
+        optimizer=updated * _optimizer_bytes(policy),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
         logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES
         if is_last
         else 0,
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
-        checkpoint=trained.per_copy(layout) * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
+        checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
         runtime=_POLICY_RUNTIME,
     )
 
@@ -141,7 +143,7 @@ def _optimizer_bytes(policy: PolicyConfig) -> int:
 
 def _num_moments(policy: PolicyConfig) -> int:
     """Float32 tensors that the optimizer keeps for each parameter."""
-    return 2 if isinstance(policy.optimizer, AdamConfig) else 1
+    return 1 if isinstance(policy.optimizer, SgdConfig) else 2  # Muon's matrices have one, the rest two
 
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:

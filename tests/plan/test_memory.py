@@ -62,6 +62,12 @@ def test_adapters_leave_the_weights_without_gradients_optimizer_state_and_refere
     assert (policy.optimizer, policy.checkpoint, policy.reference) == (8 * adapters, 12 * adapters, 0)
 
 
+def test_muon_keeps_whole_matrices_on_every_copy(configure: Configure) -> None:
+    muon, two = "policy.optimizer={name: muon, lr: 0.1}", "policy.layout.data_parallel_size=2"
+
+    assert group("policy", estimate_memory(configure(muon, two), SHAPE, training=True)).optimizer == 8 * WHOLE
+
+
 def test_a_reference_is_another_copy(configure: Configure) -> None:
     experiment = configure("algorithm.loss.kl.coefficient=0.01")
 
