@@ -21,8 +21,10 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
-# Logits, their exponentials and the gradient of a chunk exist at one time.
-_LOGITS_COPIES = 3
+# A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
+_CHUNK_COPIES = 2
+# An engine's logits of a step, the sampled distribution and its sorted copy.
+_SAMPLING_COPIES = 3
 _BUCKETS = 2
 
 
@@ -111,7 +113,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         optimizer=updated * _optimizer_bytes(policy),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
-        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _LOGITS_COPIES
+        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
         if is_last
         else 0,
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
@@ -129,7 +131,7 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
         "generation",
         config.replicas,
         weights=weights,
-        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _LOGITS_COPIES,
+        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
         kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
         staging=2 * weights,  # what is received, and its copy while the old weights still serve
         runtime=_GENERATION_RUNTIME,

@@ -7,6 +7,8 @@ from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
+# Of models with experts; which model it is stands in a folder that the checks of a config do not open.
+_EXPERTS = {"experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"}
 _HANDING_OVER = {"refit/gigabytes", "refit/gigabytes_per_second", "time/refit"}
 _SAMPLING = {
     *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
@@ -23,7 +25,7 @@ _STAGES = {"time/step", "time/training", "time/checkpoint"}
 
 def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> frozenset[str]:
     """Names of all figures that a line of such a run may hold."""
-    names = _UPDATES | _STAGES | _PACKING
+    names = _UPDATES | _STAGES | _PACKING | _EXPERTS
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
     if isinstance(algorithm, GrpoConfig):
         names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
