@@ -4,6 +4,7 @@ Saving is a snapshot and its writing. The snapshot of a running training is a co
 another thread writes while the next steps go on.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -104,8 +105,11 @@ def load(
     """
     saved = SavedState(folder, trained)
     optimizer.check_state_names(saved.states, folder)
+    by_param: dict[str, list[TensorSlice]] = defaultdict(list)
+    for part in slices:
+        by_param[part.param].append(part)
     for name, parameter in parameters.items():
-        mine = [part for part in slices if part.param == name]
+        mine = by_param[name]
         if name not in optimizer.trained and not all(saved.holds(part.name) for part in mine):
             continue
         for state in optimizer.states_of(name):

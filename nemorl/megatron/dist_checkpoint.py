@@ -10,6 +10,7 @@ reads one but `import_megatron`.
 
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.new_folder import begin_folder, complete_folder
 from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
 
 from . import parallel
 from .device import DTYPES, building, select_device
@@ -54,9 +56,10 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     folder = begin_folder(out)
     try:
         with _whole_model(shape, config) as model:
-            weights = model.weights()
+            weights, boxes = model.weights(), _boxes(shape)
             for name, tensor in hf_weights(checkpoint, config):
-                _copy(name, tensor, shape, weights)
+                for part in boxes[name]:
+                    local_view(weights, part).copy_(tensor.view(part.shape)[part.box])
             release = folder / _RELEASE
             release.mkdir()
             dist_checkpointing.save({**sharded_state(model, shape), "checkpoint_version": 3.0}, str(release))
@@ -77,9 +80,9 @@ def import_megatron(source: Path, out: Path, like: Path, precision: str = "bfloa
     count = 0
     with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
         _load(model, shape, _checkpoint_folder(source))
-        weights = model.weights()
+        weights, boxes = model.weights(), _boxes(shape)
         for name, extents in hf_tensors(shape).items():
-            tensor = _whole(name, shape, weights).view(extents)
+            tensor = _whole(boxes[name], weights).view(extents)
             count += tensor.numel()
             writer.add(name, tensor)
     return ImportedModel(shape, count, count * DTYPES[precision].itemsize, left_out=())
@@ -159,18 +162,17 @@ def _checkpoint_folder(source: Path) -> Path:
     return source
 
 
-def _copy(name: str, tensor: Tensor, shape: ModelShape, weights: dict[str, Tensor]) -> None:
+def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
+    """Of each HF tensor, where its parts lie in the whole model."""
+    boxes: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in policy_slices(shape, PolicyRank()):
-        if part.name == name:
-            box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
-            local_view(weights, part).copy_(tensor.view(part.shape)[box])
+        boxes[part.name].append(part)
+    return boxes
 
 
-def _whole(name: str, shape: ModelShape, weights: dict[str, Tensor]) -> Tensor:
+def _whole(parts: list[TensorSlice], weights: dict[str, Tensor]) -> Tensor:
     """An HF tensor put together from its boxes."""
-    parts = [part for part in policy_slices(shape, PolicyRank()) if part.name == name]
     whole = torch.empty(parts[0].shape, dtype=weights[parts[0].param].dtype)
     for part in parts:
-        box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
-        whole[box] = local_view(weights, part)
+        whole[part.box] = local_view(weights, part)
     return whole

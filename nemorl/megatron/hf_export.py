@@ -1,6 +1,7 @@
 """A checkpoint's weights as a Hugging Face folder; needs neither its processes nor Megatron."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,12 +36,13 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
     shape = ModelShape.load(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
+    frozen = cache(lambda: HfFolder(config.model_path))  # read only where something is
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
     for name, extents in hf_tensors(shape).items():
         if name in held and saved.holds(name):
             tensor = saved.hf_tensor(name).view(extents).to(dtype)
         else:
-            tensor = HfFolder(config.model_path).tensor(name, extents)
+            tensor = frozen().tensor(name, extents)
             if name not in buffers:
                 tensor = tensor.to(dtype)
         names = peft_names(name)

@@ -157,8 +157,7 @@ class Adapters:
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 bound = 1 / math.sqrt(part.shape[1])
                 values.uniform_(-bound, bound, generator=generator)
-            box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
-            local_view(parameters, part).copy_(values[box])
+            local_view(parameters, part).copy_(values[part.box])
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

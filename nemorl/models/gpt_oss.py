@@ -105,13 +105,20 @@ def _read(config: HfConfig) -> ModelShape:
         config,
         "gpt_oss",
         head_dim=config.get("head_dim", 64),
-        windows=layer_windows(config),
+        windows=_windows(config),
         qkv_bias=True,
         linear_bias=True,
         activation="clamped_swiglu",
         sinks=True,
         moe=moe,
     )
+
+
+def _windows(config: HfConfig) -> tuple[int | None, ...]:
+    if config.get("layer_types"):
+        return layer_windows(config)
+    window: int = config.get("sliding_window", 128)
+    return tuple(None if layer % 2 else window for layer in range(config.integer("num_hidden_layers")))
 
 
 GPT_OSS = ModelFamily(

@@ -113,7 +113,7 @@ def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
 
     Its first dimensions, as far as they are the same on disk, are cut there: one expert is read of many.
     """
-    box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+    box = part.box
     stored = tuple(file.get_slice(part.name).get_shape())
     if len(stored) < len(part.shape) and math.prod(stored) == math.prod(part.shape):
         same = next(i for i, (a, b) in enumerate(zip(stored, part.shape, strict=False)) if a != b)

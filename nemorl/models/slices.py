@@ -30,3 +30,8 @@ class TensorSlice:
         for extent in self.size:
             n *= extent
         return n
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Indices of the box in the whole HF tensor."""
+        return tuple(slice(s, s + n) for s, n in zip(self.start, self.size, strict=True))

@@ -1,5 +1,6 @@
 """A few processes that take one function after another, so that their seconds of imports are paid once."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -66,6 +67,8 @@ def _serve(pipe: Connection) -> None:
         except Exception:  # noqa: BLE001 - whatever it was, the test wants to see it
             pipe.send((traceback.format_exc(), None))
             _leave_group()
+        # A worker that is gone hangs in reference cycles, and with it some fifty threads of gloo.
+        gc.collect()
 
 
 def _leave_group() -> None:

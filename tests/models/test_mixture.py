@@ -111,6 +111,7 @@ def test_shapes_of_published_models() -> None:
     )
     assert oss.moe == MoeShape(num_experts=32, top_k=4, ffn_hidden_size=2880, router_bias=True)
     assert oss.windows == (128, None, 128, None)
+    assert shape("gpt-oss", sliding_window=128, layer_types=None).windows == oss.windows
     assert (oss.rope.theta, oss.sinks, oss.activation) == (150000, True, "clamped_swiglu")
 
 
