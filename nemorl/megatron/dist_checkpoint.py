@@ -36,7 +36,8 @@ from . import parallel
 from .device import DTYPES, building, select_device
 from .hf_export import hf_weights
 from .kernels import Kernels
-from .model import PolicyModel, transformer_config
+from .model import PolicyModel
+from .model_config import transformer_config
 
 # Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
 _TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"

@@ -2,7 +2,7 @@
 
 Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums
 over micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
-`model.finalize_sums` keeps it from dividing by a token count at the end.
+`model_config.finalize_sums` keeps it from dividing by a token count at the end.
 """
 
 from collections.abc import Iterator, Sequence
