@@ -121,7 +121,7 @@ class SgdConfig(Config):
 
 
 class MuonConfig(Config):
-    """Matrices by Muon, the rest (embedding, head, norms, biases) by AdamW, with one rate and weight decay."""
+    """Matrices by Muon; embedding, head, norms and biases by AdamW; one rate and weight decay for all."""
 
     name: Literal["muon"]
     lr: float = Field(gt=0)
