@@ -203,6 +203,8 @@ def _teach_megatron_the_cpu() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    optimizer.USING_PYTORCH_OPTIMIZER = True  # also where kernels for a GPU are installed
     view = _TorchOnCpu()
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)

@@ -97,7 +97,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_entropies is not None and not grad_entropies.any():
             grad_entropies = None  # a loss that reports the entropy but weighs it by zero
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None when frozen
+        # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _rows(labels.shape[0], chunk_tokens):
             chunk = kept.pop() if kept else _again(hidden[rows], weight, shard, temperature)
             grad = _grad_logits(
@@ -111,8 +112,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows])
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), hidden[rows])
+                else:
+                    grad_weight.add_(grad.t() @ hidden[rows])
             del chunk, grad
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 

@@ -129,7 +129,9 @@ def choose(
 
 
 def optimizer_kernel(installed: Installed, kind: Device) -> str:
-    """The Adam that Megatron takes: it looks for them in this order, whatever the device."""
+    """The Adam that Megatron takes: it looks for them in this order. On a CPU `device.py` says which."""
+    if kind == "cpu":
+        return "torch AdamW"
     for library in (TRANSFORMER_ENGINE, APEX):
         if library in installed:
             return f"FusedAdam of {installed.described(library)}"

@@ -175,6 +175,11 @@ def layer_windows(config: HfConfig) -> tuple[int | None, ...]:
     """`layer_types` and `sliding_window`: how many tokens each layer sees, itself included; None for all."""
     known = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
     kinds = config.get("layer_types", ())
+    if kinds and len(kinds) != config.integer("num_hidden_layers"):
+        raise BrokenModelFolder(
+            f"{config.source}: layer_types names {len(kinds)} layers, num_hidden_layers says "
+            f"{config.integer('num_hidden_layers')}"
+        )
     for number, kind in enumerate(kinds):
         if kind not in known:
             raise UnsupportedModel(

@@ -18,6 +18,7 @@ def moe_violations(shape: ModelShape, config: MoeConfig, *, samples: bool) -> It
             if value != usual[name]:
                 yield Violation(f"{_MOE}.{name}", value, "the model has no experts: remove this")
         return
-    if config.router_replay and not samples:
-        mend = "nothing is sampled in this run, so no choices of experts can be replayed: set this to false"
-        yield Violation(f"{_MOE}.router_replay", True, mend)
+    if config.router_replay:
+        # A batch may carry choices already (`PackedBatch.routed_experts`); no back end fills them in yet.
+        reason = "no generation back end returns the experts it chose" if samples else "nothing is sampled"
+        yield Violation(f"{_MOE}.router_replay", True, f"{reason}, so there is nothing to replay: set false")

@@ -256,10 +256,9 @@ def test_the_same_layout_continues_bit_by_bit(pool, saved):
         assert all(torch.equal(adapters[name], values) for name, values in life[1].items())
 
 
+@pytest.mark.parametrize("saved", ["float32"], indirect=True)  # roundings to bfloat16 would hide a difference
 def test_another_layout_continues_the_same_run(pool, saved):
     config, folder, lives = saved
-    if config.precision == "bfloat16":
-        return  # its roundings hide what is looked for
     there = replace_layout(config, layout(tp=2, pp=2, sp=True))
     for steps, _ in pool.run(4, continue_from, there, folder):
         for mine, its in zip(steps, lives[0][0], strict=True):

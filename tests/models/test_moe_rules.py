@@ -13,7 +13,8 @@ from tests.models.test_layout_rules import DENSE, EXPERTS
         (DENSE, {}, True, None),
         (DENSE, {"freeze_router": True}, True, "freeze_router"),
         (DENSE, {"load_balancing_loss_coefficient": 0.1}, True, "load_balancing_loss_coefficient"),
-        (EXPERTS, {"freeze_router": True, "router_replay": True}, True, None),
+        (EXPERTS, {"freeze_router": True}, True, None),
+        (EXPERTS, {"router_replay": True}, True, "router_replay"),
         (EXPERTS, {"router_replay": True}, False, "router_replay"),
     ],
 )
