@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SECONDS = 120  # of one call, start included
+SECONDS = 240  # of one call, start included
 
 
 class Pool:
@@ -35,14 +35,19 @@ class Pool:
         rendezvous = f"file://{Path(self._folder.name) / str(self._calls)}"
         pipes = self._pipes[:world_size]
         for rank, pipe in enumerate(pipes):
-            pipe.send((function, (rank, world_size, rendezvous, *args)))
-        answers = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(SECONDS), f"rank {rank} of {world_size} gave no answer in {SECONDS} s"
-            answers.append(pipe.recv())
+            pipe.send((self._calls, function, (rank, world_size, rendezvous, *args)))
+        answers = [self._answer(rank, pipe) for rank, pipe in enumerate(pipes)]
         errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
         assert not errors, "\n".join(errors)
         return [result for _, result in answers]
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[str | None, Any]:
+        """The error or the result of this call; answers of calls that were given up are passed over."""
+        number = None
+        while number != self._calls:
+            assert pipe.poll(SECONDS), f"rank {rank} gave no answer in {SECONDS} s"
+            number, error, result = pipe.recv()
+        return error, result
 
     def close(self) -> None:
         """End the processes."""
@@ -59,13 +64,13 @@ def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     while True:
         try:
-            function, args = pipe.recv()
+            number, function, args = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((None, function(*args)))
+            pipe.send((number, None, function(*args)))
         except Exception:  # noqa: BLE001 - whatever it was, the test wants to see it
-            pipe.send((traceback.format_exc(), None))
+            pipe.send((number, traceback.format_exc(), None))
             _leave_group()
         # A worker that is gone hangs in reference cycles, and with it some fifty threads of gloo.
         gc.collect()
