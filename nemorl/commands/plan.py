@@ -1,7 +1,7 @@
 """`nemorl plan`: what an experiment could be, before anything starts."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
 
 from rich.table import Table
@@ -38,10 +38,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "layouts", help="list the valid layouts of the policy", description=help_text
     )
     add_experiment(layouts)
-    layouts.add_argument("--gpus", type=int, required=True, metavar="N", help="devices of the policy")
+    layouts.add_argument("--gpus", type=_devices, required=True, metavar="N", help="devices of the policy")
     layouts.add_argument(
         "--memory-gb",
-        type=float,
+        type=_size,
         metavar="GB",
         help="memory of a device in 10^9 bytes, less what you want to keep free; that of this machine's "
         "smallest GPU, where there is one",
@@ -57,8 +57,6 @@ def run(arguments: Namespace) -> int:
 
 
 def _layouts(arguments: Namespace) -> None:
-    if arguments.gpus < 1:
-        raise NemorlError(f"--gpus {arguments.gpus}: a layout wants at least one device")
     experiment = load_experiment(arguments.config, arguments.overrides)
     shape = ModelShape.load(experiment.policy.model_path)
     choices = list_layouts(experiment, shape, arguments.gpus, _memory_bytes(arguments))
@@ -77,6 +75,23 @@ def _layouts(arguments: Namespace) -> None:
     console.print(_table(choices[:_ROWS]))
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
     notes().print(f"{len(choices)} layouts{more}. {ORDER}", markup=False)
+
+
+def _devices(text: str) -> int:
+    """For argparse, which makes a wrong usage of the error."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}: a layout wants a whole number of devices, at least one")
+    return int(text)
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ArgumentTypeError(f"{text!r}: a device has more than 0 GB")
+    return size
 
 
 def _memory_bytes(arguments: Namespace) -> int | None:
@@ -100,7 +115,7 @@ def _as_json(choice: LayoutChoice) -> dict[str, object]:
 def _table(choices: list[LayoutChoice]) -> Table:
     """A row for each layout."""
     parts = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
-    title = "Memory of the fullest device in GB: weights exact, the rest estimated"
+    title = "Layouts on GPUs; memory of the fullest in GB: weights exact, the rest estimated"
     result = table(
         title, ["layout", "fits", "in all", *(_PARTS[part] for part in parts), "other", "kB/token", "idle"]
     )

@@ -33,7 +33,7 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
 from . import parallel
-from .device import DTYPES, building, select_device
+from .device import building, select_device
 from .hf_export import hf_weights
 from .kernels import Kernels
 from .model import PolicyModel
@@ -42,6 +42,7 @@ from .model_config import transformer_config
 # Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
 _TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
 _DEADLINE_SECONDS = 600.0
+_LONGEST_REASON = 300  # characters
 
 
 class UnfitMegatronCheckpoint(RunError, ValueError):
@@ -70,23 +71,26 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def import_megatron(source: Path, out: Path, like: Path, precision: str = "bfloat16") -> ImportedModel:
+def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     """Write a Hugging Face folder `out` from a checkpoint of megatron-core of the model in the folder `like`.
 
-    Runs code that the checkpoint contains (see above). config.json and tokenizer come from `like`. Raises
-    `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
+    Runs code that the checkpoint contains (see above). config.json, its type of weights and the tokenizer
+    come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
     """
     shape = ModelShape.load(like)
-    config = PolicyConfig.model_validate({"model_path": like, "precision": precision})
+    # Read in float32, into which every type goes without a loss.
+    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
+    dtype: torch.dtype = getattr(torch, shape.torch_dtype)
     count = 0
     with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
         _load(model, shape, _checkpoint_folder(source))
         weights, boxes = model.weights(), _boxes(shape)
+        buffers = dict(model.named_buffers())  # a router's bias keeps its own type
         for name, extents in hf_tensors(shape).items():
             tensor = _whole(boxes[name], weights).view(extents)
             count += tensor.numel()
-            writer.add(name, tensor)
-    return ImportedModel(shape, count, count * DTYPES[precision].itemsize, left_out=())
+            writer.add(name, tensor if boxes[name][0].param in buffers else tensor.to(dtype))
+    return ImportedModel(shape, count, count * dtype.itemsize, left_out=())
 
 
 def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
@@ -142,11 +146,21 @@ def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
         state = dist_checkpointing.load(sharded_state(model, shape), str(folder))
     except CheckpointException as error:
         reason, _ = error.failures[0]  # of the one rank there is
-        raise UnfitMegatronCheckpoint(f"{folder} does not hold this model: {reason}") from reason
+        raise _unfit(folder, reason) from reason
     except CheckpointingException as error:
-        raise UnfitMegatronCheckpoint(f"{folder} does not hold this model: {error}") from error
+        raise _unfit(folder, error) from error
     for name, weight in model.weights().items():
         weight.copy_(state[name])
+
+
+def _unfit(folder: Path, reason: BaseException) -> UnfitMegatronCheckpoint:
+    """Megatron's reason may be a list of all names that it knows."""
+    words = str(reason)
+    words = words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]} …"
+    return UnfitMegatronCheckpoint(
+        f"{folder} does not hold the model that --like names: name the folder it was trained from. "
+        f"Megatron says: {words}"
+    )
 
 
 def _checkpoint_folder(source: Path) -> Path:

@@ -71,7 +71,7 @@ class Kernels:
     fused_gradients: bool = False
     fused_activation: bool = False
 
-    def described(self, installed: Installed, kind: Device) -> dict[str, str]:
+    def described(self, installed: Installed, kind: Device, optimizer: str = "adam") -> dict[str, str]:
         """One line each for a run's header: what is used, and on a GPU what was looked for and not found."""
         flash = installed.described(FLASH_ATTENTION)
         return {
@@ -82,7 +82,7 @@ class Kernels:
             }[self.attention],
             "layer kernels": _layers(self.layers, installed, kind),
             "activation kernel": _fused(self.fused_activation, TRITON, installed, kind),
-            "optimizer kernel": optimizer_kernel(installed, kind),
+            "optimizer kernel": optimizer_kernel(installed, kind, optimizer),
             "gradient accumulation": _fused(self.fused_gradients, FUSED_WEIGHT_GRADIENT, installed, kind),
         }
 
@@ -128,8 +128,12 @@ def choose(
     )
 
 
-def optimizer_kernel(installed: Installed, kind: Device) -> str:
+def optimizer_kernel(installed: Installed, kind: Device, optimizer: str = "adam") -> str:
     """The Adam that Megatron takes: it looks for them in this order. On a CPU `device.py` says which."""
+    if optimizer == "sgd":
+        return "torch SGD"
+    if optimizer == "muon":
+        return "Muon on matrices, torch AdamW on the rest"
     if kind == "cpu":
         return "torch AdamW"
     for library in (TRANSFORMER_ENGINE, APEX):

@@ -112,7 +112,7 @@ class PolicyWorker:
             **(self._adapters.described() if self._adapters else {}),
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
-            **self._kernels.described(self._installed, self._kind),
+            **self._kernels.described(self._installed, self._kind, self._config.optimizer.name),
         }
 
     def load_hf(self, folder: Path) -> None:

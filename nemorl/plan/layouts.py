@@ -38,7 +38,7 @@ class LayoutChoice:
 def list_layouts(
     experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
 ) -> list[LayoutChoice]:
-    """Every layout of evenly filled stages that uses all devices, in the order of `ORDER`.
+    """Every layout of evenly filled stages that uses all of so many GPUs, in the order of `ORDER`.
 
     Under tensor parallelism sequence parallelism is always on: it sends as much and keeps less.
     """
@@ -83,7 +83,11 @@ def _with_experts(shape: ModelShape, layout: LayoutConfig) -> Iterator[LayoutCon
 
 def _is_valid(experiment: Experiment, shape: ModelShape, layout: LayoutConfig) -> bool:
     policy, algorithm = _laid_out(experiment, layout).policy, experiment.algorithm
-    return not (
+    # Context parallelism pads sequences to two chunks a rank, so more ranks would compute padding only.
+    has_work = (
+        layout.context_parallel_size == 1 or policy.max_sequence_length >= 2 * layout.context_parallel_size
+    )
+    return has_work and not (
         any(layout_violations(shape, layout, "cuda", adapters=policy.lora is not None))
         or any(recompute_violations(shape, layout, policy.recompute))
         or any(data_parallel_divides(policy, algorithm))

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Nemorl
 
 
@@ -40,10 +42,28 @@ def test_overrides_change_what_is_valid(nemorl: Nemorl, experiment: Path) -> Non
     assert "DP2" not in nemorl("plan", "layouts", experiment, *few, "--gpus", "2").out
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--gpus", "0", "argument --gpus: '0': a layout wants a whole number of devices, at least one"),
+        ("--gpus", "2.5", "argument --gpus: '2.5': a layout wants a whole number of devices"),
+        ("--memory-gb", "-1", "argument --memory-gb: '-1': a device has more than 0 GB"),
+        ("--memory-gb", "much", "argument --memory-gb: 'much': a device has more than 0 GB"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_wrong_usage(
+    nemorl: Nemorl, experiment: Path, option: str, value: str, message: str
+) -> None:
+    outcome = nemorl("plan", "layouts", experiment, "--gpus", "2", f"{option}={value}")
+
+    assert outcome.status == 2
+    assert message in outcome.err
+
+
 def test_a_number_that_no_layout_takes(nemorl: Nemorl, experiment: Path) -> None:
     few = ("algorithm.num_prompts_per_step=1", "algorithm.num_generations_per_prompt=2")
 
-    outcome = nemorl("plan", "layouts", experiment, *few, "--gpus", "0")
+    outcome = nemorl("plan", "layouts", experiment, *few, "--gpus", "101")
 
     assert outcome.status == 1
-    assert "--gpus 0: a layout wants at least one device" in outcome.err
+    assert "takes 101 devices" in outcome.err

@@ -92,6 +92,13 @@ def test_on_a_cpu_nothing_is_missed():
     assert not [line for line in lines.values() if "not found" in line]
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("sgd", "torch SGD"), ("muon", "Muon on matrices, torch AdamW on")]
+)
+def test_the_header_names_the_optimizer_that_runs(name, kernel):
+    assert kernel in chosen().described(EVERYTHING, "cuda", name)["optimizer kernel"]
+
+
 def test_megatron_looks_for_adam_in_transformer_engine_first():
     assert "transformer_engine" in optimizer_kernel(EVERYTHING, "cuda")
     assert optimizer_kernel(Installed({"apex": ""}), "cuda") == "FusedAdam of apex"
