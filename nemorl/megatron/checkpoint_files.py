@@ -71,11 +71,16 @@ def write_index(
         "format": FORMAT,
         "layout": layout.model_dump(),
         "tensors": trained.tensors(),
+        "adapter_scale": _adapter_scale(trained),
         "states": list(states),
         "progress": dict(progress),
     }
     with writing(folder / INDEX):
         (folder / INDEX).write_text(json.dumps(index))
+
+
+def _adapter_scale(trained: TrainedWeights) -> float | None:
+    return trained.lora.scale if trained.lora else None
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,11 @@ class SavedState:
                 f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
             )
         _check_same_model(folder, index["tensors"], trained.tensors())
+        if index["adapter_scale"] != _adapter_scale(trained):
+            raise UnfitCheckpoint(
+                f"{folder} holds adapters that were trained with alpha / rank = {index['adapter_scale']:g}; "
+                f"policy.lora says {_adapter_scale(trained):g}: set policy.lora.alpha as it was"
+            )
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
         self.progress: dict[str, int] = index["progress"]

@@ -317,6 +317,9 @@ def test_exports_and_checkpoints_of_another_kind_are_refused(saved, tmp_path):
     for lora in (None, ALL):
         with pytest.raises(UnfitCheckpoint, match=r"with policy.lora as it is"):
             SavedState(folder, TrainedWeights(shape, lora))
+    stronger = SOME.model_copy(update={"alpha": 6})
+    with pytest.raises(UnfitCheckpoint, match=r"alpha / rank = 1; policy.lora says 2: set policy.lora.alpha"):
+        SavedState(folder, TrainedWeights(shape, stronger))
 
 
 def test_each_weight_is_merged_once_for_a_refit(worker, monkeypatch):
