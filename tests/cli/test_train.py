@@ -50,7 +50,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
     outcome = nemorl(
         "train",
         experiment,
-        "policy.layout={tensor_parallel_size: 8, sequence_parallel: true}",
+        "policy.layout={tensor_parallel_size: 3, sequence_parallel: true}",
         "algorithm.max_staleness=2",
         "data.train={name: jsonl, path: nowhere.jsonl}",
         "rewards=[{function: exact_mach}, {function: nowhere.at_all:f}]",
@@ -59,7 +59,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
     assert outcome.status == 2
     for part in (
         "5 violations",
-        "policy.layout.tensor_parallel_size = 8",
+        "policy.layout.tensor_parallel_size = 3",
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
