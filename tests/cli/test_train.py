@@ -58,7 +58,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
 
     assert outcome.status == 2
     for part in (
-        "5 violations",
+        "6 violations",
         "policy.layout.tensor_parallel_size = 3",
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",
