@@ -138,11 +138,9 @@ def test_an_interrupted_driver_ends_everything_and_cleans_up(
 ):
     """Ctrl-C reaches all processes of the terminal, SIGTERM (Slurm's) the driver alone."""
     with driver(tmp_path, 600.0, TMPDIR=str(temp_dir)) as interrupted:
-        start = time.monotonic()
         (os.killpg if whole_group else os.kill)(interrupted.process.pid, number)
-        assert interrupted.process.wait(timeout=30) != 0
-        assert interrupted.survivors(30) == []
-        assert time.monotonic() - start < 20
+        assert interrupted.process.wait(timeout=120) != 0  # seconds, and more where the machine is busy
+        assert interrupted.survivors(60) == []
         assert ray_folders(temp_dir) == []
 
 
