@@ -20,10 +20,9 @@ class SamplingConfig(Config):
     """Keep tokens at least this likely, as a fraction of the most likely one."""
 
 
-class TorchGenerationConfig(Config):
-    """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
+class GenerationBase(Config):
+    """What all back ends share."""
 
-    backend: Literal["torch"] = "torch"
     replicas: int = Field(1, ge=1)
     """Engines, each in a process of its own."""
     max_new_tokens: int = Field(256, ge=1)
@@ -34,16 +33,22 @@ class TorchGenerationConfig(Config):
     """Tokens that end a turn, beside the model's own end token."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a turn; the tokens that complete them are kept."""
-    max_batch_size: int = Field(64, ge=1)
-    """Sequences decoded together; more wait."""
-    max_kv_tokens: int = Field(65536, ge=1)
-    """Tokens the KV cache of one engine holds; requests wait for room."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; the policy's when not given."""
     bucket_megabytes: int = Field(64, ge=1)
     """Size of one of the two buckets through which weights travel."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; the cores divided by the engines when not given."""
+
+
+class TorchGenerationConfig(GenerationBase):
+    """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
+
+    backend: Literal["torch"] = "torch"
+    max_batch_size: int = Field(64, ge=1)
+    """Sequences decoded together; more wait."""
+    max_kv_tokens: int = Field(65536, ge=1)
+    """Tokens the KV cache of one engine holds; requests wait for room."""
 
 
 # One back end so far; the next one makes this a union told apart by `backend`.
