@@ -195,7 +195,7 @@ class PolicyWorker:
         """Fill `values` of these sequences: what the scalar head says after each token."""
         self._offload.require_back()
         self._require_head("scalar", "compute_values")
-        made = [self._maker.make(self.batch, sequences) for sequences in micro_batches]
+        made = self._make(self.batch, micro_batches)
         everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
         values = self._outputs(self.batch, made, everywhere)
         self._batch = replace(self.batch, values=values)

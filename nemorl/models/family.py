@@ -80,6 +80,11 @@ class HfTensor:
     part: int | None = None  # 0 or 1: the place along Dim.TWO that is meant
     transposed: bool = False  # Megatron keeps the two dimensions in the other order
 
+    @property
+    def axes(self) -> tuple[Dim, ...]:
+        """The extents in the coordinates of slices."""
+        return tuple(dim for dims in self.dims for dim in (dims if isinstance(dims, tuple) else (dims,)))
+
 
 @dataclass(frozen=True)
 class WeightRule:

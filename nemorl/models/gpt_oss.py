@@ -6,7 +6,8 @@ All experts of a layer lie in one tensor, input first, and gate and up take turn
 from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
-from .mixture import EXPERT, ROUTER, softmax_top_k
+from .mixture import EXPERT, ROUTER, router_weight, softmax_top_k
+from .qwen2 import QKV_BIAS
 from .shape import ModelShape, MoeShape
 
 _ATTENTION = "decoder.layers.{layer}.self_attention."
@@ -21,15 +22,7 @@ def _expert(param: str, tensors: tuple[HfTensor, ...], split: Split) -> WeightRu
 
 
 ATTENTION_EXTRAS = (
-    WeightRule(
-        _ATTENTION + "linear_qkv.bias",
-        (
-            HfTensor(_HF_ATTENTION + "q_proj.bias", (Dim.QUERY,)),
-            HfTensor(_HF_ATTENTION + "k_proj.bias", (Dim.KEY_VALUE,)),
-            HfTensor(_HF_ATTENTION + "v_proj.bias", (Dim.KEY_VALUE,)),
-        ),
-        Split.HEAD_GROUPS,
-    ),
+    QKV_BIAS,
     WeightRule(
         _ATTENTION + "linear_proj.bias",
         (HfTensor(_HF_ATTENTION + "o_proj.bias", (Dim.HIDDEN,)),),
@@ -42,12 +35,7 @@ ATTENTION_EXTRAS = (
     ),
 )
 EXPERTS = (
-    WeightRule(
-        ROUTER + "weight",
-        (HfTensor(_HF_MLP + "router.weight", (Dim.EXPERTS, Dim.HIDDEN)),),
-        Split.REPLICATED,
-        layers=LayerKind.MOE,
-    ),
+    router_weight(_HF_MLP + "router.weight"),
     WeightRule(
         ROUTER + "bias",
         (HfTensor(_HF_MLP + "router.bias", (Dim.EXPERTS,)),),

@@ -11,12 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import BrokenModelFolder
-from .json_object import read_json_object
 from .local_view import local_view
 from .slices import TensorSlice
+from .weight_files import INDEX_FILE, SINGLE_FILE, indexed_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 
 
@@ -84,12 +82,10 @@ class HfFolder:
                 _checked_slice(file, path, name, extents)
 
     def _tensor_files(self) -> dict[str, Path]:
-        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
-        if index.exists():
-            weight_map = read_json_object(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise BrokenModelFolder(f"{index} has no object weight_map, which says where each tensor is")
-            return {name: self.path / file for name, file in weight_map.items()}
+        indexed = indexed_files(self.path)
+        if indexed is not None:
+            return indexed
+        single = self.path / SINGLE_FILE
         if single.exists():
             with _open(single) as file:
                 return dict.fromkeys(file.keys(), single)

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BrokenModelFolder
-from .hf_folder import INDEX_FILE, SINGLE_FILE
 from .json_object import read_json_object
 from .layout import hf_tensors
 from .new_folder import begin_folder, complete_folder
 from .registry import family_of
 from .shape import ModelShape
+from .weight_files import INDEX_FILE, SINGLE_FILE
 
 # What makes a folder of weights a model that people can talk to.
 COMPANION_FILES = (

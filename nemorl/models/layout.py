@@ -86,14 +86,14 @@ def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tupl
     """Names and shapes (on disk) of the tensors that some rules speak of."""
     return {
         tensor.name.format(layer=layer, expert=expert): tuple(
-            math.prod(shape.extent(dim) for dim in _unmerged(dims)) for dims in tensor.dims
+            math.prod(map(shape.extent, dims if isinstance(dims, tuple) else (dims,))) for dims in tensor.dims
         )
         for stage in Stage
         for layer in range(shape.num_layers if stage is Stage.LAYERS else 1)
         for rule in _rules_of(rules, shape, stage, layer)
         for expert in range(shape.moe.num_experts if rule.experts and shape.moe else 1)
+        if not is_tied_head(rule, shape)
         for tensor in rule.tensors
-        if not (shape.tied_embeddings and tensor.name == _HEAD)
     }
 
 
@@ -122,6 +122,11 @@ def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) 
         if rank.pp_rank == layout.pipeline_parallel_size - 1 and chunk == chunks - 1:
             found += _stage_slices(rules, Stage.LAST, shape, rank, prefix)
     return found
+
+
+def is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
+    """Whether a rule's tensor is the embedding's, under the head's name."""
+    return shape.tied_embeddings and rule.tensors[0].name == _HEAD
 
 
 def chunk_prefix(chunk: int) -> str:
@@ -154,7 +159,7 @@ def _stage_slices(
     local_layer: int = 0,
 ) -> Iterator[TensorSlice]:
     for rule in _rules_of(rules, shape, stage, layer):
-        if shape.tied_embeddings and rule.tensors[0].name == _HEAD:
+        if is_tied_head(rule, shape):
             if rank.layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
                 continue
             rule = WeightRule(rule.param, (HfTensor(_EMBEDDING, rule.tensors[0].dims),), rule.split)
@@ -183,7 +188,7 @@ class _Part:
 
     @classmethod
     def of(cls, tensor: HfTensor, shape: ModelShape, layer: int, expert: int, of_expert: bool) -> "_Part":
-        dims = [dim for merged in tensor.dims for dim in _unmerged(merged)]
+        dims = tensor.axes
         fixed = {dims.index(Dim.EXPERTS): expert} if of_expert and Dim.EXPERTS in dims else {}
         if tensor.part is not None:
             fixed[dims.index(Dim.TWO)] = tensor.part
@@ -259,10 +264,6 @@ def _interleaved(
                 offset += box.num_elements
                 yield box
             place += rows
-
-
-def _unmerged(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:
-    return dims if isinstance(dims, tuple) else (dims,)
 
 
 def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:

@@ -18,15 +18,20 @@ def softmax_top_k(config: HfConfig, num_experts: int) -> int:
     return top_k
 
 
+def router_weight(name: str) -> WeightRule:
+    """The rule of a router's weight, under a checkpoint's own name."""
+    return WeightRule(
+        ROUTER + "weight",
+        (HfTensor(name, (Dim.EXPERTS, Dim.HIDDEN)),),
+        Split.REPLICATED,
+        layers=LayerKind.MOE,
+    )
+
+
 def gated_experts(router: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
     """Rules of a router and of experts that have three tensors each, under a checkpoint's own names."""
     return (
-        WeightRule(
-            ROUTER + "weight",
-            (HfTensor(router, (Dim.EXPERTS, Dim.HIDDEN)),),
-            Split.REPLICATED,
-            layers=LayerKind.MOE,
-        ),
+        router_weight(router),
         WeightRule(
             EXPERT + "linear_fc1.weight",
             (

@@ -5,7 +5,7 @@ from .hf_config import HfConfig, decoder_shape, refuse_windows
 from .llama import LLAMA_WEIGHTS
 from .shape import ModelShape
 
-_QKV_BIAS = WeightRule(
+QKV_BIAS = WeightRule(
     "decoder.layers.{layer}.self_attention.linear_qkv.bias",
     (
         HfTensor("model.layers.{layer}.self_attn.q_proj.bias", (Dim.QUERY,)),
@@ -22,4 +22,4 @@ def _read(config: HfConfig) -> ModelShape:
     return decoder_shape(config, "qwen2", qkv_bias=True)
 
 
-QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read, lambda shape: (*LLAMA_WEIGHTS, _QKV_BIAS))
+QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read, lambda shape: (*LLAMA_WEIGHTS, QKV_BIAS))

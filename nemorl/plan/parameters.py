@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
-from nemorl.models.layout import padded_vocab_size, stage_layers, weight_rules
+from nemorl.models.layout import is_tied_head, padded_vocab_size, stage_layers, weight_rules
 from nemorl.models.shape import ModelShape
 
 
@@ -46,7 +46,7 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
             count = times[rule.layers]
         else:
             count = int(stage == (0 if rule.stage is Stage.FIRST else last))
-        if _is_tied_head(rule, shape) and last == 0:
+        if is_tied_head(rule, shape) and last == 0:
             continue  # the head uses the embedding's own parameter
         if rule.experts:
             experts += count * _of_rank(elements, rule, shape, layout)
@@ -79,13 +79,9 @@ def _of_rank(whole: int, rule: WeightRule, shape: ModelShape, layout: LayoutConf
 
 def _elements(tensor: HfTensor, rule: WeightRule, shape: ModelShape) -> int:
     """Of the part of an HF tensor that belongs to one parameter."""
-    dims = [dim for merged in tensor.dims for dim in (merged if isinstance(merged, tuple) else (merged,))]
+    dims = list(tensor.axes)
     if rule.experts and Dim.EXPERTS in dims:
         dims.remove(Dim.EXPERTS)
     if tensor.part is not None:
         dims.remove(Dim.TWO)
     return math.prod(shape.extent(dim) for dim in dims)
-
-
-def _is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
-    return shape.tied_embeddings and rule.tensors[0].name == "lm_head.weight"

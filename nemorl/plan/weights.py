@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.json_object import read_json_object
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
+from nemorl.models.weight_files import INDEX_FILE, SINGLE_FILE, indexed_files
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # that can be loaded
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -68,14 +67,11 @@ def _unfit(wanted: Mapping[str, tuple[int, ...]], here: Header) -> Iterator[str]
 
 def _tensor_files(model: Path) -> dict[str, Path]:
     """The file of each tensor."""
-    index = model / INDEX_FILE
-    if not index.is_file():
-        single = model / SINGLE_FILE
-        return dict.fromkeys(_header(single), single)
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise BrokenModelFolder(f"{index} has no object weight_map, which says where each tensor is")
-    return {name: model / str(file) for name, file in weight_map.items()}
+    indexed = indexed_files(model)
+    if indexed is not None:
+        return indexed
+    single = model / SINGLE_FILE
+    return dict.fromkeys(_header(single), single)
 
 
 def _header(path: Path) -> Header:
