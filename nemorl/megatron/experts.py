@@ -88,11 +88,24 @@ class ExpertLayer(MoELayer):
         def compute(hidden: Tensor) -> tuple[Tensor, None]:
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
-            return MoELayer.forward(self, hidden)  # type: ignore[no-any-return]
+            output = MoELayer.forward(self, hidden)
+            self._forget_graph()
+            return output  # type: ignore[no-any-return]
 
         if self._is_recomputed:
             return tensor_parallel.checkpoint(compute, False, hidden_states)  # type: ignore[no-any-return]
         return compute(hidden_states)
+
+    def _forget_graph(self) -> None:
+        """Let go of what the dispatcher keeps of the forward pass.
+
+        Its weights of the experts lead by way of autograd to Megatron's gradient hooks, which hold the model:
+        a cycle through C++ that is never collected. A worker would keep its memory and threads after `close`.
+        """
+        kept = vars(self.token_dispatcher)
+        kept.update(
+            {name: None for name, value in kept.items() if isinstance(value, Tensor) and value.requires_grad}
+        )
 
     def _mark_experts(self) -> None:
         """Say of the experts' parameters what Megatron says only of some layouts'.

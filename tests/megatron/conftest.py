@@ -22,9 +22,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Anew for each file: workers with experts do not let go of their threads, and a thousand cost."""
     pool = Pool(4)
     yield pool
     pool.close()
@@ -45,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return of
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(pool: Pool, model: Model) -> Callable[..., list[Life]]:
     """Five optimizer steps of a family under a layout, by rank; the same ones are run once."""
 

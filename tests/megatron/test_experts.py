@@ -1,13 +1,16 @@
 """Experts: every layout computes what one process computes."""
 
+import gc
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from nemorl.megatron.hf_export import export_hf
-from tests.megatron.cases import start_worker
+from tests.megatron.cases import live, start_worker
 from tests.megatron.course import assert_same_course
-from tests.megatron.examples import layout, policy_config
+from tests.megatron.examples import layout, policy_config, ragged_batch
 
 LAYOUTS = {
     "DP2": layout(dp=2),  # each copy has all experts
@@ -37,6 +40,19 @@ def test_five_steps_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):
         assert_same_course(life, alone)
+
+
+def num_threads(rank, world_size, rendezvous):
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_closed_worker_lets_go_of_its_threads(pool, model):
+    """Some fifty of gloo; what the dispatcher kept of the last forward pass held the model, and that them."""
+    config = policy_config(model("qwen3-moe")[1])
+    before = pool.run(1, num_threads)[0]
+    pool.run(1, live, config, [ragged_batch()], 3)
+    assert pool.run(1, num_threads)[0] <= before
 
 
 def save(rank, world_size, rendezvous, config, folder):
