@@ -13,7 +13,7 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
 from .torch_engine import TorchEngine
-from .types import Completion, EngineStats, GenerationRequest
+from .types import Completion, EngineStats, GenerationRequest, Progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -47,6 +47,10 @@ class Engine(Protocol):
 
     def step(self, admit: bool = True) -> list[Completion]:
         """Sample one token for every running sequence, after letting waiting ones join; who ended."""
+        ...
+
+    def take_progress(self) -> list[Progress]:
+        """What requests that asked for it have sampled since it was last taken; empty until it is due."""
         ...
 
     def expire(self) -> list[Completion]:

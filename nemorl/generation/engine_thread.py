@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from .backends import Engine
 from .errors import EngineFailed, RequestRefused
-from .types import Completion, GenerationRequest
+from .types import Completion, EngineHealth, GenerationRequest, Report
 
 T = TypeVar("T")
 
@@ -28,24 +27,13 @@ PauseMode = Literal["wait", "keep", "abort"]
 class Inbox(Protocol):
     """Where the answers to one set of requests go; called from the engine's thread."""
 
-    def put(self, completions: Sequence[Completion]) -> None:
-        """Some of the requests ended."""
+    def put(self, reports: Sequence[Report]) -> None:
+        """Some of the requests ended, or came further."""
         ...
 
     def fail(self, error: Exception) -> None:
         """No further answer will come."""
         ...
-
-
-@dataclass(frozen=True)
-class EngineHealth:
-    """Where an engine stands."""
-
-    version: int
-    running: int
-    waiting: int
-    paused: bool
-    seconds_since_step: float  # or since the start
 
 
 class EngineThread:
@@ -144,6 +132,7 @@ class EngineThread:
             self._deliver(self._engine.expire())
             return
         self._deliver(self._engine.step(admit=self._drained is None))
+        self._tell(self._engine.take_progress())
         self._last_step = time.monotonic()
         if self._drained is not None and self._engine.num_running == 0:
             drained, self._drained = self._drained, None
@@ -159,6 +148,8 @@ class EngineThread:
         commands = []
         try:
             commands.append(self._commands.get(block=not stepping, timeout=timeout))
+            if not stepping:
+                self._last_step = time.monotonic()  # rest is no hanging
             while True:
                 commands.append(self._commands.get_nowait())
         except queue.Empty:
@@ -206,11 +197,16 @@ class EngineThread:
         closed.set_result(None)
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
-        by_inbox: dict[Inbox, list[Completion]] = {}
+        self._tell(completions)
         for completion in completions:
-            by_inbox.setdefault(self._inboxes.pop(completion.id), []).append(completion)
-        for inbox, ended in by_inbox.items():
-            inbox.put(ended)
+            del self._inboxes[completion.id]
+
+    def _tell(self, reports: Sequence[Report]) -> None:
+        by_inbox: dict[Inbox, list[Report]] = {}
+        for report in reports:
+            by_inbox.setdefault(self._inboxes[report.id], []).append(report)
+        for inbox, own in by_inbox.items():
+            inbox.put(own)
 
     def _end(self, error: BaseException | None) -> None:
         reason = "it was closed" if error is None else f"{type(error).__name__}: {error}"

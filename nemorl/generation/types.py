@@ -29,6 +29,11 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     deadline_seconds: float = 600.0  # from arrival; past it the turn ends with `abort`
     conversation: str = ""  # turns of one conversation share it, so that a router keeps them on one replica
+    # Report what was sampled whenever about this many tokens more are there; 0 never does.
+    progress_tokens: int = 0
+    # Tokens at the end of `prompt` that another replica sampled for this request before it was lost. Draws
+    # and stop strings go on from there.
+    sampled_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,34 @@ class Completion:
     versions: Int32Array  # [n] weights that sampled each token
     stop: StopReason
     seconds: float = 0.0  # from arrival to the last token
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What was sampled for a request since it was last reported, on the way to its completion. `n` tokens.
+
+    A completion has all tokens again: progress is for who streams, and for going on where a replica died.
+    """
+
+    id: str
+    tokens: Int32Array  # [n]
+    logprobs: Float32Array  # [n]
+    versions: Int32Array  # [n]
+
+
+Report = Completion | Progress
+"""An item of an engine's stream; an engine without progress gives completions only."""
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """Where an engine stands."""
+
+    version: int
+    running: int
+    waiting: int
+    paused: bool
+    seconds_since_step: float  # or since it last had nothing to do
 
 
 class Generator(Protocol):
@@ -60,3 +93,4 @@ class EngineStats:
     prompt_tokens: int
     seconds_busy: float
     peak_batch: int
+    retries: int = 0  # of requests to a server that is not ours

@@ -13,8 +13,8 @@ from nemorl.config.generation import GenerationConfig
 from nemorl.models.slices import TensorSlice
 
 from .backends import Engine, create_engine
-from .engine_thread import EngineHealth, EngineThread, PauseMode
-from .types import Completion, EngineStats, GenerationRequest
+from .engine_thread import EngineThread, PauseMode
+from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
 
 
 class GenerationWorker:
@@ -54,13 +54,15 @@ class GenerationWorker:
         """Completions as they finish, one by one; see `generate_batches`."""
         async with aclosing(self.generate_batches(requests)) as batches:
             async for batch in batches:
-                for completion in batch:
-                    yield completion
+                for report in batch:
+                    if isinstance(report, Completion):
+                        yield report
 
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
-    ) -> AsyncGenerator[Sequence[Completion], None]:
-        """What finished together, as it finishes; the requests join the batch together, in their order.
+    ) -> AsyncGenerator[Sequence[Report], None]:
+        """What finished together, as it finishes, and progress where a request asks for it; the requests join
+        the batch together, in their order.
 
         Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
         engine dies. A caller that stops reading ends what is left.
@@ -71,7 +73,7 @@ class GenerationWorker:
             await asyncio.wrap_future(self._thread.submit(requests, stream))
             while unanswered:
                 batch = await stream.next()
-                unanswered -= len(batch)
+                unanswered -= sum(isinstance(report, Completion) for report in batch)
                 yield batch
         finally:
             if unanswered:
@@ -124,23 +126,23 @@ class _Stream:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Sequence[Completion] | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[Sequence[Report] | Exception] = asyncio.Queue()
 
-    async def next(self) -> Sequence[Completion]:
-        """The next completions, in the order in which they finished."""
+    async def next(self) -> Sequence[Report]:
+        """The next reports, in the order in which they were made."""
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
         return item
 
-    def put(self, completions: Sequence[Completion]) -> None:
+    def put(self, reports: Sequence[Report]) -> None:
         """Called from the engine's thread."""
-        self._send(completions)
+        self._send(reports)
 
     def fail(self, error: Exception) -> None:
         """Called from the engine's thread."""
         self._send(error)
 
-    def _send(self, item: Sequence[Completion] | Exception) -> None:
+    def _send(self, item: Sequence[Report] | Exception) -> None:
         if not self._loop.is_closed():  # whose reader is gone with it
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)

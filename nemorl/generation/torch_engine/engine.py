@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.errors import RequestRefused
-from nemorl.generation.types import Completion, EngineStats, GenerationRequest
+from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.rollout.types import StopReason
@@ -131,9 +131,11 @@ class TorchEngine:
             max_tokens=self._limits.max_tokens(request),
         )
         if request.stop_strings and self._decode is not None:
-            sequence.stop_strings = StopStringFinder(
-                request.stop_strings, request.prompt.tolist(), self._decode
-            )
+            tokens = request.prompt.tolist()
+            own = len(tokens) - request.sampled_before
+            sequence.stop_strings = StopStringFinder(request.stop_strings, tokens[:own], self._decode)
+            for token in tokens[own:]:  # a stop string may have begun in what was sampled before
+                sequence.stop_strings.push(token)
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 
@@ -180,7 +182,8 @@ class TorchEngine:
         if len(hidden) < len(sequences):
             index = {key: position for position, key in enumerate(hidden)}
             logits = logits[[index[s.prompt_key] for s in sequences]]
-        return self._take(sequences, self._make_sampler(sequences)(logits, [0] * len(sequences)))
+        positions = [sequence.position for sequence in sequences]
+        return self._take(sequences, self._make_sampler(sequences)(logits, positions))
 
     def _read_prompts(
         self, admitted: Sequence[tuple[int, ActiveSequence]], running: Sequence[tuple[int, ActiveSequence]]
@@ -226,7 +229,7 @@ class TorchEngine:
         if self._sampler is None:
             self._sampler = self._make_sampler(sequences)
         self._work.peak_batch = max(self._work.peak_batch, len(sequences))
-        return self._take(sequences, self._sampler(logits, [len(sequence.tokens) for sequence in sequences]))
+        return self._take(sequences, self._sampler(logits, [sequence.position for sequence in sequences]))
 
     def _take(self, sequences: Sequence[ActiveSequence], sampled: Sampled) -> list[Completion]:
         """Give each sequence its token; the completions of those that end with it."""
@@ -249,6 +252,16 @@ class TorchEngine:
         self._scheduler.remove(sequence)
         self._sampler = None
         return sequence.complete(stop, self._clock())
+
+    def take_progress(self) -> list[Progress]:
+        """What the running sequences have sampled, once one of them has as much as its request wants to hear.
+
+        Those that are half-way there report with it, since a message costs more than its tokens.
+        """
+        sequences = [s for _, s in self._scheduler.running() if s.num_unreported]
+        if not any(s.num_unreported >= s.request.progress_tokens for s in sequences):
+            return []
+        return [s.report() for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
 
     def take_stats(self) -> EngineStats:
         """What was done since the last call; prompts that were shared count once."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from nemorl.generation.types import Completion, GenerationRequest
+from nemorl.generation.types import Completion, GenerationRequest, Progress
 from nemorl.rollout.types import StopReason
 
 from .stop_strings import StopStringFinder
@@ -24,6 +24,7 @@ class ActiveSequence:
     versions: list[int] = field(default_factory=list)
     last_sampled: float | None = None
     prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
+    num_reported: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
@@ -44,6 +45,27 @@ class ActiveSequence:
         if found or token in self.request.stop_token_ids:
             return StopReason.STOP
         return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
+
+    @property
+    def position(self) -> int:
+        """Of the next token among all that were sampled for the request, here or before it came here."""
+        return self.request.sampled_before + len(self.tokens)
+
+    @property
+    def num_unreported(self) -> int:
+        """Sampled tokens that its caller, who asked for progress, has not heard of."""
+        return len(self.tokens) - self.num_reported if self.request.progress_tokens else 0
+
+    def report(self) -> Progress:
+        """What was sampled since the last report."""
+        new = slice(self.num_reported, None)
+        self.num_reported = len(self.tokens)
+        return Progress(
+            id=self.request.id,
+            tokens=np.array(self.tokens[new], dtype=np.int32),
+            logprobs=np.array(self.logprobs[new], dtype=np.float32),
+            versions=np.array(self.versions[new], dtype=np.int32),
+        )
 
     def complete(self, stop: StopReason, now: float) -> Completion:
         """The completion with what was sampled so far; `now` counts where nothing was."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -314,3 +315,56 @@ def test_stats_count_since_they_were_last_taken():
     assert stats.seconds_busy > 0
     again = engine.take_stats()
     assert (again.tokens_generated, again.prompt_tokens, again.seconds_busy, again.peak_batch) == (0, 0, 0, 0)
+
+
+def test_a_request_that_goes_on_elsewhere_draws_what_it_would_have_drawn():
+    # At temperature 1 with random weights every draw depends on its uniform number.
+    whole = request(Prompts(3).one(7), max_new_tokens=12, seed=9)
+    (drawn,) = serve(small_engine(), [whole]).values()
+    before = drawn.tokens[:5]
+    rest = replace(
+        whole, prompt=np.concatenate([whole.prompt, before]), max_new_tokens=7, sampled_before=len(before)
+    )
+    (continued,) = serve(small_engine(), [rest]).values()
+    assert continued.tokens.tolist() == drawn.tokens[5:].tolist()
+    np.testing.assert_allclose(continued.logprobs, drawn.logprobs[5:], atol=1e-5)
+    (anew,) = serve(small_engine(), [replace(rest, sampled_before=0)]).values()
+    assert anew.tokens.tolist() != continued.tokens.tolist()
+
+
+def test_a_stop_string_may_begin_before_a_request_moves():
+    def decode(tokens):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+    prompt = Prompts(3).one(7)
+    (drawn,) = serve(small_engine(), [request(prompt, max_new_tokens=12, seed=9)]).values()
+    stop = decode(drawn.tokens[3:6])
+    assert decode(drawn.tokens).find(stop) == 3
+    rest = request(
+        np.concatenate([prompt, drawn.tokens[:5]]),
+        max_new_tokens=7,
+        seed=9,
+        stop_strings=(stop,),
+        sampled_before=5,
+    )
+    (continued,) = serve(small_engine(decode=decode), [rest]).values()
+    assert (continued.stop, continued.tokens.tolist()) == (StopReason.STOP, [drawn.tokens[5]])
+
+
+def test_progress_comes_by_tokens_and_misses_none():
+    engine = small_engine()
+    prompts = Prompts(5)
+    engine.add(request(prompts.one(4), "told", max_new_tokens=20, seed=1, progress_tokens=4))
+    engine.add(request(prompts.one(4), "silent", max_new_tokens=20, seed=2))
+    told, completions, reports = [], [], 0
+    while engine.num_running + engine.num_waiting:
+        completions += engine.step()
+        progress = engine.take_progress()
+        reports += bool(progress)
+        told += progress
+    assert {p.id for p in told} == {"told"}
+    assert reports == 4  # after 4, 8, 12 and 16 tokens; the last four come with the completion
+    (whole,) = (c for c in completions if c.id == "told")
+    for name in ("tokens", "logprobs", "versions"):
+        reported = np.concatenate([getattr(p, name) for p in told])
+        np.testing.assert_array_equal(reported, getattr(whole, name)[:16])
