@@ -27,8 +27,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 class WorkerGroup:
     """Ranks of one kind. A call runs on every rank (SPMD) and gives one answer for each.
 
-    A failed call ends the processes of the whole group: its ranks may hang in a collective operation that can
-    no longer complete. Later calls raise `GroupEnded`.
+    A failed call ends the processes of the whole group, unless it says otherwise: its ranks may hang in a
+    collective operation that can no longer complete. Later calls raise `GroupEnded`.
     """
 
     def __init__(self, name: str, workers: Sequence[Worker], mesh: Mesh) -> None:
@@ -99,6 +99,7 @@ class WorkerGroup:
         deadline_seconds: float,
         resolve: bool = False,
         outputs: Literal["all", "output_ranks"] = "all",
+        ends_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
         """Run a method with the same arguments on every rank and wait for all.
@@ -106,10 +107,11 @@ class WorkerGroup:
         `resolve` replaces object references inside the arguments by their values (those that are arguments
         themselves always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
         data-parallel rank (first tensor-parallel rank of the last pipeline stage). Raises `WorkerFailed`,
-        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them.
+        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
+        method whose failure leaves every rank able to go on.
         """
         invocation = Invocation(method, stage, deadline_seconds, resolve)
-        return await self._call(invocation, [args] * len(self.workers), kwargs, outputs)
+        return await self._call(invocation, [args] * len(self.workers), kwargs, outputs, ends_group)
 
     def call_sharded(self, method: str, shards: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
         """`call_sharded_async` for callers without an event loop."""
@@ -177,7 +179,12 @@ class WorkerGroup:
         self._end("it was shut down")
 
     async def _call(
-        self, invocation: Invocation, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], outputs: str
+        self,
+        invocation: Invocation,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        outputs: str,
+        ends_group: bool = True,
     ) -> list[Any]:
         if self._ended is not None:
             raise GroupEnded(
@@ -187,15 +194,18 @@ class WorkerGroup:
             worker.actor.call.remote(invocation, *own, **kwargs): worker
             for worker, own in zip(self.workers, args, strict=True)
         }
-        everything = await self._answers(pending, invocation)
+        everything = await self._answers(pending, invocation, ends_group)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
-    async def _answers(self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation) -> list[Any]:
+    async def _answers(
+        self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation, ends_group: bool = True
+    ) -> list[Any]:
         self._unanswered += 1
         try:
             everything = await answers(pending, invocation.stage, invocation.deadline_seconds)
         except ClusterError as error:
-            self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
+            if ends_group:
+                self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
         self._unanswered -= 1
         return everything

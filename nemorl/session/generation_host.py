@@ -5,7 +5,8 @@ from typing import Any
 
 from nemorl.config.generation import GenerationConfig
 from nemorl.generation.worker import GenerationWorker
-from nemorl.weights.endpoints import Part, ReceiveReport, ReceiverLayout, WeightReceiver
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitSession
 
 
@@ -29,20 +30,25 @@ class GenerationHost(GenerationWorker):
                     f"engine has not taken them within {commit_seconds:g} s (cluster.deadlines.refit)"
                 ) from error
 
-        self._receiver = WeightReceiver(rank, self.slices(), self.staging_parameters, commit)
+        self._receiver = WeightReceiver(self.slices(), self.staging_parameters, commit)
 
-    def describe_weights(self) -> ReceiverLayout:
-        """What this rank needs, for the plan of the exchange."""
-        return self._receiver.describe()
+    def describe_weights(self) -> tuple[ReceiverLayout, ...]:
+        """What this engine's one rank needs, for the plan of the exchange."""
+        return (self._receiver.describe(),)
 
-    def prepare_refit(self, part: Part) -> None:
+    def prepare_refit(self, parts: tuple[Part, ...]) -> None:
         """Keep this rank's part of the plan."""
+        (part,) = parts
         self._receiver.prepare(part)
 
-    async def receive_weights(self, session: RefitSession) -> ReceiveReport:
+    async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """This rank's side of a refit; the event loop goes on serving meanwhile."""
-        return await asyncio.to_thread(self._receiver.receive, session)
+        return (await asyncio.to_thread(self._receiver.receive, session),)
 
     async def commit_weights(self, version: int) -> None:
         """Sample with what was received."""
         await asyncio.to_thread(self._receiver.commit, version)
+
+    def abandon_refit(self) -> None:
+        """Stay on the version in use."""
+        self._receiver.abandon()

@@ -7,8 +7,8 @@ from nemorl.data.batches import pack_examples, pack_trajectories
 from nemorl.data.losses import Loss
 from nemorl.megatron.stats import TrainStats
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.models.slices import TensorSlice
-from nemorl.weights.endpoints import Part, SendReport, WeightSender
+from nemorl.weights.endpoints import WeightSender
+from nemorl.weights.messages import Part, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 
 from .shard import Shard
@@ -20,7 +20,7 @@ class PolicyHost(PolicyWorker):
     def __init__(self, config: PolicyConfig, *, rank: int, **options: Any) -> None:
         super().__init__(config, rank=rank, **options)
         self.load_hf(config.model_path)
-        self._sender = WeightSender(rank, self.slices(), self.merged_parameters)
+        self._sender = WeightSender(self.slices(), self.merged_parameters)
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""
@@ -34,7 +34,7 @@ class PolicyHost(PolicyWorker):
         """`train` with this rank's share of the minibatch first, as sharded calls give it."""
         return self.train(loss, micro_batches)
 
-    def describe_weights(self) -> tuple[TensorSlice, ...]:
+    def describe_weights(self) -> SenderLayout:
         """What this rank holds, for the plan of the exchange."""
         return self._sender.describe()
 

@@ -1,27 +1,31 @@
 """The weight exchange over worker groups: each protocol method is one call on all ranks."""
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.models.slices import TensorSlice
-from nemorl.weights.endpoints import Part, ReceiveReport, ReceiverLayout, SendReport
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of the exchange. Its calls block and belong into a thread without an event loop."""
+    """One side of the exchange. Its calls block and belong into a thread without an event loop.
+
+    A call that fails leaves the processes as they are: they go on with the version they had.
+    """
 
     group: WorkerGroup
     deadline_seconds: float
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return self.group.call(method, *args, stage="refit", deadline_seconds=self.deadline_seconds)
+        return self.group.call(
+            method, *args, stage="refit", deadline_seconds=self.deadline_seconds, ends_group=False
+        )
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """Give every rank its part of the plan."""
+    def _prepare(self, parts: Sequence[Any]) -> None:
         self.group.call_sharded(
             "prepare_refit", parts, axis="rank", stage="refit", deadline_seconds=self.deadline_seconds
         )
@@ -30,26 +34,49 @@ class _Side:
 class PolicySenders(_Side):
     """All policy ranks (`SenderGroup`)."""
 
-    def describe(self) -> Sequence[tuple[TensorSlice, ...]]:
+    def describe(self) -> Sequence[SenderLayout]:
         """What each rank holds."""
         return self._call("describe_weights")
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Give every rank its part of the plan."""
+        self._prepare(parts)
 
     def send(self, session: RefitSession) -> Sequence[SendReport]:
         """Send on every rank."""
         return self._call("send_weights", session)
 
 
+@dataclass(frozen=True)
 class GenerationReceivers(_Side):
-    """All generation ranks (`ReceiverGroup`)."""
+    """All generation ranks (`ReceiverGroup`).
+
+    A process of the group is a replica, which may have several ranks (tensor parallel and so on) that it
+    alone speaks to. Here ranks are numbered through all replicas, one after another.
+    """
+
+    _ranks: list[int] = field(default_factory=list)  # of each replica, once they have been asked
 
     def describe(self) -> Sequence[ReceiverLayout]:
         """What each rank needs."""
-        return self._call("describe_weights")
+        layouts: list[tuple[ReceiverLayout, ...]] = self._call("describe_weights")
+        self._ranks[:] = map(len, layouts)
+        return [layout for of_replica in layouts for layout in of_replica]
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Give every replica its ranks' parts of the plan."""
+        left = iter(parts)
+        self._prepare([tuple(itertools.islice(left, count)) for count in self._ranks])
 
     def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
         """Receive on every rank."""
-        return self._call("receive_weights", session)
+        reports: list[tuple[ReceiveReport, ...]] = self._call("receive_weights", session)
+        return [report for of_replica in reports for report in of_replica]
 
     def commit(self, version: int) -> None:
         """Make what was received the weights in use, on every rank."""
         self._call("commit_weights", version)
+
+    def abandon(self) -> None:
+        """Have every rank forget an update that did not finish."""
+        self._call("abandon_refit")

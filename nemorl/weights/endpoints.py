@@ -1,8 +1,8 @@
 """What a worker holds for the weight exchange: a sender beside a policy, a receiver beside an engine."""
 
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,73 +11,39 @@ from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
 
 from .fingerprint import combine, fingerprint
-from .plan import PartBucket
+from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from .session import RefitFailed, RefitSession
 from .shared_memory import bucket_receiver, bucket_sender
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank does in every refit, until a layout changes."""
-
-    buckets: tuple[PartBucket, ...]
-    dtype: torch.dtype  # on the wire: the receivers'
-
-
-@dataclass(frozen=True)
-class ReceiverLayout:
-    """What a generation rank needs."""
-
-    slices: tuple[TensorSlice, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class SendReport:
-    """What one sender did."""
-
-    fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
-    extra_bytes: int  # shared memory, while it lasted
-
-
-@dataclass(frozen=True)
-class ReceiveReport:
-    """What one receiver now has in staging."""
-
-    fingerprints: Mapping[str, int]  # by tensor
 
 
 class WeightSender:
     """Held by a policy worker. `parameters` is asked anew in each refit."""
 
-    def __init__(
-        self, rank: int, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        self._rank = rank
+    def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         self._slices = tuple(slices)
         self._parameters = parameters
         self._part: Part | None = None
 
-    def describe(self) -> tuple[TensorSlice, ...]:
-        """What this rank holds."""
-        return self._slices
+    def describe(self) -> SenderLayout:
+        """What this rank holds, and on which machine."""
+        return SenderLayout(self._slices, node_name())
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
         self._part = part
 
     def send(self, session: RefitSession) -> SendReport:
-        """Send all buckets, converted to the receivers' type. Raises `RefitFailed`."""
+        """Send all buckets, converted to the receivers' types. Raises `RefitFailed`."""
         part = _prepared(self._part)
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
         parameters = self._parameters()
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         receivers = sorted({bucket.peer for bucket in part.buckets})
-        largest = max(bucket.num_elements for bucket in part.buckets) * part.dtype.itemsize
-        with bucket_sender(self._rank, session, receivers, largest) as channel:
+        largest = max(bucket.num_bytes for bucket in part.buckets)
+        with bucket_sender(part.rank, session, receivers, largest) as channel:
             for number, bucket in enumerate(part.buckets):
-                slot = channel.slot(number, bucket.num_elements, part.dtype)
+                slot = channel.slot(number, bucket.num_elements, torch_dtype(bucket.dtype))
                 for piece, values in _pieces(bucket, slot):
                     values.copy_(local_view(parameters, piece))
                     sums[bucket.peer, piece.name].append(fingerprint(values, piece.start, piece.shape))
@@ -87,71 +53,109 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Held by a generation worker.
+    """Sits in the process that owns an engine's parameters.
 
-    `staging` gives the tensors that are written, which no sampling reads; `commit` makes them the weights of
-    a version.
+    *Staged*: `weights` are tensors beside those in use, and `commit` makes them the weights of a version; a
+    refit that fails leaves the engine as it was. They keep what was committed, so that the next refit may
+    bring only what changed.
+
+    *In place*: `weights` are the ones in use, written while the engine is paused, with no memory but the
+    buckets. A refit that fails may leave them `torn`: the engine must answer nothing until a whole refit has
+    been committed.
     """
 
     def __init__(
         self,
-        rank: int,
         slices: Sequence[TensorSlice],
-        staging: Callable[[], Mapping[str, Tensor]],
+        weights: Callable[[], Mapping[str, Tensor]],
         commit: Callable[[int], None],
+        *,
+        in_place: bool = False,
     ) -> None:
-        self._rank = rank
         self._slices = tuple(slices)
-        self._staging = staging
+        self._weights = weights
         self._commit = commit
+        self._in_place = in_place
         self._part: Part | None = None
         self._received: int | None = None
+        self._torn: str | None = None
+
+    @property
+    def torn(self) -> str | None:
+        """Why the weights in use are not those of any version; None where they are."""
+        return self._torn
 
     def describe(self) -> ReceiverLayout:
-        """What this rank needs, and the type it keeps it in. Raises ValueError where it keeps several."""
-        staging = self._staging()
-        dtypes = {staging[part.param].dtype for part in self._slices}
-        if len(dtypes) != 1:
-            raise ValueError(
-                f"generation rank {self._rank} keeps weights of the types {sorted(map(str, dtypes))}; "
-                "the exchange carries one"
-            )
-        return ReceiverLayout(self._slices, dtypes.pop())
+        """What this rank needs, and on which machine."""
+        weights = self._weights()
+        dtypes = tuple(str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
+        return ReceiverLayout(self._slices, dtypes, node_name())
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
         self._part = part
 
     def receive(self, session: RefitSession) -> ReceiveReport:
-        """Write all buckets into staging and read back what lies there. Raises `RefitFailed`."""
+        """Write all buckets and read back what then lies there. Raises `RefitFailed`."""
         part = _prepared(self._part)
-        staging = self._staging()
+        weights = self._weights()
         self._received = None
         senders = sorted({bucket.peer for bucket in part.buckets})
-        with bucket_receiver(self._rank, session, senders) as channel:
+        with bucket_receiver(part.rank, session, senders) as channel:
             for bucket in part.buckets:
-                number, slot = channel.next_bucket(bucket.peer, bucket.num_elements, part.dtype)
+                dtype = torch_dtype(bucket.dtype)
+                number, slot = channel.next_bucket(bucket.peer, bucket.num_elements, dtype)
+                self._about_to_write(session.version)
                 for piece, values in _pieces(bucket, slot):
-                    local_view(staging, piece).copy_(values)
+                    local_view(weights, piece).copy_(values)
                 channel.taken(bucket.peer, number)
         self._received = session.version
-        return ReceiveReport(self._staged_fingerprints(staging))
+        return ReceiveReport(
+            self._fingerprints(weights), num_bytes=sum(bucket.num_bytes for bucket in part.buckets)
+        )
 
     def commit(self, version: int) -> None:
         """Make what was received the weights in use. Raises `RefitFailed` where another version was."""
         if self._received != version:
             raise RefitFailed(
-                f"generation rank {self._rank} was told to use version {version}, but has "
-                f"{'nothing' if self._received is None else f'version {self._received}'} in staging"
+                f"{self._name} was told to use version {version}, but has "
+                f"{'nothing' if self._received is None else f'version {self._received}'} to use"
             )
         self._commit(version)
+        self._received, self._torn = None, None
+
+    def abandon(self) -> None:
+        """Forget an update that did not finish; weights in use that it has written to stay `torn`."""
         self._received = None
 
-    def _staged_fingerprints(self, staging: Mapping[str, Tensor]) -> dict[str, int]:
+    @property
+    def _name(self) -> str:
+        return "this generation rank" if self._part is None else f"generation rank {self._part.rank}"
+
+    def _about_to_write(self, version: int) -> None:
+        if self._in_place and self._torn is None:
+            self._torn = (
+                f"{self._name} was being brought to version {version} in place, and that did not finish: its "
+                "weights are of two versions until a whole refit has been done"
+            )
+
+    def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
         sums: dict[str, list[int]] = defaultdict(list)
         for part in self._slices:
-            sums[part.name].append(fingerprint(local_view(staging, part), part.start, part.shape))
+            sums[part.name].append(fingerprint(local_view(weights, part), part.start, part.shape))
         return {name: combine(found) for name, found in sums.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's type by its name in messages."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def node_name() -> str:
+    """The machine that this process runs on, as both sides of an exchange name it."""
+    return socket.gethostname()
 
 
 def _pieces(bucket: PartBucket, slot: Tensor) -> list[tuple[TensorSlice, Tensor]]:

@@ -1,11 +1,12 @@
 """A refit: the driver's side, and the two small objects that workers hold for it.
 
     driver                    every policy rank              every generation rank
-    describe  ------------->  its slices                     its slices and their type
+    describe  ------------->  its slices                     its slices and their types
     plan, prepare  -------->  keeps its part                 keeps its part            (once per layout)
-    send, receive  -------->  fills buckets      ==bytes==>  copies into staging tensors
-    compare fingerprints  <-  of what it wrote               of what now lies in staging
-    commit  -------------------------------------------->    staging becomes the version
+    send, receive  -------->  fills buckets      ==bytes==>  copies into staging tensors, or in place
+    compare fingerprints  <-  of what it wrote               of what now lies there
+    commit  -------------------------------------------->    this becomes the version
+    (abandon, if any of these fails)  ------------------>    the version before stays in use
 
 The driver computes the plan and hands each rank its part. Letting every rank compute it would repeat work
 that grows with both sides on each of thousands of ranks, and send everybody's metadata to everybody; a part
@@ -19,10 +20,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nemorl.models.slices import TensorSlice
+from nemorl.errors import NemorlError
 
-from .endpoints import Part, ReceiveReport, ReceiverLayout, SendReport
 from .fingerprint import combine
+from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from .plan import TransferPlan, plan_transfers
 from .session import PeerClosed, RefitFailed, RefitSession, refit_session
 
@@ -51,7 +52,7 @@ class RefitStats:
 class SenderGroup(Protocol):
     """All policy ranks: each call reaches the `WeightSender` of every rank at once; results by rank."""
 
-    def describe(self) -> Sequence[tuple[TensorSlice, ...]]: ...
+    def describe(self) -> Sequence[SenderLayout]: ...
 
     def prepare(self, parts: Sequence[Part]) -> None: ...
 
@@ -68,6 +69,8 @@ class ReceiverGroup(Protocol):
     def receive(self, session: RefitSession) -> Sequence[ReceiveReport]: ...
 
     def commit(self, version: int) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class WeightExchange:
@@ -89,16 +92,21 @@ class WeightExchange:
     def refit(self, version: int) -> RefitStats:
         """Bring all generation ranks to `version`, whole, or leave all at the version they had.
 
+        Ranks that are written in place answer nothing after a failure, until a later refit succeeds.
         Raises `RefitFailed`, among them `CorruptWeights` naming tensors and rank, `RefitDeadline` and
         `PeerClosed`; or whatever the groups raise for a lost worker.
         """
         began = time.perf_counter()
         plan = self._plan = self._plan or self._make_plan()
-        transfer_began = time.perf_counter()
-        sent, received = self._transfer(version)
-        seconds_transfer = time.perf_counter() - transfer_began
-        _compare(version, sent, received)
-        self._receivers.commit(version)
+        try:
+            transfer_began = time.perf_counter()
+            sent, received = self._transfer(version)
+            seconds_transfer = time.perf_counter() - transfer_began
+            _compare(version, sent, received)
+            self._receivers.commit(version)
+        except Exception as error:
+            self._abandon(error)
+            raise
         return RefitStats(
             version=version,
             seconds=time.perf_counter() - began,
@@ -110,14 +118,17 @@ class WeightExchange:
 
     def _make_plan(self) -> TransferPlan:
         held, layouts = self._senders.describe(), self._receivers.describe()
-        dtypes = {layout.dtype for layout in layouts}
-        if len(dtypes) != 1:
-            raise ValueError(f"generation ranks keep weights of different types: {sorted(map(str, dtypes))}")
-        dtype = dtypes.pop()
-        plan = plan_transfers(held, [layout.slices for layout in layouts], dtype.itemsize, self._bucket_bytes)
-        self._senders.prepare([Part(plan.sender_part(rank), dtype) for rank in range(len(held))])
-        self._receivers.prepare([Part(plan.receiver_part(rank), dtype) for rank in range(len(layouts))])
+        plan = plan_transfers(held, layouts, self._bucket_bytes)
+        self._senders.prepare([plan.sender_part(rank) for rank in range(len(held))])
+        self._receivers.prepare([plan.receiver_part(rank) for rank in range(len(layouts))])
         return plan
+
+    def _abandon(self, cause: Exception) -> None:
+        """Have the receivers forget what came. Those that are gone cannot; `cause` tells of that."""
+        try:
+            self._receivers.abandon()
+        except NemorlError as error:
+            cause.add_note(f"when the update was given up: {error}")
 
     def _transfer(self, version: int) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
         with ThreadPoolExecutor(max_workers=2) as pool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from nemorl.models.slices import TensorSlice
 
 from .boxes import Box, box_of, difference, intersection, narrow, split
+from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
 
 
 class UnservedBox(ValueError):
@@ -35,6 +36,7 @@ class Bucket:
 
     sender: int
     receiver: int
+    dtype: str  # of all elements on the wire
     transfers: tuple[Transfer, ...]
 
     @property
@@ -42,18 +44,10 @@ class Bucket:
         """Elements of all transfers."""
         return sum(transfer.source.num_elements for transfer in self.transfers)
 
-
-@dataclass(frozen=True)
-class PartBucket:
-    """One side's half of a bucket."""
-
-    peer: int  # rank on the other side
-    slices: tuple[TensorSlice, ...]  # they lie in the bucket in this order, without gaps
-
     @property
-    def num_elements(self) -> int:
-        """Elements of all slices."""
-        return sum(part.num_elements for part in self.slices)
+    def num_bytes(self) -> int:
+        """Bytes of all transfers."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -65,27 +59,32 @@ class TransferPlan:
     """
 
     buckets: tuple[Bucket, ...]
-    itemsize: int  # bytes of an element on the wire
 
     @property
     def num_bytes(self) -> int:
         """Bytes that travel."""
-        return self.itemsize * sum(bucket.num_elements for bucket in self.buckets)
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def sender_part(self, rank: int) -> tuple[PartBucket, ...]:
+    def sender_part(self, rank: int) -> Part:
         """What one sender has to do."""
-        return tuple(
-            PartBucket(bucket.receiver, tuple(transfer.source for transfer in bucket.transfers))
-            for bucket in self.buckets
-            if bucket.sender == rank
+        return Part(
+            rank,
+            tuple(
+                PartBucket(bucket.receiver, bucket.dtype, tuple(moved.source for moved in bucket.transfers))
+                for bucket in self.buckets
+                if bucket.sender == rank
+            ),
         )
 
-    def receiver_part(self, rank: int) -> tuple[PartBucket, ...]:
+    def receiver_part(self, rank: int) -> Part:
         """What one receiver has to do."""
-        return tuple(
-            PartBucket(bucket.sender, tuple(transfer.target for transfer in bucket.transfers))
-            for bucket in self.buckets
-            if bucket.receiver == rank
+        return Part(
+            rank,
+            tuple(
+                PartBucket(bucket.sender, bucket.dtype, tuple(moved.target for moved in bucket.transfers))
+                for bucket in self.buckets
+                if bucket.receiver == rank
+            ),
         )
 
 
@@ -101,52 +100,52 @@ class _Region:
 class _Piece:
     receiver: int
     target: TensorSlice
+    dtype: str
     holders: tuple[tuple[int, TensorSlice], ...]
 
 
 def plan_transfers(
-    senders: Sequence[Sequence[TensorSlice]],
-    receivers: Sequence[Sequence[TensorSlice]],
-    itemsize: int,
-    bucket_bytes: int,
+    senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
     """Plan every element that a receiver needs, once, from one of its holders, in buckets of `bucket_bytes`.
 
     Raises `UnservedBox` naming the tensor and the box that nobody holds, and ValueError for a bucket that
     holds no element.
     """
-    capacity = bucket_bytes // itemsize
-    if capacity < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element of {itemsize} bytes")
+    if bucket_bytes < max(ITEM_BYTES.values()):
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element: give more")
     regions = _regions(senders)
     pieces = [
         piece
-        for receiver, slices in enumerate(receivers)
-        for need in slices
-        for piece in _pieces(receiver, need, regions.get(need.name, []), capacity)
+        for receiver, layout in enumerate(receivers)
+        for need, dtype in zip(layout.slices, layout.dtypes, strict=True)
+        for piece in _pieces(receiver, need, dtype, regions.get(need.name, []), bucket_bytes)
     ]
     chosen = _choose_holders(pieces, len(senders))
-    transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    transfers: dict[tuple[int, int, str], list[Transfer]] = defaultdict(list)
     for piece, (sender, source) in zip(pieces, chosen, strict=True):
-        transfers[sender, piece.receiver].append(
+        transfers[sender, piece.receiver, piece.dtype].append(
             Transfer(source=narrow(source, box_of(piece.target)), target=piece.target)
         )
-    return TransferPlan(tuple(_ordered_buckets(transfers, capacity, len(receivers))), itemsize)
+    return TransferPlan(tuple(_ordered_buckets(transfers, bucket_bytes, len(receivers))))
 
 
-def _regions(senders: Sequence[Sequence[TensorSlice]]) -> dict[str, list[_Region]]:
+def _regions(senders: Sequence[SenderLayout]) -> dict[str, list[_Region]]:
     """By tensor, the distinct boxes that senders hold."""
     holders: dict[str, dict[Box, list[tuple[int, TensorSlice]]]] = defaultdict(lambda: defaultdict(list))
-    for sender, slices in enumerate(senders):
-        for part in slices:
+    for sender, layout in enumerate(senders):
+        for part in layout.slices:
             holders[part.name][box_of(part)].append((sender, part))
     return {
         name: [_Region(box, tuple(found)) for box, found in boxes.items()] for name, boxes in holders.items()
     }
 
 
-def _pieces(receiver: int, need: TensorSlice, regions: list[_Region], capacity: int) -> Iterator[_Piece]:
-    """Cut a needed slice where its holders change, and to `capacity`."""
+def _pieces(
+    receiver: int, need: TensorSlice, dtype: str, regions: list[_Region], bucket_bytes: int
+) -> Iterator[_Piece]:
+    """Cut a needed slice where its holders change, and to a bucket."""
+    capacity = bucket_bytes // ITEM_BYTES[dtype]
     for region in regions:
         _check_same_tensor(need, region)
     open_boxes = [box_of(need)]
@@ -159,7 +158,7 @@ def _pieces(receiver: int, need: TensorSlice, regions: list[_Region], capacity: 
                 continue
             still_open += difference(box, shared)
             for part in split(shared, capacity):
-                yield _Piece(receiver, narrow(need, part), region.holders)
+                yield _Piece(receiver, narrow(need, part), dtype, region.holders)
         open_boxes = still_open
         if not open_boxes:
             return
@@ -197,26 +196,32 @@ def _choose_holders(pieces: Sequence[_Piece], num_senders: int) -> list[tuple[in
 
 
 def _ordered_buckets(
-    transfers: dict[tuple[int, int], list[Transfer]], capacity: int, num_receivers: int
+    transfers: dict[tuple[int, int, str], list[Transfer]], bucket_bytes: int, num_receivers: int
 ) -> list[Bucket]:
     """Buckets of all pairs in rounds; within a round, each sender begins with another receiver."""
+    pairs: dict[tuple[int, int], list[Bucket]] = defaultdict(list)
+    for (sender, receiver, dtype), items in transfers.items():
+        pairs[sender, receiver] += _pack(sender, receiver, dtype, items, bucket_bytes)
     numbered = [
         (round_number, (receiver - sender) % num_receivers, sender, bucket)
-        for (sender, receiver), items in transfers.items()
-        for round_number, bucket in enumerate(_pack(sender, receiver, items, capacity))
+        for (sender, receiver), buckets in pairs.items()
+        for round_number, bucket in enumerate(buckets)
     ]
     return [entry[3] for entry in sorted(numbered, key=lambda entry: entry[:3])]
 
 
-def _pack(sender: int, receiver: int, transfers: list[Transfer], capacity: int) -> Iterator[Bucket]:
+def _pack(
+    sender: int, receiver: int, dtype: str, transfers: list[Transfer], bucket_bytes: int
+) -> Iterator[Bucket]:
+    capacity = bucket_bytes // ITEM_BYTES[dtype]
     packed: list[Transfer] = []
     free = capacity
     for transfer in transfers:
         size = transfer.target.num_elements
         if size > free:
-            yield Bucket(sender, receiver, tuple(packed))
+            yield Bucket(sender, receiver, dtype, tuple(packed))
             packed, free = [], capacity
         packed.append(transfer)
         free -= size
     if packed:
-        yield Bucket(sender, receiver, tuple(packed))
+        yield Bucket(sender, receiver, dtype, tuple(packed))

@@ -19,6 +19,7 @@ from nemorl.models.layout import PolicyRank, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
+from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_transfers
 from tests.megatron.cases import LOSS, live, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model, reference_logprobs
@@ -330,8 +331,12 @@ def test_each_weight_is_merged_once_for_a_refit(worker, monkeypatch):
     monkeypatch.setattr(counted, lambda *args: (merges.append(1), merge_adapter(*args)))
     merged = policy.merged_parameters()
     engine = policy_slices(policy._shape, PolicyRank())
-    plan = plan_transfers([policy.slices()], [engine], itemsize=4, bucket_bytes=10_000)
-    for bucket in plan.sender_part(0):
+    plan = plan_transfers(
+        [SenderLayout(tuple(policy.slices()))],
+        [ReceiverLayout(tuple(engine), ("float32",) * len(engine))],
+        bucket_bytes=10_000,
+    )
+    for bucket in plan.sender_part(0).buckets:
         for part in bucket.slices:
             local_view(merged, part)
     groups = policy._shape.num_key_value_heads  # of rows of q, k and v that lie in turns

@@ -2,11 +2,14 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.messages import ReceiverLayout, SenderLayout
+from nemorl.weights.plan import TransferPlan, plan_transfers
 
 Tensors = dict[str, tuple[int, ...]]  # shape of each HF tensor
 
@@ -27,6 +30,20 @@ def part(
     """A box that lies contiguous in its parameter."""
     strides = tuple(math.prod(size[axis + 1 :]) for axis in range(len(size)))
     return TensorSlice(name, shape, start, size, param, offset, strides)
+
+
+def plan_of(
+    senders: Sequence[Sequence[TensorSlice]],
+    receivers: Sequence[Sequence[TensorSlice]],
+    bucket_bytes: int,
+    dtype: str = "float32",
+) -> TransferPlan:
+    """A plan with one type for everything."""
+    return plan_transfers(
+        [SenderLayout(tuple(slices)) for slices in senders],
+        [ReceiverLayout(tuple(slices), (dtype,) * len(slices)) for slices in receivers],
+        bucket_bytes,
+    )
 
 
 tensors = st.dictionaries(

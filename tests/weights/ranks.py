@@ -8,25 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.errors import NemorlError
+from nemorl.errors import NemorlError, RunError
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.endpoints import (
-    Part,
-    ReceiveReport,
-    ReceiverLayout,
-    SendReport,
-    WeightReceiver,
-    WeightSender,
-)
+from nemorl.weights.endpoints import WeightReceiver, WeightSender
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 from nemorl.weights.shared_memory import BucketReceiver
 from tests.weights.layouts import whole
@@ -50,6 +45,7 @@ SHAPE = ModelShape(
     eos_token_ids=(1,),
     torch_dtype="float32",
 )
+NO_OTHERS: Mapping[str, torch.dtype] = MappingProxyType({})
 TP2 = LayoutConfig(tensor_parallel_size=2)
 _BOTH = LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 TP2_PP2 = [policy_rank(_BOTH, rank) for rank in range(4)]
@@ -72,13 +68,17 @@ def allocate(slices: Sequence[TensorSlice], dtype: torch.dtype) -> dict[str, Ten
     return {param: torch.zeros(size, dtype=dtype) for param, size in sizes.items()}
 
 
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
 class PolicySide:
     """One policy rank that trains by taking another seed."""
 
-    def __init__(self, rank: int, layout: PolicyRank) -> None:
+    def __init__(self, layout: PolicyRank) -> None:
         self._slices = policy_slices(SHAPE, layout)
         self._parameters = allocate(self._slices, torch.float32)
-        self.exchange = WeightSender(rank, self._slices, lambda: self._parameters)
+        self.exchange = WeightSender(self._slices, lambda: self._parameters)
 
     def train(self, seed: int) -> None:
         tensors = model(seed)
@@ -87,18 +87,24 @@ class PolicySide:
 
 
 class EngineSide:
-    """One generation rank that holds whole tensors, twice: in use and staged."""
+    """One generation rank that holds whole tensors: in use and, unless it is written in place, staged."""
 
-    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, in_place: bool = False, dtypes: Mapping[str, torch.dtype] = NO_OTHERS
+    ) -> None:
         slices = [whole(name, shape) for name, shape in hf_tensors(SHAPE).items()]
-        self.weights, self._staging = (
-            {name: torch.zeros(shape, dtype=dtype) for name, shape in hf_tensors(SHAPE).items()} for _ in "12"
-        )
+        self.weights = {
+            name: torch.zeros(shape, dtype=dtypes.get(name, dtype))
+            for name, shape in hf_tensors(SHAPE).items()
+        }
+        self._in_place = in_place
+        self._staging = self.weights if in_place else _copy(self.weights)
         self.version = 0
-        self.exchange = WeightReceiver(rank, slices, lambda: self._staging, self._swap)
+        self.exchange = WeightReceiver(slices, lambda: self._staging, self._use, in_place=in_place)
 
-    def _swap(self, version: int) -> None:
-        self.weights, self._staging = self._staging, self.weights
+    def _use(self, version: int) -> None:
+        if not self._in_place:
+            self.weights = _copy(self._staging)
         self.version = version
 
     def die_at_bucket(self, number: int) -> None:
@@ -138,6 +144,9 @@ class Threads:
     def commit(self, version: int) -> None:
         self._all("commit", [(version,)] * len(self.ranks))
 
+    def abandon(self) -> None:
+        self._all("abandon", [()] * len(self.ranks))
+
     def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.calls.append(method)
         pool = ThreadPoolExecutor(len(self.ranks))
@@ -175,7 +184,7 @@ class Remote:
             raise error
         return result
 
-    def describe(self) -> ReceiverLayout | tuple[TensorSlice, ...]:
+    def describe(self) -> ReceiverLayout | SenderLayout:
         return self.call("exchange.describe")  # type: ignore[no-any-return]
 
     def prepare(self, part: Part) -> None:
@@ -190,13 +199,16 @@ class Remote:
     def commit(self, version: int) -> None:
         self.call("exchange.commit", version)
 
+    def abandon(self) -> None:
+        self.call("exchange.abandon")
+
     def stop(self) -> None:
         self.process.kill()
         self.process.join()
         self._pipe.close()
 
 
-class WorkerGone(RuntimeError):
+class WorkerGone(RunError):
     """What a cluster says of a dead worker."""
 
 

@@ -19,7 +19,7 @@ BUCKET = 4096  # bytes; the embedding has 26 kilobytes
 @pytest.fixture(scope="module")
 def policy() -> Iterator[list[Remote]]:
     """Two tensor-parallel ranks."""
-    ranks = [Remote(functools.partial(PolicySide, rank, PolicyRank(TP2, rank))) for rank in range(2)]
+    ranks = [Remote(functools.partial(PolicySide, PolicyRank(TP2, rank))) for rank in range(2)]
     yield ranks
     for rank in ranks:
         rank.stop()
@@ -28,7 +28,7 @@ def policy() -> Iterator[list[Remote]]:
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[Remote]:
     """One engine; a test may kill it."""
-    remote = Remote(functools.partial(EngineSide, 0, getattr(request, "param", torch.float32)))
+    remote = Remote(functools.partial(EngineSide, getattr(request, "param", torch.float32)))
     yield remote
     remote.stop()
 
@@ -90,7 +90,7 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(policy: list[Remo
 
 
 def test_a_killed_sender_is_named_at_once_and_the_old_version_stays(engine: Remote) -> None:
-    policy = [Remote(functools.partial(PolicySide, rank, PolicyRank(TP2, rank))) for rank in range(2)]
+    policy = [Remote(functools.partial(PolicySide, PolicyRank(TP2, rank))) for rank in range(2)]
     try:
         hand_over = exchange(policy, engine)
         train(policy, seed=1)

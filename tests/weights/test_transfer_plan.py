@@ -11,8 +11,8 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.boxes import Box, difference, intersection, split
-from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox, plan_transfers
-from tests.weights.layouts import Case, cases, part, whole
+from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox
+from tests.weights.layouts import Case, cases, part, plan_of, whole
 from tests.weights.ranks import SHAPE
 
 
@@ -34,14 +34,14 @@ def held(slices: list[TensorSlice]) -> set[tuple[str, tuple[int, ...], str, int]
 def sent_bytes(plan: TransferPlan, num_senders: int) -> list[int]:
     sent = [0] * num_senders
     for bucket in plan.buckets:
-        sent[bucket.sender] += bucket.num_elements * plan.itemsize
+        sent[bucket.sender] += bucket.num_bytes
     return sent
 
 
 @settings(max_examples=200, deadline=None)
 @given(case=cases(), bucket_elements=st.integers(1, 50))
 def test_every_needed_element_is_delivered_exactly_once(case: Case, bucket_elements: int) -> None:
-    plan = plan_transfers(case.senders, case.receivers, itemsize=4, bucket_bytes=4 * bucket_elements)
+    plan = plan_of(case.senders, case.receivers, bucket_bytes=4 * bucket_elements)
     delivered: list[Counter[tuple[str, tuple[int, ...], str, int]]] = [Counter() for _ in case.receivers]
     senders = [held(slices) for slices in case.senders]
     for bucket in plan.buckets:
@@ -58,9 +58,7 @@ def test_every_needed_element_is_delivered_exactly_once(case: Case, bucket_eleme
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_the_plan_is_deterministic(case: Case) -> None:
-    assert plan_transfers(case.senders, case.receivers, 4, 64) == plan_transfers(
-        case.senders, case.receivers, 4, 64
-    )
+    assert plan_of(case.senders, case.receivers, 64) == plan_of(case.senders, case.receivers, 64)
 
 
 @settings(max_examples=50, deadline=None)
@@ -68,7 +66,7 @@ def test_the_plan_is_deterministic(case: Case) -> None:
 def test_copies_share_the_load(case: Case, copies: int, bucket_elements: int) -> None:
     """Where all senders hold everything, none sends more than another by more than one bucket."""
     everything = [whole(name, shape) for name, shape in case.tensors.items()]
-    plan = plan_transfers([everything] * copies, case.receivers, 4, 4 * bucket_elements)
+    plan = plan_of([everything] * copies, case.receivers, 4 * bucket_elements)
     sent = sent_bytes(plan, copies)
     assert max(sent) - min(sent) <= 4 * bucket_elements
 
@@ -76,7 +74,7 @@ def test_copies_share_the_load(case: Case, copies: int, bucket_elements: int) ->
 def test_holders_without_a_choice_are_spared() -> None:
     """Sender 0 alone holds `a`; so `b`, which both hold, comes from sender 1, though it was wanted first."""
     a, b = whole("a", (10,)), whole("b", (10,))
-    plan = plan_transfers([[b, a], [b]], [[b, a]], itemsize=4, bucket_bytes=1000)
+    plan = plan_of([[b, a], [b]], [[b, a]], bucket_bytes=1000)
     assert {t.source.name: bucket.sender for bucket in plan.buckets for t in bucket.transfers} == {
         "a": 0,
         "b": 1,
@@ -86,10 +84,10 @@ def test_holders_without_a_choice_are_spared() -> None:
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), bucket_elements=st.integers(1, 20))
 def test_both_sides_see_the_same_buckets_in_the_same_order(case: Case, bucket_elements: int) -> None:
-    plan = plan_transfers(case.senders, case.receivers, 4, 4 * bucket_elements)
+    plan = plan_of(case.senders, case.receivers, 4 * bucket_elements)
     for sender, receiver in itertools.product(range(len(case.senders)), range(len(case.receivers))):
-        outgoing = [b for b in plan.sender_part(sender) if b.peer == receiver]
-        incoming = [b for b in plan.receiver_part(receiver) if b.peer == sender]
+        outgoing = [b for b in plan.sender_part(sender).buckets if b.peer == receiver]
+        incoming = [b for b in plan.receiver_part(receiver).buckets if b.peer == sender]
         assert len(outgoing) == len(incoming)
         for sent, received in zip(outgoing, incoming, strict=True):
             assert [(s.name, s.start) for s in sent.slices] == [(s.name, s.start) for s in received.slices]
@@ -99,9 +97,9 @@ def test_both_sides_see_the_same_buckets_in_the_same_order(case: Case, bucket_el
 @given(case=cases(), bucket_elements=st.integers(1, 20))
 def test_two_slots_per_sender_never_deadlock(case: Case, bucket_elements: int) -> None:
     """Play the protocol: a sender is at most two buckets ahead; whoever can move moves, until all is done."""
-    plan = plan_transfers(case.senders, case.receivers, 4, 4 * bucket_elements)
-    outgoing = [list(plan.sender_part(rank)) for rank in range(len(case.senders))]
-    incoming = [list(plan.receiver_part(rank)) for rank in range(len(case.receivers))]
+    plan = plan_of(case.senders, case.receivers, 4 * bucket_elements)
+    outgoing = [list(plan.sender_part(rank).buckets) for rank in range(len(case.senders))]
+    incoming = [list(plan.receiver_part(rank).buckets) for rank in range(len(case.receivers))]
     slots: list[list[int]] = [[] for _ in case.senders]  # receivers of the buckets in flight
     moved = True
     while moved:
@@ -120,14 +118,14 @@ def test_two_slots_per_sender_never_deadlock(case: Case, bucket_elements: int) -
 
 
 def test_a_transfer_larger_than_a_bucket_is_cut_along_its_rows() -> None:
-    plan = plan_transfers([[whole("w", (10, 4))]], [[whole("w", (10, 4))]], itemsize=2, bucket_bytes=2 * 12)
+    plan = plan_of([[whole("w", (10, 4))]], [[whole("w", (10, 4))]], bucket_bytes=2 * 12, dtype="bfloat16")
     boxes = [(t.target.start, t.target.size) for b in plan.buckets for t in b.transfers]
     assert boxes == [((0, 0), (3, 4)), ((3, 0), (3, 4)), ((6, 0), (3, 4)), ((9, 0), (1, 4))]
 
 
 def test_each_sender_begins_with_another_receiver() -> None:
     everything = [whole("w", (8, 8))]
-    plan = plan_transfers([everything] * 2, [everything] * 2, itemsize=4, bucket_bytes=4 * 16)
+    plan = plan_of([everything] * 2, [everything] * 2, bucket_bytes=4 * 16)
     assert {bucket.receiver for bucket in plan.buckets[:2]} == {0, 1}
     assert {bucket.sender for bucket in plan.buckets[:2]} == {0, 1}
 
@@ -138,7 +136,7 @@ def test_a_policy_of_any_layout_serves_whole_tensors_and_another_layout() -> Non
     policy = [policy_slices(SHAPE, policy_rank(layout, rank)) for rank in range(8)]
     engine = [whole(name, shape) for name, shape in hf_tensors(SHAPE).items()]
     sharded = [policy_slices(SHAPE, PolicyRank(LayoutConfig(tensor_parallel_size=4), tp)) for tp in range(4)]
-    plan = plan_transfers(policy, [engine, *sharded], itemsize=2, bucket_bytes=4096)
+    plan = plan_of(policy, [engine, *sharded], bucket_bytes=4096, dtype="bfloat16")
     needed = [sum(s.num_elements for s in slices) for slices in (engine, *sharded)]
     assert plan.num_bytes == 2 * sum(needed)
     per_receiver = Counter(dict.fromkeys(range(5), 0))
@@ -153,20 +151,20 @@ def test_what_nobody_holds_is_named() -> None:
     top = part("w", (4, 6), start=(0, 0), size=(2, 6), param="p")
     message = r"no sender holds w\[2:4, 0:6\], which receiver 1 needs"
     with pytest.raises(UnservedBox, match=message):
-        plan_transfers([[top]], [[top], [whole("w", (4, 6))]], itemsize=4, bucket_bytes=100)
+        plan_of([[top]], [[top], [whole("w", (4, 6))]], bucket_bytes=100)
     with pytest.raises(UnservedBox, match=r"no sender holds v\[0:3\], which receiver 0 needs"):
-        plan_transfers([[top]], [[whole("v", (3,))]], itemsize=4, bucket_bytes=100)
+        plan_of([[top]], [[whole("v", (3,))]], bucket_bytes=100)
 
 
 def test_different_shapes_of_one_tensor_are_named() -> None:
     message = r"w has shape \(4, 6\) at sender 0 and \(5, 6\) at the receiver"
     with pytest.raises(UnservedBox, match=message):
-        plan_transfers([[whole("w", (4, 6))]], [[whole("w", (5, 6))]], itemsize=4, bucket_bytes=100)
+        plan_of([[whole("w", (4, 6))]], [[whole("w", (5, 6))]], bucket_bytes=100)
 
 
 def test_a_bucket_holds_at_least_one_element() -> None:
-    with pytest.raises(ValueError, match="bucket_bytes is 3, less than one element of 4 bytes"):
-        plan_transfers([[whole("w", (2,))]], [[whole("w", (2,))]], itemsize=4, bucket_bytes=3)
+    with pytest.raises(ValueError, match="bucket_bytes is 3, less than one element: give more"):
+        plan_of([[whole("w", (2,))]], [[whole("w", (2,))]], bucket_bytes=3)
 
 
 boxes = (
@@ -205,6 +203,6 @@ def test_transfers_are_the_same_elements_on_both_sides() -> None:
     """A column shard of a [4, 6] tensor, out of a matrix stored row by row, into one stored transposed."""
     source = whole("w", (4, 6))
     target = TensorSlice("w", (4, 6), start=(0, 2), size=(4, 2), param="t", offset=5, strides=(1, 4))
-    plan = plan_transfers([[source]], [[target]], itemsize=4, bucket_bytes=100)
+    plan = plan_of([[source]], [[target]], bucket_bytes=100)
     expected = TensorSlice("w", (4, 6), start=(0, 2), size=(4, 2), param="w", offset=2, strides=(6, 1))
     assert plan.buckets[0].transfers == (Transfer(expected, target),)

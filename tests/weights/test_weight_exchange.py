@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import CorruptWeights, WeightExchange
+from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.plan import UnservedBox
 from nemorl.weights.session import (
     PeerClosed,
@@ -42,8 +44,8 @@ class Setup:
     """A policy of TP2 x PP2 and two engines."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, deadline_seconds: float = 30.0) -> None:
-        self.policy = [PolicySide(rank, layout) for rank, layout in enumerate(TP2_PP2)]
-        self.engines = [EngineSide(rank, dtype) for rank in range(2)]
+        self.policy = [PolicySide(layout) for layout in TP2_PP2]
+        self.engines = [EngineSide(dtype) for _ in range(2)]
         self.senders, self.receivers = Threads(self.policy), Threads(self.engines)
         self.exchange = WeightExchange(self.senders, self.receivers, BUCKET, deadline_seconds)
 
@@ -183,16 +185,16 @@ def test_an_error_of_one_rank_is_the_cause_and_ends_the_others_at_once(
 
 def test_only_what_was_received_can_be_committed() -> None:
     setup = Setup()
-    with pytest.raises(RefitFailed, match="generation rank 0 was told to use version 5, but has nothing"):
+    with pytest.raises(RefitFailed, match="this generation rank was told to use version 5, but has nothing"):
         setup.engines[0].exchange.commit(5)
     setup.exchange.refit(1)
-    with pytest.raises(RefitFailed, match="told to use version 1, but has nothing"):
+    with pytest.raises(RefitFailed, match="generation rank 0 was told to use version 1, but has nothing"):
         setup.engines[0].exchange.commit(1)
 
 
 def test_a_rank_without_its_part_says_so(tmp_path: Path) -> None:
     with pytest.raises(RefitFailed, match="before it was given its part of the plan"):
-        PolicySide(0, PolicyRank()).exchange.send(RefitSession(1, tmp_path, 1.0))
+        PolicySide(PolicyRank()).exchange.send(RefitSession(1, tmp_path, 1.0))
 
 
 def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
@@ -237,15 +239,70 @@ def test_a_receiver_that_dies_before_it_is_greeted_is_named(monkeypatch: pytest.
             pass
 
 
-def test_engines_of_different_types_are_refused() -> None:
+def test_every_tensor_comes_in_the_type_its_engine_keeps_it_in() -> None:
+    """As DeepSeek's router bias, float32 among bfloat16; and engines may differ."""
     setup = Setup()
-    setup.receivers.ranks = [EngineSide(0, torch.float32), EngineSide(1, torch.bfloat16)]
-    with pytest.raises(ValueError, match=r"different types: \['torch.bfloat16', 'torch.float32'\]"):
-        setup.exchange.refit(1)
-    mixed = EngineSide(0, torch.float32)
-    mixed._staging["model.norm.weight"] = torch.zeros(SHAPE.hidden_size, dtype=torch.float16)
-    with pytest.raises(ValueError, match="generation rank 0 keeps weights of the types"):
+    norm = "model.norm.weight"
+    setup.engines = [EngineSide(torch.float32), EngineSide(torch.bfloat16, dtypes={norm: torch.float32})]
+    setup.receivers.ranks = setup.engines
+    setup.train(seed=1)
+    stats = setup.exchange.refit(1)
+    for engine in setup.engines:
+        assert_holds(engine, 1, model(seed=1))
+    assert setup.engines[1].weights[norm].dtype is torch.float32
+    elements = sum(tensor.numel() for tensor in model(1).values())
+    assert stats.num_bytes == (4 + 2) * elements + 2 * SHAPE.hidden_size
+
+
+def test_a_type_that_does_not_travel_is_refused() -> None:
+    mixed = EngineSide(torch.float32, dtypes={"model.norm.weight": torch.float64})
+    with pytest.raises(ValueError, match="the engine keeps model.norm.weight as float64; the exchange carr"):
         mixed.exchange.describe()
+
+
+def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    setup.engines = [EngineSide(torch.float32, in_place=True), EngineSide(torch.float32)]
+    setup.receivers.ranks = setup.engines
+    setup.train(seed=1)
+    setup.exchange.refit(1)
+    assert [engine.exchange.torn for engine in setup.engines] == [None, None]
+    setup.train(seed=2)
+    taken = BucketReceiver.taken
+
+    def fail(self: BucketReceiver, sender: int, number: int) -> None:
+        if number == 3:
+            raise RefitFailed("the engine's memory is full")
+        taken(self, sender, number)
+
+    monkeypatch.setattr(BucketReceiver, "taken", fail)
+    with pytest.raises(RefitFailed, match="memory is full"):
+        setup.exchange.refit(2)
+    in_place, staged = (engine.exchange for engine in setup.engines)
+    assert staged.torn is None
+    assert_holds(setup.engines[1], 1, model(seed=1))
+    assert in_place.torn is not None
+    assert "generation rank 0 was being brought to version 2 in place" in in_place.torn
+    monkeypatch.undo()
+    setup.exchange.refit(3)
+    assert in_place.torn is None
+    for engine in setup.engines:
+        assert_holds(engine, 3, model(seed=2))
+
+
+def test_messages_survive_json() -> None:
+    """An engine hands them to its own processes as text."""
+    setup = Setup(torch.bfloat16)
+    setup.exchange.refit(1)
+    receiver = setup.engines[0].exchange
+    for message in (
+        receiver.describe(),
+        receiver._part,
+        RefitSession(3, Path("/tmp/x"), 1.5),
+        ReceiveReport({"w": 2**64 - 1}, 12),
+    ):
+        adapter = TypeAdapter(type(message))
+        assert adapter.validate_json(adapter.dump_json(message)) == message
 
 
 def test_a_policy_that_lacks_a_stage_is_refused_before_anything_moves() -> None:
