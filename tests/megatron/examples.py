@@ -6,29 +6,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
 from nemorl.data.packed import PackedBatch
+from tests.models.tiny_models import DEEPSEEK
 
 VOCABULARY = 53  # not a multiple of the tensor-parallel size, so it gets padded
 MAX_LENGTH = 48
@@ -42,132 +36,86 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-DEEPSEEK = {
-    "num_key_value_heads": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "rms_norm_eps": 1e-2,  # not that of the latents, which transformers fixes
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-        "original_max_position_embeddings": 16,
-    },
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": MAX_LENGTH,
+    "initializer_range": 0.15,  # large enough that distributions are not flat
 }
-
-
-def random_model(family: str) -> PreTrainedModel:
-    """A model with weights large enough that its distributions are not flat."""
-    torch.manual_seed(5)
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": MAX_LENGTH,
-        "initializer_range": 0.15,
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
+LATENT = (
+    COMMON
+    | DEEPSEEK
+    | {
+        "moe_intermediate_size": 32,
+        "rms_norm_eps": 1e-2,  # not that of the latents, which transformers fixes
+        "rope_parameters": YARN,
     }
-    match family:
-        case "llama":
-            return LlamaForCausalLM(LlamaConfig(**common))
-        case "llama-tied":
-            return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
-        case "llama-rope3":
-            return LlamaForCausalLM(LlamaConfig(**common, rope_parameters=LLAMA3_ROPE))
-        case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**common))
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):  # zero in a fresh model
-                    torch.nn.init.normal_(parameter)
-            return model
-        case "qwen3-two-groups":
-            return _with_random_norms(
-                Qwen3ForCausalLM(Qwen3Config(**(common | {"num_key_value_heads": 2}), head_dim=16))
-            )
-        case "mistral":
-            return MistralForCausalLM(MistralConfig(**common, sliding_window=6))
-        case "gemma3":
-            ropes = {
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
-            }
-            model = Gemma3ForCausalLM(
-                Gemma3TextConfig(
-                    **common,
-                    head_dim=16,
-                    query_pre_attn_scalar=24,
-                    sliding_window=6,
-                    sliding_window_pattern=3,
-                    rope_parameters=ropes,
-                )
-            )
-            # The row of the token that pads is zero, and a norm of zeros has a gradient like no other.
-            torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)
-            return _with_random_norms(model)
-        case "deepseek-v3" | "deepseek-v3-plain-query":
-            rank = DEEPSEEK["q_lora_rank"] if family == "deepseek-v3" else None
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**(common | DEEPSEEK | {"q_lora_rank": rank})))
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    torch.nn.init.normal_(buffer, std=0.2)
-            return _with_random_norms(model)
-        case "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
-        case "qwen3-moe":
-            return _with_random_norms(
-                Qwen3MoeForCausalLM(
-                    Qwen3MoeConfig(
-                        **common,
-                        head_dim=16,
-                        num_experts=4,
-                        num_experts_per_tok=2,
-                        moe_intermediate_size=24,
-                        norm_topk_prob=False,
-                        mlp_only_layers=[0, 1],
-                    )
-                )
-            )
-        case "mixtral":
-            return _with_random_norms(
-                MixtralForCausalLM(MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2))
-            )
-        case "gpt-oss":
-            return _with_random_norms(
-                GptOssForCausalLM(
-                    GptOssConfig(
-                        **common,
-                        head_dim=16,
-                        num_local_experts=4,
-                        num_experts_per_tok=2,
-                        sliding_window=8,
-                        attn_implementation="eager",
-                    )
-                )
-            )
-    raise ValueError(family)
+)
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**COMMON),
+    "llama-tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama-rope3": LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
+    "mistral": MistralConfig(**COMMON, sliding_window=6),
+    "mixtral": MixtralConfig(**COMMON, **EXPERTS),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen3": Qwen3Config(**COMMON, head_dim=16),
+    "qwen3-two-groups": Qwen3Config(**(COMMON | {"num_key_value_heads": 2}), head_dim=16),
+    "qwen3-moe": Qwen3MoeConfig(
+        **COMMON,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        mlp_only_layers=[0, 1],
+    ),
+    "gemma3": Gemma3TextConfig(
+        **COMMON,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        sliding_window_pattern=3,
+        rope_parameters=GEMMA_ROPES,
+    ),
+    "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, head_dim=16, sliding_window=8, attn_implementation="eager"),
+    "deepseek-v3": DeepseekV3Config(**LATENT),
+    "deepseek-v3-plain-query": DeepseekV3Config(**(LATENT | {"q_lora_rank": None})),
+}
+FAMILIES = tuple(name for name in CONFIGS if name != "qwen3-two-groups")
 
 
-def _with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Drawn, too, what is constant in a fresh model: norms, biases and sinks."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+@torch.no_grad()
+def random_model(family: str) -> PreTrainedModel:
+    """A model in which nothing is constant: norms, biases and sinks are drawn, too."""
+    torch.manual_seed(5)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[family])
+    for name, values in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            values.normal_(std=0.2)
+        elif "norm" in name:
+            values.normal_(values.mean().item(), 0.3)
         elif "bias" in name or "sinks" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
+            values.normal_(std=0.5)
+    if family == "gemma3":
+        # The row of the token that pads is zero, and a norm of zeros has a gradient like no other.
+        model.get_input_embeddings().weight.normal_(std=0.15)
     return model
 
 

@@ -6,22 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemorl.models import registry
 from nemorl.models.local_view import local_view
-from nemorl.models.registry import FAMILIES
 from tests.megatron.cases import start_worker
-from tests.megatron.examples import LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
+from tests.megatron.examples import FAMILIES, LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
 
-MODELS = (
-    "llama-tied",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3-moe",
-    "gemma3",
-    "gpt-oss",
-    "deepseek-v3",
-    "deepseek-v3-plain-query",
+DISTINCT_MAPS = tuple(
+    name for name in FAMILIES if name not in ("llama", "llama-rope3", "deepseek-v3-plain-query")
 )
 WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
 
@@ -49,11 +40,11 @@ def held(rank, world_size, rendezvous, config):
 
 
 def test_no_family_is_forgotten(model):
-    families = {family.architectures[0] for family in FAMILIES}
-    assert families == {type(model(name)[0]).__name__ for name in (*MODELS, "llama")}
+    families = {family.architectures[0] for family in registry.FAMILIES}
+    assert families == {type(model(name)[0]).__name__ for name in FAMILIES}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_all_logits_equal_transformers(pool, model, name):
     theirs, folder = model(name)
@@ -65,7 +56,7 @@ def test_all_logits_equal_transformers(pool, model, name):
     assert batch.num_sequences == len(LENGTHS)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek-v3-plain-query"])
+@pytest.mark.parametrize("name", DISTINCT_MAPS)
 def test_the_folder_comes_back_bit_by_bit_from_all_ranks(pool, model, name):
     folder = model(name)[1]
     layouts = [layout(tp=2, sp=True, pp=2), layout(tp=2, sp=True), layout(pp=2), layout(pp=2, first=1)]

@@ -11,22 +11,15 @@ from nemorl.algorithms.losses import CrossEntropyLoss
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.optimizer import TooManySkippedSteps
 from tests.megatron.cases import LOSS, partition, start_worker
-from tests.megatron.examples import LENGTHS, layout, policy_config, ragged_batch, reference_logprobs
-
-FAMILIES = (
-    "llama",
-    "llama-tied",
-    "llama-rope3",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3-moe",
-    "gemma3",
-    "gpt-oss",
-    "deepseek-v3",
-    "deepseek-v3-plain-query",
+from tests.megatron.examples import (
+    FAMILIES,
+    LENGTHS,
+    layout,
+    policy_config,
+    ragged_batch,
+    reference_logprobs,
 )
+
 ALL = partition(len(LENGTHS), 3)
 
 
