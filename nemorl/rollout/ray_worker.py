@@ -3,16 +3,15 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
-from nemorl.generation.types import Completion, GenerationRequest
+from nemorl.generation.router import Router, RouterFigures
 
-from .client import GenerationClient
 from .dispatch import RunGroups
 from .groups import GroupAssignment, GroupSummary
+from .ray_replica import ray_replica
 from .worker import RolloutWorker
 
 
@@ -20,10 +19,17 @@ class RayRolloutWorker(RolloutWorker):
     """Hosted by an `AsyncHost`."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
-        """`engines`: the workers that host a `GenerationWorker` each."""
-        seconds = experiment.cluster.deadlines.generation
-        replicas = [partial(_generate_many, engine, seconds) for engine in engines]
-        super().__init__(experiment, GenerationClient(replicas), store=lambda trajectories: trajectories)
+        """`engines`: the workers that host an engine each."""
+        self._router = Router([ray_replica(engine) for engine in engines])
+        super().__init__(experiment, self._router, store=lambda trajectories: trajectories)
+
+    def add_engine(self, engine: Worker) -> None:
+        """Sample from this engine too, which takes the place of a lost one."""
+        self._router.add(ray_replica(engine))
+
+    def take_router_figures(self) -> RouterFigures:
+        """What became of requests since the last call."""
+        return self._router.take_figures()
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
         """Each group's trajectories, then its summary.
@@ -49,14 +55,3 @@ def groups_of(worker: Worker, seconds: float) -> RunGroups:
                 yield replace(summary, reference=reference)
 
     return run_groups
-
-
-async def _generate_many(
-    engine: Worker, seconds: float, requests: list[GenerationRequest]
-) -> AsyncIterator[Completion]:
-    # What finished together travels together: an item of a stream costs Ray about a millisecond.
-    batches = engine.stream("generate_batches", requests, stage="generation", deadline_seconds=seconds)
-    async with aclosing(batches):
-        async for batch in batches:
-            for completion in batch:
-                yield completion

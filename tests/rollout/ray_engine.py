@@ -1,7 +1,7 @@
 """A stand-in engine for a process of its own: the policy says what the sum is, whatever it is asked."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from nemorl.config.policy import PolicyConfig
@@ -18,7 +18,9 @@ class AddingEngine:
         self._tokenizer = load_tokenizer(PolicyConfig(model_path=model_path))
         self._deadly = deadly
 
-    async def generate_batches(self, requests: list[GenerationRequest]) -> AsyncIterator[list[Completion]]:
+    async def generate_batches(
+        self, requests: list[GenerationRequest]
+    ) -> AsyncGenerator[list[Completion], None]:
         for request in requests:
             left, right = self._tokenizer.decode(request.prompt.tolist()).rstrip("=").split("+")
             total = int(left) + int(right)

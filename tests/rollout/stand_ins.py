@@ -1,7 +1,7 @@
 """Named stand-ins for engines and environments, so that rollouts run in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,12 +47,12 @@ class EchoEngine:
     calls: list[list[str]] = field(default_factory=list)
     held: asyncio.Event | None = None  # answers wait for it when given
 
-    async def generate_many(self, requests: list[GenerationRequest]) -> AsyncIterator[Completion]:
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[list[Completion], None]:
         self.calls.append([request.id for request in requests])
         if self.held is not None:
             await self.held.wait()
         for request in reversed(requests):
-            yield completion(request, self.answer(request))
+            yield [completion(request, self.answer(request))]
 
 
 @dataclass

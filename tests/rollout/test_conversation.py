@@ -11,9 +11,9 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
+from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import SamplingParams
 from nemorl.generation.worker import GenerationWorker
-from nemorl.rollout.client import GenerationClient
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.rollout.types import Action, Message, Step, Task
 from tests.data.tokenizers import IM_END, save_tokenizer
@@ -89,7 +89,10 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
             environment_seconds=10,
         )
         loop = TurnLoop(
-            GenerationClient([engine.generate_many]), tokenizer, prompts_of(tokenizer, True), limits
+            Router([Replica("torch", engine.generate_batches)]),
+            tokenizer,
+            prompts_of(tokenizer, True),
+            limits,
         )
         task = Task(0, (Message("user", "Say ab or 12."),))
         try:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import ray
 
-from nemorl.cluster.errors import WorkerDied
+from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
@@ -54,7 +54,7 @@ def collect(rollout: WorkerGroup, num_groups: int):
     return asyncio.run(main())
 
 
-def test_groups_cross_processes_and_a_dead_engine_is_named(placement, model_folder, tmp_path):
+def test_groups_cross_processes_and_dead_engines_are_named(placement, model_folder, tmp_path):
     train = ArithmeticDataset(name="arithmetic", digits=1, size=50)
     config = experiment(
         model_folder, env=MathEnvConfig(name="math"), rewards=(), data=DataConfig(train=train, chat=False)
@@ -82,7 +82,11 @@ def test_groups_cross_processes_and_a_dead_engine_is_named(placement, model_fold
     assert [t.group for t in trajectories] == [0, 0]
     assert trajectories[0].num_tokens == batch[0].trajectories[0].num_tokens
 
-    with pytest.raises(WorkerDied, match=r"generation rank [01] died in stage 'generation'"):
+    # Its samples kill one engine after the other; the causes come with the error.
+    with pytest.raises(WorkerFailed, match="NoReplicaLeft: all 2 generation replicas are lost") as failed:
         collect(rollout, first_deadly + 1)
+    for rank in range(2):
+        died = f"generation rank {rank} died in stage 'generation': the process vanished"
+        assert f"generation replica {rank}: {died}" in str(failed.value)
     rollout.shutdown()
     engines.shutdown()

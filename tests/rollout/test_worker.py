@@ -10,8 +10,9 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
+from nemorl.generation.errors import NoReplicaLeft
+from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import SamplingParams
-from nemorl.rollout.client import GenerationClient
 from nemorl.rollout.groups import GroupAssignment
 from nemorl.rollout.types import StopReason
 from nemorl.rollout.worker import RolloutWorker
@@ -66,7 +67,7 @@ def test_groups_are_sampled_paid_stored_and_summarised(model_folder, tokenizer):
     config = experiment(model_folder)
     worker = RolloutWorker(
         config,
-        GenerationClient([engine.generate_many]),
+        Router([Replica("echo", engine.generate)]),
         store=lambda trajectories: stored.append(trajectories) or len(stored) - 1,
     )
     summaries = sample(
@@ -104,7 +105,7 @@ def test_validation_has_its_own_tasks_sampling_and_seeds(model_folder, tokenizer
         return adds(tokenizer)(request)
 
     config = experiment(model_folder)
-    worker = RolloutWorker(config, GenerationClient([EchoEngine(keep).generate_many]), store=len)
+    worker = RolloutWorker(config, Router([Replica("echo", EchoEngine(keep).generate)]), store=len)
     sample(worker, [GroupAssignment(3, 3, 1), GroupAssignment(3, 3, 1, validation=True)])
     by_id = {request.id: request for request in requests}
     training, validation = by_id["3/0/0"], by_id["validation-3/0/0"]
@@ -135,7 +136,7 @@ def test_a_conversation_with_a_tool_from_config_to_reward(model_folder, tokenize
     )
     engine = EchoEngine(policy)
     stored = []
-    worker = RolloutWorker(config, GenerationClient([engine.generate_many]), stored.append)
+    worker = RolloutWorker(config, Router([Replica("echo", engine.generate)]), stored.append)
     (summary,) = sample(worker, [GroupAssignment(0, 0, 3)])
     assert [t.reward for t in summary.trajectories] == [0.75] * 3
     assert [t.num_turns for t in summary.trajectories] == [2] * 3
@@ -149,11 +150,11 @@ def test_a_conversation_with_a_tool_from_config_to_reward(model_folder, tokenize
         assert tokenizer.encode(tokenizer.decode(trajectory.tokens)) == trajectory.tokens.tolist()
 
 
-def test_a_dead_engine_ends_the_call(model_folder):
+def test_the_loss_of_the_only_engine_ends_the_call(model_folder):
     async def dead(requests):
         raise ConnectionError("engine 0 was killed")
         yield
 
-    worker = RolloutWorker(experiment(model_folder), GenerationClient([dead]), store=len)
-    with pytest.raises(ConnectionError, match="engine 0 was killed"):
+    worker = RolloutWorker(experiment(model_folder), Router([Replica("only", dead)]), store=len)
+    with pytest.raises(NoReplicaLeft, match="only: ConnectionError: engine 0 was killed"):
         sample(worker, [GroupAssignment(0, 0, 2)])

@@ -1,0 +1,125 @@
+"""One request on its way through the router, wherever it is sampled and however often it moves."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemorl.rollout.types import StopReason
+
+from .types import Completion, GenerationRequest, Progress
+
+OnProgress = Callable[[Progress], None]
+_LEAST_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request, who waits for it, and what was sampled for it so far."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Completion]
+    on_progress: OnProgress | None = None
+    losses: int = 0  # of the replicas that it was on
+    parts: list[Progress] = field(default_factory=list)  # in the order of sampling
+    num_sampled: int = 0  # tokens of the parts
+    _num_kept: int = 0  # of them those that were sampled before the replica it is on now
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+
+    @property
+    def cost(self) -> int:
+        """What it is to a replica, in tokens."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def answered(self) -> bool:
+        """Whether it ended of itself, so that no replica works on it any more."""
+        return self.answer.done() and not self.answer.cancelled()
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that the replica it was on has reported."""
+        return self.num_sampled - self._num_kept
+
+    def remaining(self, progress_tokens: int) -> GenerationRequest:
+        """What is left to ask of a replica: the sampled tokens stand at the end of the prompt."""
+        self._num_kept = self.num_sampled
+        request = self.request
+        progress = request.progress_tokens or progress_tokens
+        if not self.num_sampled:
+            return replace(request, progress_tokens=progress)
+        return replace(
+            request,
+            prompt=np.concatenate([request.prompt, self._joined("tokens", np.dtype(np.int32))]),
+            max_new_tokens=request.max_new_tokens - self.num_sampled,
+            sampled_before=request.sampled_before + self.num_sampled,
+            deadline_seconds=max(_LEAST_SECONDS, request.deadline_seconds - self._seconds),
+            progress_tokens=progress,
+        )
+
+    def advance(self, progress: Progress) -> None:
+        """Keep what was sampled since the last report."""
+        self.parts.append(progress)
+        self.num_sampled += len(progress.tokens)
+        if self.on_progress is not None:
+            self.on_progress(progress)
+
+    def finish(self, completion: Completion) -> None:
+        """Answer with what this replica sampled behind what others had."""
+        told = self.num_new
+        self.advance(
+            Progress(
+                completion.id,
+                completion.tokens[told:],
+                completion.logprobs[told:],
+                completion.versions[told:],
+            )
+        )
+        self._answer(completion.stop, completion.seconds if self.losses == 0 else self._seconds)
+
+    def finish_if_whole(self) -> bool:
+        """Answer if nothing is left to sample: its last report may have come, and its end not."""
+        if self.num_sampled == 0:
+            return False
+        if int(self.parts[-1].tokens[-1]) in self.request.stop_token_ids:
+            self._answer(StopReason.STOP, self._seconds)
+        elif self.num_sampled >= self.request.max_new_tokens:
+            self._answer(StopReason.LENGTH, self._seconds)
+        return self.answer.done()
+
+    def give_up(self) -> None:
+        """Answer with what it has."""
+        self._answer(StopReason.ERROR, self._seconds)
+
+    def fail(self, error: Exception) -> None:
+        """Let who waits for it have an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _answer(self, stop: StopReason, seconds: float) -> None:
+        if self.answer.done():
+            return
+        self.answer.set_result(
+            Completion(
+                id=self.request.id,
+                tokens=self._joined("tokens", np.dtype(np.int32)),
+                logprobs=self._joined("logprobs", np.dtype(np.float32)),
+                versions=self._joined("versions", np.dtype(np.int32)),
+                stop=stop,
+                seconds=seconds,
+            )
+        )
+
+    def _joined(self, name: str, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+        """[n] one field of all parts."""
+        parts = [getattr(part, name) for part in self.parts]
+        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

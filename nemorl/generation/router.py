@@ -1,0 +1,250 @@
+"""One `Generator` over several engine replicas: balances them, and outlives the loss of some."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import NoReplicaLeft, ReplicaLost, RequestRefused
+from .flight import Flight, OnProgress
+from .types import Completion, GenerationRequest, Progress, Report
+
+log = logging.getLogger(__name__)
+
+# Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
+REMEMBERED_CONVERSATIONS = 65536
+# A request that was on so many replicas when they were lost may be what kills them.
+MOST_LOSSES = 2
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One engine, as the router calls it.
+
+    `generate` yields what finished, and progress, as it comes, in any order. It raises RequestRefused for
+    requests that can never be served (then none of the call has begun) and ReplicaLost, or anything else,
+    when no more answers will come. `abort` ends requests that nobody waits for any more.
+    """
+
+    name: str
+    generate: Callable[[list[GenerationRequest]], AsyncGenerator[Sequence[Report], None]]
+    abort: Callable[[Sequence[str]], Coroutine[Any, Any, None]] | None = None
+
+
+@dataclass
+class RouterFigures:
+    """What a router did since it was last asked."""
+
+    moved_requests: int = 0  # to another replica, after theirs was lost
+    kept_tokens: int = 0  # that those had sampled and did not sample again
+    failed_requests: int = 0  # given up after `MOST_LOSSES` replicas
+
+
+@dataclass(eq=False)
+class _Member:
+    """A replica and what is under way on it."""
+
+    replica: Replica
+    outstanding_tokens: int = 0
+    flights: dict[str, Flight] = field(default_factory=dict)
+    pending: list[Flight] = field(default_factory=list)  # of this tick of the event loop
+    streams: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def take(self, flight: Flight) -> None:
+        self.flights[flight.request.id] = flight
+        self.pending.append(flight)
+        self.outstanding_tokens += flight.cost
+
+    def holds(self, flight: Flight) -> bool:
+        return self.flights.get(flight.request.id) is flight
+
+    def drop(self, flight: Flight) -> None:
+        del self.flights[flight.request.id]
+        self.outstanding_tokens -= flight.cost
+
+
+class Router:
+    """Spreads requests over replicas by outstanding tokens; a conversation stays where it began.
+
+    Requests made in one tick of the event loop travel in one call per replica, so that a thousand turn loops
+    do not make a thousand remote calls. What a lost replica leaves goes on elsewhere: the tokens that were
+    reported are kept, with their logprobs and versions, and the rest is drawn from the same seeds. Belongs to
+    one event loop.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], progress_tokens: int = 64) -> None:
+        """`progress_tokens`: how often replicas report, and so about the most that a loss costs a request."""
+        self._members = {replica.name: _Member(replica) for replica in replicas}
+        self._progress_tokens = progress_tokens
+        self._home: OrderedDict[str, _Member] = OrderedDict()
+        self._waiting: set[str] = set()  # ids of unanswered requests
+        self._lost: dict[str, str] = {}
+        self._figures = RouterFigures()
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def outstanding_tokens(self) -> list[int]:
+        """For each living replica the tokens of its unanswered requests: prompts, and the most to sample."""
+        return [member.outstanding_tokens for member in self._members.values()]
+
+    @property
+    def living(self) -> list[str]:
+        """Names of the replicas that answer."""
+        return list(self._members)
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self._lost)
+
+    def take_figures(self) -> RouterFigures:
+        """What was done since the last call."""
+        figures, self._figures = self._figures, RouterFigures()
+        return figures
+
+    def add(self, replica: Replica) -> None:
+        """Let a replica serve, also in the place of a lost one of the same name."""
+        self._lost.pop(replica.name, None)
+        self._members[replica.name] = _Member(replica)
+
+    async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
+        """Sample one turn; `on_progress` hears of its tokens by and by, each once.
+
+        Raises RequestRefused for what can never be served, and NoReplicaLeft. A request that was under way on
+        several replicas when they were lost is answered with what it has and stop reason `error`.
+        """
+        if request.id in self._waiting:
+            raise ValueError(f"a request named {request.id} is under way already")
+        flight = Flight(request, asyncio.get_running_loop().create_future(), on_progress)
+        self._waiting.add(request.id)
+        try:
+            self._start(flight)
+            return await flight.answer
+        finally:
+            self._waiting.discard(request.id)
+            self._release(flight)
+
+    def lose(self, name: str, cause: str) -> None:
+        """Give a replica up and move its requests; what it may still say is not heard."""
+        member = self._members.pop(name, None)
+        if member is None:
+            return
+        log.warning("%s is lost: %s", name, cause)
+        self._lost[name] = cause
+        for stream in member.streams:
+            stream.cancel()
+        for flight in list(member.flights.values()):
+            member.drop(flight)
+            if not flight.answer.done():
+                self._move(flight)
+
+    def _start(self, flight: Flight) -> None:
+        member = self._route(flight.request.conversation)
+        if not member.pending:
+            asyncio.get_running_loop().call_soon(self._send, member)
+        member.take(flight)
+
+    def _route(self, conversation: str) -> _Member:
+        if not self._members:
+            raise NoReplicaLeft(self._lost)
+        home = self._home.pop(conversation, None) if conversation else None
+        if home is None or not self._serves(home):
+            home = min(self._members.values(), key=lambda member: member.outstanding_tokens)
+        if conversation:
+            self._home[conversation] = home
+            if len(self._home) > REMEMBERED_CONVERSATIONS:
+                self._home.popitem(last=False)
+        return home
+
+    def _serves(self, member: _Member) -> bool:
+        return self._members.get(member.replica.name) is member
+
+    def _send(self, member: _Member) -> None:
+        waiting, member.pending = member.pending, []
+        flights = [flight for flight in waiting if member.holds(flight)]  # not what was cancelled meanwhile
+        if flights and self._serves(member):
+            self._call(member, flights)
+
+    def _call(self, member: _Member, flights: Sequence[Flight]) -> None:
+        stream = asyncio.create_task(self._receive(member, flights))
+        member.streams.add(stream)
+        stream.add_done_callback(lambda done: self._close(member, flights, done))
+
+    async def _receive(self, member: _Member, flights: Sequence[Flight]) -> None:
+        requests = [flight.remaining(self._progress_tokens) for flight in flights]
+        async with aclosing(member.replica.generate(requests)) as stream:
+            async for reports in stream:
+                for report in reports:
+                    flight = member.flights.get(report.id)
+                    if flight is None:  # the turn loop that asked was cancelled
+                        continue
+                    if isinstance(report, Progress):
+                        flight.advance(report)
+                    else:
+                        flight.finish(report)
+
+    def _close(self, member: _Member, flights: Sequence[Flight], stream: asyncio.Task[None]) -> None:
+        """See to what a finished stream left without an answer."""
+        member.streams.discard(stream)
+        if stream.cancelled():
+            return
+        error = stream.exception()
+        left = [flight for flight in flights if member.holds(flight) and not flight.answer.done()]
+        if isinstance(error, RequestRefused):
+            self._refuse(member, left, error)
+        elif self._serves(member) and (error is not None or left):
+            self.lose(member.replica.name, _cause(error, left))
+
+    def _refuse(self, member: _Member, left: Sequence[Flight], error: RequestRefused) -> None:
+        """A refusal is of a whole call: ask for each alone, so that only whom it concerns gets it."""
+        for flight in left:
+            if len(left) == 1:
+                flight.fail(error)
+            else:
+                self._call(member, [flight])
+
+    def _move(self, flight: Flight) -> None:
+        """Go on with a request on another replica."""
+        flight.losses += 1
+        if flight.finish_if_whole():
+            return
+        if flight.losses >= MOST_LOSSES and self._members:
+            log.warning("request %s was on %d replicas when they were lost", flight.request.id, flight.losses)
+            self._figures.failed_requests += 1
+            flight.give_up()
+            return
+        try:
+            self._start(flight)
+        except NoReplicaLeft as error:
+            flight.fail(error)
+            return
+        self._figures.moved_requests += 1
+        self._figures.kept_tokens += flight.num_new
+
+    def _release(self, flight: Flight) -> None:
+        """Forget a request; end it where nobody waits for it any more."""
+        for member in self._members.values():
+            if not member.holds(flight):
+                continue
+            member.drop(flight)
+            abort = member.replica.abort
+            if abort is not None and not flight.answered and flight not in member.pending:
+                task = asyncio.create_task(_quietly(abort([flight.request.id])))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+
+def _cause(error: BaseException | None, left: Sequence[Flight]) -> str:
+    if error is None:
+        return f"it ended its answers without one to {len(left)} requests, such as {left[0].request.id}"
+    return str(error) if isinstance(error, ReplicaLost) else f"{type(error).__name__}: {error}"
+
+
+async def _quietly(abort: Coroutine[Any, Any, None]) -> None:
+    try:
+        await abort
+    except Exception as error:  # noqa: BLE001 (a replica that is gone tells so by its stream)
+        log.info("a request could not be ended: %s", error)

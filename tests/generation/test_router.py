@@ -1,0 +1,320 @@
+"""The router over stand-in replicas: balance, homes, and what becomes of requests whose replica is lost."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.errors import NoReplicaLeft, ReplicaLost, RequestRefused
+from nemorl.generation.router import Replica, Router
+from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
+from nemorl.generation.worker import GenerationWorker
+from nemorl.rollout.types import StopReason
+from tests.generation.examples import Prompts
+from tests.generation.examples import request as drawing
+from tests.rollout.stand_ins import EchoEngine, completion
+
+
+def request(name: str, conversation: str = "", prompt: int = 1, new: int = 1, **fields) -> GenerationRequest:
+    return GenerationRequest(
+        id=name,
+        prompt=np.arange(prompt, dtype=np.int32),
+        sampling=SamplingParams(),
+        max_new_tokens=new,
+        seed=0,
+        conversation=conversation,
+        **fields,
+    )
+
+
+def engines(count: int, **options) -> list[EchoEngine]:
+    return [EchoEngine(lambda r: [len(r.prompt)], **options) for _ in range(count)]
+
+
+def router_of(replicas: list) -> Router:
+    return Router([Replica(f"replica {i}", r.generate) for i, r in enumerate(replicas)], progress_tokens=2)
+
+
+def test_requests_of_one_tick_are_one_call_and_each_gets_its_own_answer():
+    (engine,) = replicas = engines(1)
+
+    async def main():
+        router = router_of(replicas)
+        asked = [request(f"r{i}", prompt=i + 1) for i in range(5)]
+        answers = await asyncio.gather(*(router.generate(r) for r in asked))
+        await router.generate(request("later"))
+        assert router.outstanding_tokens == [0]
+        return answers
+
+    answers = asyncio.run(main())
+    assert [a.tokens.tolist() for a in answers] == [[1], [2], [3], [4], [5]]
+    assert engine.calls == [["r0", "r1", "r2", "r3", "r4"], ["later"]]
+
+
+def test_load_is_spread_by_outstanding_tokens():
+    async def main():
+        held = asyncio.Event()
+        replicas = engines(2, held=held)
+        router = router_of(replicas)
+        long = asyncio.create_task(router.generate(request("long", prompt=10, new=90)))
+        await asyncio.sleep(0)
+        short = [asyncio.create_task(router.generate(request(f"s{i}", prompt=10, new=10))) for i in range(5)]
+        await asyncio.sleep(0.01)
+        assert router.outstanding_tokens == [100, 100]
+        held.set()
+        await asyncio.gather(long, *short)
+        return [engine.calls for engine in replicas]
+
+    assert asyncio.run(main()) == [[["long"]], [["s0", "s1", "s2", "s3", "s4"]]]
+
+
+def test_a_conversation_stays_on_its_replica():
+    replicas = engines(2)
+
+    async def main():
+        router = router_of(replicas)
+        for turn in range(3):
+            # Alone, each would go to the first replica, which is always idle.
+            await asyncio.gather(
+                *(router.generate(request(f"{c}/{turn}", conversation=c)) for c in ("a", "b"))
+            )
+        await router.generate(request("b/3", conversation="b"))
+
+    asyncio.run(main())
+    assert replicas[0].calls == [["a/0"], ["a/1"], ["a/2"]]
+    assert replicas[1].calls == [["b/0"], ["b/1"], ["b/2"], ["b/3"]]
+
+
+@dataclass
+class Counting:
+    """Samples 1, 2, 3, ... from a request's position on; reports after every token; breaks at `breaks_at`."""
+
+    version: int
+    breaks_at: int | None = None
+    error: Exception | None = field(default_factory=lambda: ReplicaLost("killed by a test"))
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[list, None]:
+        self.requests += requests
+        for asked in requests:
+            first = asked.sampled_before + 1
+            tokens = list(range(first, first + asked.max_new_tokens))
+            for token in tokens:
+                if token == self.breaks_at:
+                    if self.error is None:
+                        return
+                    raise self.error
+                whole = completion(asked, [token], version=self.version)
+                yield [Progress(asked.id, whole.tokens, whole.logprobs, whole.versions)]
+            yield [completion(asked, tokens, StopReason.LENGTH, version=self.version)]
+
+
+def test_a_lost_replicas_request_goes_on_elsewhere_with_what_it_has():
+    dying, other = replicas = [Counting(version=3, breaks_at=4), Counting(version=5)]
+    told = []
+
+    async def main():
+        router = router_of(replicas)
+        asked = request("r", "conversation", prompt=2, new=6, deadline_seconds=50.0)
+        answer = await router.generate(asked, told.append)
+        assert router.living == ["replica 1"]
+        assert router.lost == {"replica 0": "killed by a test"}
+        figures = router.take_figures()
+        assert (figures.moved_requests, figures.kept_tokens, figures.failed_requests) == (1, 3, 0)
+        assert router.take_figures().moved_requests == 0
+        await router.generate(request("next", "conversation"))
+        assert router.outstanding_tokens == [0]
+        return answer
+
+    answer = asyncio.run(main())
+    assert answer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert answer.logprobs == pytest.approx([-t / 1000 for t in range(1, 7)])
+    assert answer.versions.tolist() == [3, 3, 3, 5, 5, 5]
+    assert answer.stop is StopReason.LENGTH
+    assert [token for p in told for token in p.tokens.tolist()] == [1, 2, 3, 4, 5, 6]
+    (continued, _) = other.requests
+    assert continued.prompt.tolist() == [0, 1, 1, 2, 3]
+    assert (continued.max_new_tokens, continued.sampled_before, continued.seed) == (3, 3, 0)
+    assert continued.deadline_seconds < 50
+    assert [len(dying.requests), len(other.requests)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ConnectionResetError("engine 3 was killed"), "ConnectionResetError: engine 3 was killed"),
+        (None, "it ended its answers without one to 2 requests, such as a"),
+    ],
+)
+def test_every_way_to_end_early_is_a_loss_with_its_cause(error, cause):
+    async def lost():
+        router = router_of([Counting(0, breaks_at=1, error=error)])
+        asked = [router.generate(request(name)) for name in "ab"]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for failure in asyncio.run(lost()):
+        assert isinstance(failure, NoReplicaLeft)
+        assert failure.causes == {"replica 0": cause}
+        assert str(failure) == (
+            f"all 1 generation replicas are lost, so nothing can be sampled.\n  | replica 0: {cause}"
+        )
+
+
+def test_a_replica_that_is_given_up_is_not_heard_any_more():
+    async def main():
+        held = asyncio.Event()
+        hanging, other = EchoEngine(lambda r: [7], held=held), EchoEngine(lambda r: [8])
+        router = router_of([hanging, other])
+        asked = asyncio.create_task(router.generate(request("r")))
+        await asyncio.sleep(0.01)
+        router.lose("replica 0", "no step for 60 s")
+        held.set()
+        answer = await asked
+        assert (await router.generate(request("next"))).tokens.tolist() == [8]
+        router.add(Replica("replica 0", EchoEngine(lambda r: [9]).generate))
+        assert (router.living, router.lost) == (["replica 1", "replica 0"], {})
+        return answer
+
+    assert asyncio.run(main()).tokens.tolist() == [8]
+
+
+def test_a_request_that_two_replicas_did_not_survive_kills_no_third():
+    replicas = [Counting(0, breaks_at=3), Counting(1, breaks_at=5), Counting(2)]
+
+    async def main():
+        router = router_of(replicas)
+        answer = await router.generate(request("poison", new=9))
+        assert router.living == ["replica 2"]
+        assert router.take_figures().failed_requests == 1
+        return answer
+
+    answer = asyncio.run(main())
+    assert (answer.stop, answer.tokens.tolist()) == (StopReason.ERROR, [1, 2, 3, 4])
+    assert answer.versions.tolist() == [0, 0, 1, 1]
+    assert replicas[2].requests == []
+
+
+def test_what_had_all_its_tokens_is_not_asked_for_again():
+    # The replica is lost between the last report and the completion.
+    async def cut(requests):
+        whole = completion(requests[0], [5, 6])
+        yield [Progress(requests[0].id, whole.tokens, whole.logprobs, whole.versions)]
+        raise ReplicaLost("gone")
+
+    async def main(asked):
+        other = Counting(0)
+        router = Router([Replica("cut", cut), Replica("other", other.generate)])
+        answer = await router.generate(asked)
+        assert other.requests == []
+        return answer
+
+    ended = asyncio.run(main(request("r", new=9, stop_token_ids=frozenset({6}))))
+    assert (ended.stop, ended.tokens.tolist()) == (StopReason.STOP, [5, 6])
+    full = asyncio.run(main(request("r", new=2)))
+    assert (full.stop, full.tokens.tolist()) == (StopReason.LENGTH, [5, 6])
+
+
+def test_a_refusal_concerns_nobody_else():
+    calls = []
+
+    async def strict(requests):
+        calls.append([r.id for r in requests])
+        if any(len(r.prompt) > 5 for r in requests):
+            raise RequestRefused("the prompt is too long")
+        yield [completion(r, [1]) for r in requests]
+
+    async def main():
+        router = Router([Replica("strict", strict)])
+        asked = [router.generate(request(name, prompt=size)) for name, size in (("a", 1), ("b", 9), ("c", 2))]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert (router.living, router.outstanding_tokens) == (["strict"], [0])
+        return answers
+
+    first, second, third = asyncio.run(main())
+    assert (first.tokens.tolist(), third.tokens.tolist()) == ([1], [1])
+    assert isinstance(second, RequestRefused)
+    assert calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+
+
+def test_a_cancelled_request_gives_its_tokens_back_and_is_ended():
+    async def main():
+        held, ended = asyncio.Event(), []
+
+        async def abort(ids):
+            ended.extend(ids)
+
+        (engine,) = engines(1, held=held)
+        router = Router([Replica("only", engine.generate, abort)])
+        asked = asyncio.create_task(router.generate(request("gone", prompt=5)))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait({asked})
+        assert router.outstanding_tokens == [0]
+        held.set()
+        assert (await router.generate(request("next"))).id == "next"
+        assert ended == ["gone"]
+
+    asyncio.run(main())
+
+
+def test_two_requests_of_one_name_are_refused():
+    async def main():
+        router = router_of(engines(1))
+        await asyncio.gather(router.generate(request("same")), router.generate(request("same")))
+
+    with pytest.raises(ValueError, match="a request named same is under way"):
+        asyncio.run(main())
+
+
+def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
+    """One of two engines is lost in mid-generation: tokens are those of an undisturbed engine."""
+    folder = hf_models["llama"].folder
+    asked = [
+        drawing(prompt, f"r{i}", max_new_tokens=30, seed=i) for i, prompt in enumerate(Prompts(4).several(6))
+    ]
+
+    def worker(rank):
+        return GenerationWorker(
+            folder,
+            TorchGenerationConfig(),
+            rank=rank,
+            device="cpu",
+            threads=1,
+            tokenizer_path=folder,
+            max_sequence_length=250,
+            precision="float32",
+        )
+
+    async def main():
+        workers = [worker(0), worker(1), worker(2)]
+
+        async def cut_short(requests):
+            reports = 0
+            async for batch in workers[0].generate_batches(requests):
+                yield batch
+                reports += 1
+                if reports == 4:
+                    raise ReplicaLost("cut short")
+
+        router = Router(
+            [Replica("a", cut_short), Replica("b", workers[1].generate_batches)], progress_tokens=3
+        )
+        undisturbed = Router([Replica("c", workers[2].generate_batches)])
+        try:
+            moved = await asyncio.gather(*(router.generate(r) for r in asked))
+            whole = await asyncio.gather(*(undisturbed.generate(r) for r in asked))
+        finally:
+            for each in workers:
+                each.close()
+        figures = router.take_figures()
+        assert (figures.moved_requests, figures.failed_requests) == (3, 0)
+        assert figures.kept_tokens >= 3 * 3 * 3
+        return moved, whole
+
+    for moved, whole in zip(*asyncio.run(main()), strict=True):
+        assert moved.tokens.tolist() == whole.tokens.tolist()
+        np.testing.assert_allclose(moved.logprobs, whole.logprobs, atol=1e-5)
+        assert len(moved.versions) == len(moved.tokens) == 30
