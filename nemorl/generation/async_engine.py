@@ -1,0 +1,330 @@
+"""A generation worker over an engine that samples by itself, request by request, as serving engines do.
+
+generate_batches ──▶ one task per request ──▶ gate (shut while paused) ──▶ backend.sample ──▶ chunks
+                 ◀── progress and completions of all requests of the call, as they come
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from nemorl.rollout.types import Float32Array, Int32Array, StopReason
+
+from .engine_thread import PauseMode
+from .errors import EngineFailed
+from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Progress, Report
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What an engine sampled for one request since its last chunk. `n` tokens."""
+
+    tokens: Sequence[int]  # [n]
+    logprobs: Sequence[float]  # [n] of the distribution sampled
+    versions: Sequence[int]  # [n] weights that sampled each
+    stop: StopReason | None = None  # of the last chunk
+
+
+class AsyncBackend(Protocol):
+    """An engine as `AsyncEngineWorker` needs it."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample."""
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for what can never be served."""
+        ...
+
+    def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks until one says why it is the last. Closing the generator early ends the request."""
+        ...
+
+    async def freeze(self) -> None:
+        """Stand still between two steps, sequences in flight keep their places."""
+        ...
+
+    async def thaw(self) -> None:
+        """Step again."""
+        ...
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One request under way."""
+
+    request: GenerationRequest
+    reports: asyncio.Queue[Report | Exception]  # of its call
+    task: asyncio.Task[StopReason] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    num_told: int = 0  # tokens that progress has reported
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+
+    def take(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions
+        every = self.request.progress_tokens
+        if chunk.stop is None and every and len(self.tokens) - self.num_told >= every:
+            self.reports.put_nowait(Progress(self.request.id, *self._arrays(self.num_told)))
+            self.num_told = len(self.tokens)
+
+    def end(self, stop: StopReason) -> None:
+        seconds = time.monotonic() - self._began
+        self.reports.put_nowait(Completion(self.request.id, *self._arrays(0), stop=stop, seconds=seconds))
+
+    def abort(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
+        return (
+            np.array(self.tokens[first:], np.int32),
+            np.array(self.logprobs[first:], np.float32),
+            np.array(self.versions[first:], np.int32),
+        )
+
+
+class AsyncEngineWorker:
+    """What callers know as `GenerationWorker`, over an `AsyncBackend`. Belongs to one event loop."""
+
+    def __init__(self, backend: AsyncBackend, name: str) -> None:
+        """`name` is what errors call the engine."""
+        self._backend = backend
+        self._name = name
+        self._sequences: dict[str, _Sequence] = {}
+        self._running: set[str] = set()  # of them those that have passed the gate
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._paused = self._frozen = self._standing = False
+        self._idle = asyncio.Event()  # nothing runs
+        self._idle.set()
+        self._failure: EngineFailed | None = None
+        self._last_chunk = time.monotonic()
+        self._reset_stats()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample."""
+        return self._backend.version
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
+        """Completions as they finish, one by one; see `generate_batches`."""
+        async with aclosing(self.generate_batches(requests)) as batches:
+            async for batch in batches:
+                for report in batch:
+                    if isinstance(report, Completion):
+                        yield report
+
+    async def generate_batches(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Sequence[Report], None]:
+        """What there is to tell since the last item: completions, and progress where a request asks for it.
+
+        Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
+        engine dies. A caller that stops reading ends what is left.
+        """
+        if self._failure is not None:
+            raise self._failure
+        for request in requests:
+            self._backend.check(request)
+            if request.id in self._sequences:
+                raise ValueError(f"a request named {request.id!r} is in flight already")
+        reports: asyncio.Queue[Report | Exception] = asyncio.Queue()
+        own = [_Sequence(request, reports) for request in requests]
+        for sequence in own:
+            self._sequences[sequence.request.id] = sequence
+            sequence.task = asyncio.create_task(self._sample(sequence))
+            sequence.task.add_done_callback(partial(self._finish, sequence))
+        unanswered = len(own)
+        try:
+            while unanswered:
+                batch = await _all_there(reports)
+                unanswered -= sum(isinstance(report, Completion) for report in batch)
+                yield batch
+        finally:
+            for sequence in own:
+                if self._sequences.get(sequence.request.id) is sequence:
+                    sequence.abort()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        ended = [self._sequences[name] for name in request_ids if name in self._sequences]
+        for sequence in ended:
+            sequence.abort()
+        await asyncio.gather(*(sequence.task for sequence in ended if sequence.task), return_exceptions=True)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        self._paused = True
+        self._set_gate()
+        if mode == "wait":
+            await self._drained()
+        elif mode == "abort":
+            await self.abort(list(self._sequences))
+        elif not self._frozen:
+            self._frozen = True
+            await self._backend.freeze()
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        self._paused = False
+        if self._frozen:
+            self._frozen = False
+            await self._backend.thaw()
+        self._set_gate()
+
+    @asynccontextmanager
+    async def standing(self, *, drain: bool) -> AsyncIterator[None]:
+        """While the block runs no step does: sequences in flight have ended (`drain`) or keep their places.
+
+        A worker that was paused before stays so after it.
+        """
+        self._standing = True
+        self._set_gate()
+        try:
+            if drain and not self._frozen:
+                await self._idle.wait()
+            if not self._frozen:
+                await self._backend.freeze()
+            try:
+                yield
+            finally:
+                if not self._frozen:
+                    await self._backend.thaw()
+        finally:
+            self._standing = False
+            self._set_gate()
+
+    def fail(self, error: Exception) -> None:
+        """Answer whoever waits with an error, and who comes, until `recover`."""
+        if not isinstance(error, EngineFailed):
+            failure = EngineFailed(f"{self._name} has ended: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._failure = error
+        for sequence in list(self._sequences.values()):
+            sequence.reports.put_nowait(error)
+            sequence.abort()
+
+    def recover(self) -> None:
+        """Serve again: what had failed has been mended."""
+        self._failure = None
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        self._count_busy()
+        stats = EngineStats(
+            version=self.version,
+            tokens_generated=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            seconds_busy=self._seconds_busy,
+            peak_batch=self._peak,
+        )
+        self._reset_stats()
+        return stats
+
+    def health(self) -> EngineHealth:
+        """Where the engine stands. Raises EngineFailed, with its cause, if it answers nothing."""
+        if self._failure is not None:
+            raise self._failure
+        return EngineHealth(
+            version=self.version,
+            running=len(self._running),
+            waiting=len(self._sequences) - len(self._running),
+            paused=self._paused,
+            seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
+        )
+
+    def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
+        """Answer a request whose task has ended."""
+        if task.cancelled():
+            sequence.end(StopReason.ABORT)
+        elif error := task.exception():
+            self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            sequence.end(task.result())
+        self._count_busy()
+        del self._sequences[sequence.request.id]
+        self._running.discard(sequence.request.id)
+        if not self._running:
+            self._idle.set()
+
+    async def _sample(self, sequence: _Sequence) -> StopReason:
+        request = sequence.request
+        try:
+            async with asyncio.timeout(request.deadline_seconds) as deadline:
+                await self._gate.wait()
+                self._enter(request)
+                async with aclosing(self._backend.sample(request)) as chunks:
+                    async for chunk in chunks:
+                        sequence.take(chunk)
+                        self._tokens += len(chunk.tokens)
+                        self._last_chunk = time.monotonic()
+                        if chunk.stop is not None:
+                            return chunk.stop
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return StopReason.ABORT
+        raise EngineFailed(f"{self._name} ended request {request.id!r} without saying why")
+
+    def _enter(self, request: GenerationRequest) -> None:
+        self._count_busy()
+        if not self._running:
+            self._last_chunk = time.monotonic()  # rest is no hanging
+        self._running.add(request.id)
+        self._idle.clear()
+        self._prompt_tokens += len(request.prompt)
+        self._peak = max(self._peak, len(self._running))
+
+    def _set_gate(self) -> None:
+        if self._paused or self._standing:
+            self._gate.clear()
+        else:
+            self._gate.set()
+
+    async def _drained(self) -> None:
+        """Return when nothing runs, or when a resume has made that pointless."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._idle, self._gate)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _count_busy(self) -> None:
+        now = time.monotonic()
+        if self._running:
+            self._seconds_busy += now - self._counted
+        self._counted = now
+
+    def _reset_stats(self) -> None:
+        self._tokens = self._prompt_tokens = 0
+        self._peak = len(self._running)
+        self._seconds_busy = 0.0
+        self._counted = time.monotonic()
+
+
+async def _all_there(reports: asyncio.Queue[Report | Exception]) -> list[Report]:
+    """The next reports, at least one."""
+    found = [await reports.get()]
+    while not reports.empty():
+        found.append(reports.get_nowait())
+    batch = []
+    for report in found:
+        if isinstance(report, Exception):
+            raise report
+        batch.append(report)
+    return batch
