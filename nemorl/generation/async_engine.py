@@ -96,6 +96,23 @@ class _Sequence:
         )
 
 
+@dataclass
+class _Figures:
+    """What was done since they were last asked for."""
+
+    peak: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    seconds_busy: float = 0.0
+    _counted: float = field(default_factory=time.monotonic)
+
+    def count(self, num_running: int) -> None:
+        """Let the time until now be busy if anything ran."""
+        now = time.monotonic()
+        self.seconds_busy += (now - self._counted) if num_running else 0.0
+        self._counted = now
+
+
 class AsyncEngineWorker:
     """What callers know as `GenerationWorker`, over an `AsyncBackend`. Belongs to one event loop."""
 
@@ -112,7 +129,7 @@ class AsyncEngineWorker:
         self._idle.set()
         self._failure: EngineFailed | None = None
         self._last_chunk = time.monotonic()
-        self._reset_stats()
+        self._figures = _Figures()
 
     @property
     def version(self) -> int:
@@ -224,16 +241,15 @@ class AsyncEngineWorker:
 
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
-        self._count_busy()
-        stats = EngineStats(
+        done, self._figures = self._figures, _Figures(peak=len(self._running))
+        done.count(len(self._running))
+        return EngineStats(
             version=self.version,
-            tokens_generated=self._tokens,
-            prompt_tokens=self._prompt_tokens,
-            seconds_busy=self._seconds_busy,
-            peak_batch=self._peak,
+            tokens_generated=done.tokens,
+            prompt_tokens=done.prompt_tokens,
+            seconds_busy=done.seconds_busy,
+            peak_batch=done.peak,
         )
-        self._reset_stats()
-        return stats
 
     def health(self) -> EngineHealth:
         """Where the engine stands. Raises EngineFailed, with its cause, if it answers nothing."""
@@ -255,7 +271,7 @@ class AsyncEngineWorker:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             sequence.end(task.result())
-        self._count_busy()
+        self._figures.count(len(self._running))
         del self._sequences[sequence.request.id]
         self._running.discard(sequence.request.id)
         if not self._running:
@@ -270,7 +286,7 @@ class AsyncEngineWorker:
                 async with aclosing(self._backend.sample(request)) as chunks:
                     async for chunk in chunks:
                         sequence.take(chunk)
-                        self._tokens += len(chunk.tokens)
+                        self._figures.tokens += len(chunk.tokens)
                         self._last_chunk = time.monotonic()
                         if chunk.stop is not None:
                             return chunk.stop
@@ -281,13 +297,13 @@ class AsyncEngineWorker:
         raise EngineFailed(f"{self._name} ended request {request.id!r} without saying why")
 
     def _enter(self, request: GenerationRequest) -> None:
-        self._count_busy()
+        self._figures.count(len(self._running))
         if not self._running:
             self._last_chunk = time.monotonic()  # rest is no hanging
         self._running.add(request.id)
         self._idle.clear()
-        self._prompt_tokens += len(request.prompt)
-        self._peak = max(self._peak, len(self._running))
+        self._figures.prompt_tokens += len(request.prompt)
+        self._figures.peak = max(self._figures.peak, len(self._running))
 
     def _set_gate(self) -> None:
         if self._paused or self._standing:
@@ -303,18 +319,6 @@ class AsyncEngineWorker:
         finally:
             for wait in waits:
                 wait.cancel()
-
-    def _count_busy(self) -> None:
-        now = time.monotonic()
-        if self._running:
-            self._seconds_busy += now - self._counted
-        self._counted = now
-
-    def _reset_stats(self) -> None:
-        self._tokens = self._prompt_tokens = 0
-        self._peak = len(self._running)
-        self._seconds_busy = 0.0
-        self._counted = time.monotonic()
 
 
 async def _all_there(reports: asyncio.Queue[Report | Exception]) -> list[Report]:

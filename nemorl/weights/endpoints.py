@@ -44,7 +44,7 @@ class WeightSender:
         with bucket_sender(part.rank, session, receivers, largest) as channel:
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number, bucket.num_elements, torch_dtype(bucket.dtype))
-                for piece, values in _pieces(bucket, slot):
+                for piece, values in pieces_of(bucket, slot):
                     values.copy_(local_view(parameters, piece))
                     sums[bucket.peer, piece.name].append(fingerprint(values, piece.start, piece.shape))
                 channel.publish(number, bucket.peer)
@@ -106,7 +106,7 @@ class WeightReceiver:
                 dtype = torch_dtype(bucket.dtype)
                 number, slot = channel.next_bucket(bucket.peer, bucket.num_elements, dtype)
                 self._about_to_write(session.version)
-                for piece, values in _pieces(bucket, slot):
+                for piece, values in pieces_of(bucket, slot):
                     local_view(weights, piece).copy_(values)
                 channel.taken(bucket.peer, number)
         self._received = session.version
@@ -158,7 +158,7 @@ def node_name() -> str:
     return socket.gethostname()
 
 
-def _pieces(bucket: PartBucket, slot: Tensor) -> list[tuple[TensorSlice, Tensor]]:
+def pieces_of(bucket: PartBucket, slot: Tensor) -> list[tuple[TensorSlice, Tensor]]:
     """The slices of a bucket with their elements in it, of each slice's shape."""
     flat = slot.split([part.num_elements for part in bucket.slices])
     return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]
