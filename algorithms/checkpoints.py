@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -61,14 +62,12 @@ class Checkpoints:
     async def save(self, progress: Progress, metrics: StepMetrics) -> None:
         """Begin the checkpoint of a step, and end it unless `checkpointing.asynchronous`."""
         await self.settle()
-        folder = self._store.begin(progress.step)
-        progress.write(folder)
         if not self._config.asynchronous:
-            await self._commit(await self._policy.save(folder), metrics)
+            await self._write(progress, metrics, self._policy.save)
             return
         await self._policy.copy_for_checkpoint()
         self._step = progress.step
-        self._writing = asyncio.create_task(self._write(folder, metrics))
+        self._writing = asyncio.create_task(self._write(progress, metrics, self._policy.write_copy))
 
     def check(self) -> None:
         """Raise what went wrong with the one that is being written, if it is known already."""
@@ -93,10 +92,23 @@ class Checkpoints:
         except NemorlError as failure:
             if error is None:
                 raise
+            if failure is error:  # `check` has raised it, and it is on its way
+                return
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
 
-    async def _write(self, folder: Path, metrics: StepMetrics) -> None:
-        await self._commit(await self._policy.write_copy(folder), metrics)
+    async def _write(
+        self,
+        progress: Progress,
+        metrics: StepMetrics,
+        save: Callable[[Path], Awaitable[Sequence[FileRecord]]],
+    ) -> None:
+        """A checkpoint from its empty folder to its name; one that fails leaves nothing on the disk."""
+        folder = self._store.begin(progress.step)
+        try:
+            progress.write(folder)
+            await self._commit(await save(folder), metrics)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # not there once it has its name
 
     async def _commit(self, records: Sequence[FileRecord], metrics: StepMetrics) -> None:
         if self._config.export_hf:
