@@ -130,9 +130,10 @@ def _moe(config: HfConfig) -> MoeShape:
 
 def _softmax_scale(config: HfConfig, head_dim: int) -> float:
     """1 / sqrt(head_dim), and YaRN's sharpening of all channels where `mscale_all_dim` says so."""
+    scaling = config.rope().scaling
     _, rope = config.rope_fields()
     amount = rope.get("mscale_all_dim")
-    sharpening = yarn_sharpening(float(rope["factor"]), amount) if amount else 1.0
+    sharpening = yarn_sharpening(float(rope["factor"]), amount) if scaling and amount else 1.0
     return sharpening**2 / math.sqrt(head_dim)
 
 

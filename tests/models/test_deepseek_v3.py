@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import check_divisible, hf_tensors
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape, YarnRopeScaling
 
@@ -88,6 +88,17 @@ def test_the_published_model() -> None:
 def test_without_rope_scaling_the_softmax_scale_is_the_usual() -> None:
     shape = ModelShape.from_config(changed(rope_scaling=None), "")
     assert shape.softmax_scale == pytest.approx(192**-0.5)
+
+
+def test_sharpening_wants_a_factor_where_positions_are_scaled_at_all() -> None:
+    """As in transformers, where `mscale_all_dim` beside the plain rotation says nothing."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "mscale_all_dim": 1.0}
+    shape = ModelShape.from_config(changed(rope_scaling=None, rope_parameters=plain), "")
+    assert shape.softmax_scale == pytest.approx(192**-0.5)
+
+    without_factor = {"type": "yarn", "mscale_all_dim": 1.0}
+    with pytest.raises(BrokenModelFolder, match="rope_scaling of rope_type 'yarn' lacks factor"):
+        ModelShape.from_config(changed(rope_scaling=without_factor), "m/config.json")
 
 
 def test_one_group_is_no_group() -> None:
