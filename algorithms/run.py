@@ -22,7 +22,7 @@ from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
 from nemorl.data.sft import SftExample, sft_example
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.errors import RunError
+from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
 from nemorl.megatron.hf_export import export_hf
 from nemorl.megatron.peft_export import export_adapter
@@ -99,7 +99,7 @@ def export_checkpoint(checkpoint: Path, out: Path, form: Literal["hf", "adapter"
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Raises NemorlError.
     """
-    _refuse_folder_of_checkpoints(checkpoint)
+    _refuse_what_is_no_checkpoint(checkpoint)
     step = verify(checkpoint).step
     run_dir = checkpoint.absolute().parents[1]
     config = RunPaths(run_dir).config
@@ -108,9 +108,21 @@ def export_checkpoint(checkpoint: Path, out: Path, form: Literal["hf", "adapter"
             f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
             "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
+    policy = _policy_of_run(config)
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
-        _exporter(form)(checkpoint, out, load_experiment(config).policy)
+        _exporter(form)(checkpoint, out, policy)
         Origin(str(run_dir), step).write(out)
+
+
+def _policy_of_run(config: Path) -> PolicyConfig:
+    """`policy` of a run's config.yaml, which an older version may have written."""
+    try:
+        return load_experiment(config).policy
+    except ConfigError as error:
+        raise RunError(
+            f"{error}\nIt says which model the checkpoint is of, as the version that wrote it knew the fields. "
+            "Keep a copy of it, correct these fields in it (remove those that are no more) and export again."
+        ) from error
 
 
 def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
@@ -121,8 +133,17 @@ def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
     return export_adapter if form == "adapter" else export_hf
 
 
-def _refuse_folder_of_checkpoints(folder: Path) -> None:
-    """Name the newest checkpoint to a person who named the run, or its `checkpoints`."""
+def _refuse_what_is_no_checkpoint(folder: Path) -> None:
+    """Name the newest checkpoint to a person who named the run, its `checkpoints`, or one that is not there."""
+    if not folder.exists():
+        steps = CheckpointStore(folder.parent).steps()
+        newest = CheckpointStore(folder.parent).path(steps[-1]) if steps else None
+        mend = (
+            f"the newest there is {newest}"
+            if newest
+            else "name one such as RUN_DIR/checkpoints/step_00000010"
+        )
+        raise RunError(f"there is no checkpoint {folder}: {mend}")
     for place in (folder / "checkpoints", folder):
         store = CheckpointStore(place)
         if steps := store.steps():

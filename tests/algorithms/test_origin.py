@@ -7,6 +7,8 @@ import pytest
 from nemorl.algorithms.origin import ORIGIN_FILE, Origin
 from nemorl.algorithms.run import export_checkpoint
 from nemorl.errors import RunError
+from nemorl.megatron.checkpoint_store import CheckpointStore
+from tests.config.experiments import GRPO, write
 
 
 def test_an_origin_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -41,3 +43,28 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match="is a run without a checkpoint yet"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_a_checkpoint_that_is_not_there_is_answered_with_one_that_is(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"there is no checkpoint .*step_00000005: name one such as RUN_DIR/"):
+        export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
+    newest = tmp_path / "checkpoints/step_00000004"
+    newest.mkdir(parents=True)
+    with pytest.raises(RunError, match=rf"there is no checkpoint .*5: the newest there is {newest}$"):
+        export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
+
+
+def test_a_config_of_an_older_version_is_refused_with_the_field_and_what_to_do(tmp_path: Path) -> None:
+    """A field of it is no more."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    (store.begin(3) / "weights").write_text("as they were")
+    checkpoint = store.commit(3, {})
+    config = write(tmp_path, GRPO.replace("policy:", "policy:\n  gradient_scale: 2", 1), "config.yaml")
+
+    with pytest.raises(RunError) as refusal:
+        export_checkpoint(checkpoint, tmp_path / "out")
+
+    assert f"{config} is refused: 1 violation" in str(refusal.value)
+    assert "policy.gradient_scale = 2" in str(refusal.value)
+    assert "remove those that are no more) and export again" in str(refusal.value)
+    assert not (tmp_path / "out").exists()
