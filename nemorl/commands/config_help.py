@@ -1,16 +1,21 @@
-"""`nemorl config`: every field of an experiment file, with its type, default and help."""
+"""`nemorl config`: every field of an experiment file, with its type, default and help.
+
+Wrapped to the terminal; a line for each field where the output goes elsewhere.
+"""
 
 import difflib
 import json
 from argparse import ArgumentParser, Namespace
+from textwrap import fill
 
 from rich.text import Text
 
-from nemorl.commands.terminal import output, table
+from nemorl.commands.terminal import output, say
 from nemorl.config.schema import FieldHelp, describe
 from nemorl.errors import ABSENT, NemorlError
 
 HELP = "show the fields of an experiment file"
+_WIDEST = 100  # columns that are easily read
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,11 +30,16 @@ def run(arguments: Namespace) -> int:
     fields = describe(arguments.section)
     if not fields:
         raise NemorlError(_unknown_section(arguments.section))
-    rows = table("", ["field", "type", "default", "meaning"])
-    rows.columns[0].no_wrap = True
+    shown = output()
     for field in fields:
-        rows.add_row(Text(_name(field)), Text(field.type), Text(_default(field)), Text(field.help))
-    output().print(rows, soft_wrap=False)
+        head = f"{_name(field)}: {field.type}, {_default(field)}"
+        if not shown.is_terminal:  # a line each, for grep
+            say(f"{head}. {field.help}".strip())
+            continue
+        width = min(shown.width, _WIDEST)
+        shown.print(Text(fill(head, width, subsequent_indent="  "), style="bold"))
+        if field.help:
+            shown.print(Text(fill(field.help, width, initial_indent="    ", subsequent_indent="    ")))
     return 0
 
 
@@ -38,7 +48,9 @@ def _name(field: FieldHelp) -> str:
 
 
 def _default(field: FieldHelp) -> str:
-    return "required" if field.default is ABSENT else json.dumps(field.default, default=str)
+    if field.default is ABSENT:
+        return "required"
+    return f"default {json.dumps(field.default, default=str)}"
 
 
 def _unknown_section(asked: str) -> str:

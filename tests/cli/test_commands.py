@@ -106,24 +106,36 @@ def test_a_report_of_nothing_is_refused(nemorl: Nemorl) -> None:
     assert "nowhere holds no run" in outcome.err
 
 
-def test_config_shows_type_default_and_help(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-    outcome = nemorl("config", "policy.layout")
+def test_config_is_a_line_for_each_field_in_a_pipe(nemorl: Nemorl) -> None:
+    outcome = nemorl("config", "policy.layout.pipeline_parallel_size")
 
     assert outcome.status == 0
-    (line,) = [line for line in outcome.out.splitlines() if ".pipeline_parallel_size" in line]
-    assert "whole number >= 1" in line
-    assert "Stages that share the layers (PP)." in line
+    assert outcome.out == (
+        "policy.layout.pipeline_parallel_size: whole number >= 1, default 1. "
+        "Stages that share the layers (PP).\n"
+    )
 
 
-def test_config_knows_all_fields(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_config_fits_a_terminal_of_80_columns(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")  # a terminal without colours
 
+    lines = nemorl("config").out.splitlines()
+
+    assert max(map(len, lines)) <= 80
+    at = lines.index("policy.layout.sequence_parallel: true or false, default false")
+    assert lines[at + 1 : at + 3] == [
+        "    Split the activations between the tensor-parallel regions by tokens (SP).",
+        "    Wants TP of 2 or more.",
+    ]
+
+
+def test_config_knows_all_fields(nemorl: Nemorl) -> None:
     out = nemorl("config").out
 
-    assert "algorithm.loss.kl.estimator [grpo]" in out
-    assert "policy.schedule.decay_steps [linear|cosine]" in out
+    assert "\nalgorithm.loss.kl.estimator [grpo]: " in out
+    assert "\npolicy.schedule.decay_steps [linear|cosine]: whole number >= 1, required. " in out
 
 
 def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:
