@@ -120,7 +120,7 @@ def _policy_of_run(config: Path) -> PolicyConfig:
         return load_experiment(config).policy
     except ConfigError as error:
         raise RunError(
-            f"{error}\nIt says which model the checkpoint is of, as the version that wrote it knew the fields. "
+            f"{error}\nIt says which model the checkpoint is of, in the fields of the version that wrote it. "
             "Keep a copy of it, correct these fields in it (remove those that are no more) and export again."
         ) from error
 
@@ -134,15 +134,12 @@ def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
 
 
 def _refuse_what_is_no_checkpoint(folder: Path) -> None:
-    """Name the newest checkpoint to a person who named the run, its `checkpoints`, or one that is not there."""
+    """Name the newest checkpoint to a person who named the run, its `checkpoints`, or what is not there."""
     if not folder.exists():
-        steps = CheckpointStore(folder.parent).steps()
-        newest = CheckpointStore(folder.parent).path(steps[-1]) if steps else None
-        mend = (
-            f"the newest there is {newest}"
-            if newest
-            else "name one such as RUN_DIR/checkpoints/step_00000010"
-        )
+        beside = CheckpointStore(folder.parent)
+        mend = "name one such as RUN_DIR/checkpoints/step_00000010"
+        if steps := beside.steps():
+            mend = f"the newest there is {beside.path(steps[-1])}"
         raise RunError(f"there is no checkpoint {folder}: {mend}")
     for place in (folder / "checkpoints", folder):
         store = CheckpointStore(place)

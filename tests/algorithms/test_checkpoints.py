@@ -118,6 +118,14 @@ async def test_a_failure_is_raised_at_the_next_check(store: CheckpointStore) -> 
     assert store.latest_valid() is None
 
 
+async def save_and_check(saving: Checkpoints) -> None:
+    async with saving:
+        await saving.save(Progress(step=1), metrics(1))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        saving.check()
+
+
 @in_a_loop
 @pytest.mark.parametrize("asynchronous", [True, False])
 async def test_a_failure_is_told_once_and_leaves_no_folder(
@@ -127,11 +135,7 @@ async def test_a_failure_is_told_once_and_leaves_no_folder(
     policy.failure = RunError("policy rank 1: the disk is full")
     policy.disk.set()
     with caplog.at_level(logging.WARNING), pytest.raises(RunError, match="rank 1: the disk is full"):
-        async with checkpoints(policy, store, asynchronous=asynchronous) as saving:
-            await saving.save(Progress(step=1), metrics(1))
-            for _ in range(3):
-                await asyncio.sleep(0)
-            saving.check()
+        await save_and_check(checkpoints(policy, store, asynchronous=asynchronous))
     assert caplog.text == ""
     assert list(store.folder.iterdir()) == []
 
