@@ -108,6 +108,9 @@ class AdamConfig(Config):
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
+    on_host: bool = False
+    """Keep the moments and the float32 weights in host memory and take the step on the CPU: it takes longer,
+    and leaves that memory of the device to others."""
 
 
 class SgdConfig(Config):

@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nemorl.config.policy import AdamConfig, MuonConfig, OptimizerConfig, SgdConfig
+
 Device = Literal["cpu", "cuda"]
 AttentionName = Literal["flash_attn", "torch_varlen", "torch_buckets"]
 LayerKernels = Literal["local", "transformer_engine"]
 
+_ADAM = AdamConfig()
 TRANSFORMER_ENGINE = "transformer_engine"
 APEX = "apex"
 FLASH_ATTENTION = "flash_attn"
@@ -71,7 +74,9 @@ class Kernels:
     fused_gradients: bool = False
     fused_activation: bool = False
 
-    def described(self, installed: Installed, kind: Device, optimizer: str = "adam") -> dict[str, str]:
+    def described(
+        self, installed: Installed, kind: Device, optimizer: OptimizerConfig = _ADAM
+    ) -> dict[str, str]:
         """One line each for a run's header: what is used, and on a GPU what was looked for and not found."""
         flash = installed.described(FLASH_ATTENTION)
         return {
@@ -128,12 +133,14 @@ def choose(
     )
 
 
-def optimizer_kernel(installed: Installed, kind: Device, optimizer: str = "adam") -> str:
+def optimizer_kernel(installed: Installed, kind: Device, optimizer: OptimizerConfig = _ADAM) -> str:
     """The Adam that Megatron takes: it looks for them in this order. On a CPU `device.py` says which."""
-    if optimizer == "sgd":
+    if isinstance(optimizer, SgdConfig):
         return "torch SGD"
-    if optimizer == "muon":
+    if isinstance(optimizer, MuonConfig):
         return "Muon on matrices, torch AdamW on the rest"
+    if optimizer.on_host:
+        return "torch AdamW in host memory"
     if kind == "cpu":
         return "torch AdamW"
     for library in (TRANSFORMER_ENGINE, APEX):

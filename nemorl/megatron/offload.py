@@ -42,9 +42,7 @@ class Holdings:
                 *reference,
             ],
             gradients=[buffer.grad_data for buffer in buffers],
-            optimizer=[
-                shard.values for state in optimizer.state_names for shard in optimizer.shards(state).values()
-            ],
+            optimizer=list(optimizer.device_tensors()),
         )
 
 
@@ -97,7 +95,7 @@ class Offload:
         return bool(self._moved or self._freed)
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-        """Those on the policy's device by their address, each once; an optimizer may live on the host."""
+        """Those on the policy's device by their address, each once."""
         storages = (t.untyped_storage() for t in tensors if t.device.type == self._kind)
         return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.layout import PolicyRank
 from nemorl.models.shape import ModelShape
@@ -42,6 +42,7 @@ class ProcessMemory:
     logits: int = 0
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
+    optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
     checkpoint: int = 0  # the copy that is written beside training, always in the host's memory
     runtime: int = 0  # libraries, and for the driver Ray and its object store
 
@@ -53,7 +54,7 @@ class ProcessMemory:
     @property
     def on_device(self) -> int:
         """Bytes of one process that a GPU holds, where there is one."""
-        return self.total - self.checkpoint
+        return self.total - self.optimizer_on_host - self.checkpoint
 
 
 def memory_parts() -> tuple[str, ...]:
@@ -96,6 +97,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     own_tokens = -(-tokens // layout.context_parallel_size)
     # Muon's matrices are whole on every copy.
     updated = trained.total if isinstance(policy.optimizer, MuonConfig) else trained.per_copy(layout)
+    on_host = isinstance(policy.optimizer, AdamConfig) and policy.optimizer.on_host
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
@@ -110,13 +112,14 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         layout.world_size,
         weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
         gradients=trained.total * _FLOAT32,  # accumulated in float32 whatever the precision
-        optimizer=updated * _optimizer_bytes(policy),
+        optimizer=0 if on_host else updated * _optimizer_bytes(policy),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
         logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
         if is_last
         else 0,
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
+        optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
         checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
         runtime=_POLICY_RUNTIME,
     )

@@ -73,6 +73,28 @@ def test_same_layout_continues_bit_by_bit(pool, model, tmp_path, where, fields):
             assert torch.equal(weights_again[name], weight), name
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("goes_to_host", [True, False])
+def test_the_optimizer_moves_to_host_memory_and_back(pool, model, tmp_path, precision, goes_to_host):
+    """A run that was saved with its optimizer in one place goes on with it in the other."""
+    here, there = (
+        policy_config(
+            model("llama-tied")[1],
+            layout=layout(dp=2),
+            schedule=SCHEDULE,
+            precision=precision,
+            optimizer=AdamConfig(lr=3e-3, on_host=on_host),
+        )
+        for on_host in (not goes_to_host, goes_to_host)
+    )
+    saved = pool.run(2, save_in_the_middle, here, tmp_path)
+    loaded = pool.run(2, continue_from, there, tmp_path)
+    for (steps, weights), (steps_again, weights_again) in zip(saved, loaded, strict=True):
+        assert steps_again == steps
+        for name, weight in weights.items():
+            assert torch.equal(weights_again[name], weight), name
+
+
 @pytest.mark.parametrize("there", [layout(), layout(tp=2, sp=True), layout(tp=2, pp=2), layout(pp=2, dp=2)])
 def test_another_layout_continues_the_same_run(pool, model, tmp_path, there):
     folder = model("llama-tied")[1]

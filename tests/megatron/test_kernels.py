@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from nemorl.config.policy import AdamConfig, MuonConfig, SgdConfig
 from nemorl.megatron.kernels import Installed, Kernels, KernelsNotFound, choose, optimizer_kernel
 
 NOTHING = Installed({})
@@ -93,10 +94,15 @@ def test_on_a_cpu_nothing_is_missed():
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"), [("sgd", "torch SGD"), ("muon", "Muon on matrices, torch AdamW on")]
+    ("optimizer", "kernel"),
+    [
+        (SgdConfig(name="sgd", lr=0.1), "torch SGD"),
+        (MuonConfig(name="muon", lr=0.1), "Muon on matrices, torch AdamW on"),
+        (AdamConfig(on_host=True), "torch AdamW in host memory"),
+    ],
 )
-def test_the_header_names_the_optimizer_that_runs(name, kernel):
-    assert kernel in chosen().described(EVERYTHING, "cuda", name)["optimizer kernel"]
+def test_the_header_names_the_optimizer_that_runs(optimizer, kernel):
+    assert kernel in chosen().described(EVERYTHING, "cuda", optimizer)["optimizer kernel"]
 
 
 def test_megatron_looks_for_adam_in_transformer_engine_first():

@@ -27,7 +27,7 @@ def record_steps(rank, world_size, rendezvous, config, num_steps):
     gradients, take = [], worker.optimizer.megatron.step_with_ready_grads
 
     def recording():
-        grads = {name: part.weight.grad for name, part in worker.optimizer._main.items()}
+        grads = {name: part.gradient for name, part in worker.optimizer._main.items()}
         gradients.append(in_hf_names(worker, grads))
         return take()
 

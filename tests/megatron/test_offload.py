@@ -15,6 +15,7 @@ from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 
 BOTH = OffloadConfig(weights=True, optimizer=True)
+ON_HOST = AdamConfig(lr=3e-3, on_host=True)
 BATCHES = [ragged_batch(seed=seed) for seed in (1, 2, 3)]
 
 
@@ -58,6 +59,7 @@ def three_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfi
         ("qwen3", 1, {"offload": OffloadConfig(optimizer=True), "precision": "bfloat16"}),
         ("llama", 1, {"offload": OffloadConfig(optimizer=True)}),
         ("qwen3-moe", 2, {"offload": BOTH, "layout": layout(dp=2, ep=2)}),
+        ("qwen3", 1, {"offload": BOTH, "precision": "bfloat16", "optimizer": ON_HOST}),
     ],
 )
 def test_training_goes_on_to_the_bit(pool, model, family, world_size, fields):
@@ -105,19 +107,21 @@ PARAMETERS = 1000 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 
 
 @pytest.mark.parametrize(
-    ("offload", "bytes_per_parameter"),
+    ("offload", "optimizer", "bytes_per_parameter"),
     [
         # Two bytes of weight and two of the reference's.
-        (OffloadConfig(weights=True), 4),
+        (OffloadConfig(weights=True), AdamConfig(), 4),
         # A gradient, a weight and Adam's two moments in float32.
-        (OffloadConfig(optimizer=True), 16),
-        (BOTH, 20),
-        (OffloadConfig(), 0),
+        (OffloadConfig(optimizer=True), AdamConfig(), 16),
+        (BOTH, AdamConfig(), 20),
+        (OffloadConfig(), AdamConfig(), 0),
+        # Of these the device has the gradient only.
+        (BOTH, ON_HOST, 8),
     ],
 )
-def test_what_the_device_gets(pool, tmp_path, offload, bytes_per_parameter):
+def test_what_the_device_gets(pool, tmp_path, offload, optimizer, bytes_per_parameter):
     llama(tmp_path, vocabulary=1000, hidden=64, layers=2)
-    config = policy_config(tmp_path, offload=offload, precision="bfloat16")
+    config = policy_config(tmp_path, offload=offload, precision="bfloat16", optimizer=optimizer)
 
     (end,) = pool.run(1, three_steps, config, True)
 

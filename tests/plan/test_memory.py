@@ -38,6 +38,16 @@ def test_sgd_has_one_moment(configure: Configure) -> None:
     assert group("policy", estimate_memory(experiment, SHAPE, training=True)).optimizer == 4 * WHOLE
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_an_optimizer_on_the_host_takes_nothing_of_the_device(configure: Configure, precision: str) -> None:
+    """Float32 weights and two moments, whatever the precision."""
+    overrides = [f"policy.precision={precision}", "policy.optimizer={on_host: true}"]
+    policy = group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
+
+    assert (policy.optimizer, policy.optimizer_on_host) == (0, 12 * WHOLE)
+    assert policy.on_device == policy.total - 12 * WHOLE - policy.checkpoint
+
+
 def test_checkpoints_beside_training_keep_a_copy_of_the_state(configure: Configure) -> None:
     def copied(*overrides: str) -> ProcessMemory:
         return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
