@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig
+from nemorl.config.policy import (
+    FullRecompute,
+    LayoutConfig,
+    NoRecompute,
+    RecomputeConfig,
+    SelectiveRecompute,
+)
+from nemorl.models.layout_rules import norms_are_fused
+from nemorl.models.shape import ModelShape
 
 from .device import DeviceKind
+from .kernels import LayerKernels
 
 
 def pipeline_arguments(layout: LayoutConfig, kind: DeviceKind) -> Mapping[str, Any]:
@@ -39,6 +48,14 @@ def recompute_arguments(recompute: RecomputeConfig) -> Mapping[str, Any]:
             "recompute_num_layers": recompute.num_layers,
         }
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: LayerKernels) -> dict[str, str]:
+    """A line for a run's header where something that is asked for has nothing to do."""
+    asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
+    if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
+        return {}
+    return {"recomputation": "not of norms: Transformer Engine computes them with the matrices behind them"}
 
 
 def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:

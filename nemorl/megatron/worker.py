@@ -35,6 +35,7 @@ from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
 from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
+from .pipeline import recompute_notes
 from .reference import ReferenceWeights
 from .routing import Routers
 from .schedule import run_outputs, run_training
@@ -112,7 +113,8 @@ class PolicyWorker:
             **(self._adapters.described() if self._adapters else {}),
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
-            **self._kernels.described(self._installed, self._kind, self._config.optimizer.name),
+            **self._kernels.described(self._installed, self._kind, self._config.optimizer),
+            **recompute_notes(self._shape, self._config.recompute, self._kernels.layers),
         }
 
     def load_hf(self, folder: Path) -> None:

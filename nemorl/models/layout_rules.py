@@ -83,6 +83,12 @@ def recompute_violations(
             yield Violation("policy.recompute.modules", list(recompute.modules), mend)
 
 
+def norms_are_fused(shape: ModelShape) -> bool:
+    """Whether Transformer Engine computes all norms of a layer with the matrices behind them, which leaves
+    `layernorm` nothing to recompute: a router and the latents of MLA have theirs before them."""
+    return shape.mla is None and shape.moe is None
+
+
 def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullRecompute) -> Iterator[Violation]:
     chunks = layout.virtual_pipeline_parallel_size
     sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})

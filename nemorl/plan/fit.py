@@ -11,9 +11,9 @@ from typing import Literal
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.errors import Violation
-from nemorl.models.adapters import adaptable_projections
+from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.layout_rules import layout_violations, norms_are_fused, recompute_violations
 from nemorl.models.moe_rules import moe_violations
 from nemorl.models.shape import ModelShape
 
@@ -39,6 +39,8 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         violations.append(_model_violation(experiment, str(error)))
         return Plan((), tuple(violations))
     violations += _length_violations(experiment, shape)
+    if training:
+        violations += _precision_violations(experiment, shape)
     violations += _adapter_violations(experiment, shape)
     violations += moe_violations(shape, experiment.policy.moe, samples=generates(experiment.algorithm))
     if generates(experiment.algorithm) or not training:
@@ -67,6 +69,10 @@ def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     adapters = policy.lora is not None
     found = list(layout_violations(shape, policy.layout, device, adapters=adapters))
     yield from found or recompute_violations(shape, policy.layout, policy.recompute)
+    modules = policy.recompute.modules if policy.recompute.name == "selective" else ()
+    if "layernorm" in modules and policy.kernels == "transformer_engine" and norms_are_fused(shape):
+        mend = "Transformer Engine computes the norms with the matrices behind them: remove layernorm"
+        yield Violation("policy.recompute.modules", list(modules), mend)
 
 
 def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
@@ -80,6 +86,15 @@ def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
         yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), mend)
 
 
+def _precision_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    precision = experiment.policy.precision
+    if shape.sinks and precision == "float32" and experiment.cluster.gpus_per_node:
+        mend = (
+            "on a GPU the kernel for attention sinks, which the model has, takes bfloat16 only: set bfloat16"
+        )
+        yield Violation("policy.precision", precision, mend)
+
+
 def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
     lora, possible = experiment.policy.lora, adaptable_projections(shape)
     if lora is None:
@@ -90,6 +105,19 @@ def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[V
         mend = f"in this model {', '.join(possible)} can have an adapter{of_experts}"
         change = f"remove {', '.join(impossible)}" if impossible else "name some of them, or all-linear"
         yield Violation("policy.lora.targets", list(lora.targets), f"{mend}: {change}")
+        return
+    twice = sorted({name for name in lora.targets if lora.targets.count(name) > 1})
+    if twice:
+        mend = f"a matrix has one adapter: name {', '.join(twice)} once"
+        yield Violation("policy.lora.targets", list(lora.targets), mend)
+    # A is [rank, columns] and B is [rows, rank].
+    tensors = adapter_tensors(shape, lora)
+    widths = {name: size[1] if ".lora_A." in name else size[0] for name, size in tensors.items()}
+    narrowest = min(widths, key=lambda name: widths[name])
+    if lora.rank > widths[narrowest]:
+        matrix = narrowest.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+        mend = f"{matrix} has a side of {widths[narrowest]}, and no higher rank than that: take it or less"
+        yield Violation("policy.lora.rank", lora.rank, mend)
 
 
 def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
@@ -149,7 +177,9 @@ def _gpu_violations(
 _SMALLER = {
     "weights": "take a smaller model, or spread it over more processes (policy.layout)",
     "gradients": "take a smaller model, or a larger policy.layout.tensor_parallel_size",
-    "optimizer": "raise policy.layout.data_parallel_size, or take a smaller model",
+    "optimizer": "raise policy.layout.data_parallel_size, take a smaller model, or, on GPUs, set "
+    "policy.optimizer.on_host to true",
+    "optimizer_on_host": "raise policy.layout.data_parallel_size, or take a smaller model",
     "reference": "set algorithm.loss.kl.coefficient to 0, which keeps no reference",
     "activations": "lower policy.micro_batch_tokens",
     "logits": "lower policy.logprob_chunk_tokens, or generation.max_batch_size",

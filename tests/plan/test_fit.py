@@ -61,6 +61,19 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
             "can have an adapter: name some of them, or all-linear",
         ),
         (
+            ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, v_proj, q_proj]}"],
+            "policy.lora.targets",
+            ["q_proj", "v_proj", "q_proj"],
+            "a matrix has one adapter: name q_proj once",
+        ),
+        (
+            # keys are 4 heads of 16
+            ["policy.lora={rank: 65, alpha: 8, targets: [q_proj, k_proj, down_proj]}"],
+            "policy.lora.rank",
+            65,
+            "model.layers.0.self_attn.k_proj has a side of 64, and no higher rank than that",
+        ),
+        (
             ["policy.max_sequence_length=4096", "policy.micro_batch_tokens=4096"],
             "policy.max_sequence_length",
             4096,
@@ -147,6 +160,44 @@ def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path
     violation = only_violation(configure, *experiment, "policy.max_sequence_length=513")
     assert (violation.field, violation.value) == ("generation.backend", "torch")
     assert "Llama-like models only, and this one has sliding windows" in violation.mend
+
+
+def test_an_adapter_may_be_as_wide_as_its_matrix(configure: Configure) -> None:
+    lora = "policy.lora={rank: 64, alpha: 8, targets: [k_proj, q_proj]}"
+
+    assert plan_run(configure(lora), ROOMY).violations == ()
+
+
+def test_sinks_want_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> None:
+    gpt_oss = {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    }
+    sft = ["algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=4"]
+    folder = write_model(tmp_path / "gpt-oss", **gpt_oss)
+    model = [f"policy.model_path={folder}", *sft]
+
+    assert plan_run(configure(*model), ROOMY).violations == ()
+    on_gpu = configure(*model, "cluster.gpus_per_node=1")
+    (violation,) = plan_run(on_gpu, ROOMY).violations
+    assert (violation.field, violation.value) == ("policy.precision", "float32")
+    assert "the kernel for attention sinks" in violation.mend
+    assert plan_run(configure(*model, "cluster.gpus_per_node=1", "policy.precision=bfloat16"), ROOMY)
+
+
+def test_norms_that_are_computed_with_matrices_cannot_be_recomputed(configure: Configure) -> None:
+    selective = "policy.recompute={name: selective, modules: [core_attn, layernorm]}"
+    engine = ["cluster.gpus_per_node=2", "policy.kernels=transformer_engine"]
+
+    violation = only_violation(configure, selective, *engine)
+
+    assert (violation.field, violation.value) == ("policy.recompute.modules", ["core_attn", "layernorm"])
+    assert "remove layernorm" in violation.mend
+    assert plan_run(configure(selective, "cluster.gpus_per_node=2"), ROOMY).violations == ()
 
 
 def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
