@@ -4,16 +4,17 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
 
+from .arrivals import arriving, pieces_of
+from .channel import sending_channel
 from .fingerprint import combine, fingerprint
-from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from .session import RefitFailed, RefitSession
-from .shared_memory import bucket_receiver, bucket_sender
+from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from .process_group import Membership
+from .session import CorruptWeights, RefitFailed, RefitSession
 
 
 class WeightSender:
@@ -23,6 +24,7 @@ class WeightSender:
         self._slices = tuple(slices)
         self._parameters = parameters
         self._part: Part | None = None
+        self._member = Membership()
 
     def describe(self) -> SenderLayout:
         """What this rank holds, and on which machine."""
@@ -39,17 +41,20 @@ class WeightSender:
             return SendReport({}, extra_bytes=0)
         parameters = self._parameters()
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
-        receivers = sorted({bucket.peer for bucket in part.buckets})
-        largest = max(bucket.num_bytes for bucket in part.buckets)
-        with bucket_sender(part.rank, session, receivers, largest) as channel:
+        of_pieces: list[int] = []
+        with sending_channel(part, session, self._member) as channel:
             for number, bucket in enumerate(part.buckets):
-                slot = channel.slot(number, bucket.num_elements, torch_dtype(bucket.dtype))
+                slot = channel.slot(number)
                 for piece, values in pieces_of(bucket, slot):
                     values.copy_(local_view(parameters, piece))
-                    sums[bucket.peer, piece.name].append(fingerprint(values, piece.start, piece.shape))
-                channel.publish(number, bucket.peer)
+                    of_pieces.append(fingerprint(values, piece.start, piece.shape))
+                    sums[bucket.peer, piece.name].append(of_pieces[-1])
+                channel.publish(number, bucket.num_bytes)
             channel.drain()
-            return SendReport({key: combine(found) for key, found in sums.items()}, channel.num_bytes)
+            extra_bytes = channel.num_bytes
+        if session.transport == "files":  # receivers check what they read by the manifest
+            return SendReport({}, extra_bytes, tuple(of_pieces))
+        return SendReport({key: combine(found) for key, found in sums.items()}, extra_bytes)
 
 
 class WeightReceiver:
@@ -76,7 +81,9 @@ class WeightReceiver:
         self._weights = weights
         self._commit = commit
         self._in_place = in_place
+        self._layout: ReceiverLayout | None = None
         self._part: Part | None = None
+        self._member = Membership()
         self._received: int | None = None
         self._torn: str | None = None
 
@@ -87,9 +94,11 @@ class WeightReceiver:
 
     def describe(self) -> ReceiverLayout:
         """What this rank needs, and on which machine."""
-        weights = self._weights()
-        dtypes = tuple(str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
-        return ReceiverLayout(self._slices, dtypes, node_name())
+        if self._layout is None:
+            weights = self._weights()
+            dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
+            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node_name())
+        return self._layout
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
@@ -97,22 +106,26 @@ class WeightReceiver:
 
     def receive(self, session: RefitSession) -> ReceiveReport:
         """Write all buckets and read back what then lies there. Raises `RefitFailed`."""
-        part = _prepared(self._part)
+        part, layout = _prepared(self._part), self.describe()
         weights = self._weights()
         self._received = None
-        senders = sorted({bucket.peer for bucket in part.buckets})
-        with bucket_receiver(part.rank, session, senders) as channel:
-            for bucket in part.buckets:
-                dtype = torch_dtype(bucket.dtype)
-                number, slot = channel.next_bucket(bucket.peer, bucket.num_elements, dtype)
+        num_bytes = 0
+        sums: dict[str, list[int]] = defaultdict(list)
+        with arriving(part, layout, session, self._member) as pieces:
+            for piece, values in pieces:
                 self._about_to_write(session.version)
-                for piece, values in pieces_of(bucket, slot):
-                    local_view(weights, piece).copy_(values)
-                channel.taken(bucket.peer, number)
+                local_view(weights, piece).copy_(values)
+                num_bytes += values.nbytes
+                if session.transport == "files":  # no sender will tell
+                    sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
+        found = self._fingerprints(weights)
+        for name, expected in sums.items():
+            if combine(expected) != found[name]:
+                raise CorruptWeights(
+                    f"{self._name} read {name} for version {session.version}, and holds else"
+                )
         self._received = session.version
-        return ReceiveReport(
-            self._fingerprints(weights), num_bytes=sum(bucket.num_bytes for bucket in part.buckets)
-        )
+        return ReceiveReport({} if sums else found, num_bytes)
 
     def commit(self, version: int) -> None:
         """Make what was received the weights in use. Raises `RefitFailed` where another version was."""
@@ -146,22 +159,9 @@ class WeightReceiver:
         return {name: combine(found) for name, found in sums.items()}
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's type by its name in messages."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
-
-
 def node_name() -> str:
     """The machine that this process runs on, as both sides of an exchange name it."""
     return socket.gethostname()
-
-
-def pieces_of(bucket: PartBucket, slot: Tensor) -> list[tuple[TensorSlice, Tensor]]:
-    """The slices of a bucket with their elements in it, of each slice's shape."""
-    flat = slot.split([part.num_elements for part in bucket.slices])
-    return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]
 
 
 def _prepared(part: Part | None) -> Part:

@@ -17,19 +17,18 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nemorl.errors import NemorlError
 
+from .files import FileVenue
 from .fingerprint import combine
 from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from .plan import TransferPlan, plan_transfers
-from .session import PeerClosed, RefitFailed, RefitSession, refit_session
-
-
-class CorruptWeights(RefitFailed):
-    """What a receiver holds is not what was sent; the message names the tensors."""
+from .plan import TransferPlan, plan_files, plan_transfers
+from .session import CorruptWeights, PeerClosed, RefitSession
+from .venue import TransportOptions, Venue, make_venue
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class RefitStats:
     version: int
     seconds: float  # all of it
     seconds_transfer: float  # sending and receiving
-    num_bytes: int  # sent, over all receivers
+    num_bytes: int  # that came, over all receivers
     num_buckets: int
-    extra_bytes: int  # shared memory of all senders together
+    extra_bytes: int  # memory for buckets, of all senders together
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -77,17 +76,23 @@ class WeightExchange:
     """Hands weights over, version by version. Sees metadata only, never a weight."""
 
     def __init__(
-        self, senders: SenderGroup, receivers: ReceiverGroup, bucket_bytes: int, deadline_seconds: float
+        self,
+        senders: SenderGroup,
+        receivers: ReceiverGroup,
+        bucket_bytes: int,
+        deadline_seconds: float,
+        options: TransportOptions | None = None,
     ) -> None:
         self._senders = senders
         self._receivers = receivers
         self._bucket_bytes = bucket_bytes
         self._deadline_seconds = deadline_seconds
-        self._plan: TransferPlan | None = None
+        self._options = options or TransportOptions()
+        self._route: _Route | None = None
 
     def layout_changed(self) -> None:
         """Ask both sides anew before the next refit."""
-        self._plan = None
+        self._route = None
 
     def refit(self, version: int) -> RefitStats:
         """Bring all generation ranks to `version`, whole, or leave all at the version they had.
@@ -97,10 +102,10 @@ class WeightExchange:
         `PeerClosed`; or whatever the groups raise for a lost worker.
         """
         began = time.perf_counter()
-        plan = self._plan = self._plan or self._make_plan()
+        route = self._route = self._route or self._find_route()
         try:
             transfer_began = time.perf_counter()
-            sent, received = self._transfer(version)
+            sent, received = self._transfer(version, route)
             seconds_transfer = time.perf_counter() - transfer_began
             _compare(version, sent, received)
             self._receivers.commit(version)
@@ -111,28 +116,46 @@ class WeightExchange:
             version=version,
             seconds=time.perf_counter() - began,
             seconds_transfer=seconds_transfer,
-            num_bytes=plan.num_bytes,
-            num_buckets=len(plan.buckets),
+            num_bytes=sum(report.num_bytes for report in received),
+            num_buckets=sum(len(part.buckets) for part in route.sender_parts),
             extra_bytes=sum(report.extra_bytes for report in sent),
         )
 
-    def _make_plan(self) -> TransferPlan:
+    def _find_route(self) -> "_Route":
         held, layouts = self._senders.describe(), self._receivers.describe()
-        plan = plan_transfers(held, layouts, self._bucket_bytes)
-        self._senders.prepare([plan.sender_part(rank) for rank in range(len(held))])
-        self._receivers.prepare([plan.receiver_part(rank) for rank in range(len(layouts))])
-        return plan
+        venue = make_venue(self._options, held, layouts, self._deadline_seconds)
+        plan: TransferPlan
+        if isinstance(venue, FileVenue):
+            plan = plan_files(held, layouts, self._bucket_bytes)
+            receiver_parts = [Part(rank, ()) for rank in range(len(layouts))]
+        else:
+            plan = plan_transfers(held, layouts, self._bucket_bytes)
+            receiver_parts = [plan.receiver_part(rank) for rank in range(len(layouts))]
+        sender_parts = [plan.sender_part(rank) for rank in range(len(held))]
+        self._senders.prepare(sender_parts)
+        self._receivers.prepare(receiver_parts)
+        return _Route(venue, sender_parts, len(layouts))
 
     def _abandon(self, cause: Exception) -> None:
         """Have the receivers forget what came. Those that are gone cannot; `cause` tells of that."""
+        if self._route is not None:
+            self._route.venue.meet_anew()
         try:
             self._receivers.abandon()
         except NemorlError as error:
             cause.add_note(f"when the update was given up: {error}")
 
-    def _transfer(self, version: int) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
+    def _transfer(
+        self, version: int, route: "_Route"
+    ) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
+        venue = route.venue
+        if isinstance(venue, FileVenue):  # nobody reads before all is written
+            with route.session(version) as session:
+                sent = self._senders.send(session)
+                venue.complete(session, route.sender_parts, sent)
+                return sent, self._receivers.receive(session)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            with refit_session(version, self._deadline_seconds) as session:
+            with route.session(version) as session:
                 sending = pool.submit(self._senders.send, session)
                 receiving = pool.submit(self._receivers.receive, session)
                 calls: list[Future[Any]] = [sending, receiving]
@@ -140,6 +163,18 @@ class WeightExchange:
             # the session is over now: after an error, ranks that still wait give up
             _raise_cause(sorted(calls, key=lambda call: call not in finished))
             return sending.result(), receiving.result()
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What lasts until a layout changes."""
+
+    venue: Venue
+    sender_parts: Sequence[Part]
+    num_receivers: int
+
+    def session(self, version: int) -> AbstractContextManager[RefitSession]:
+        return self.venue.session(version, len(self.sender_parts), self.num_receivers)
 
 
 def _raise_cause(calls: Sequence[Future[Any]]) -> None:
@@ -159,11 +194,15 @@ def _compare(version: int, sent: Sequence[SendReport], received: Sequence[Receiv
     for send_report in sent:
         for key, value in send_report.fingerprints.items():
             expected[key].append(value)
+    found = {
+        (rank, name): value
+        for rank, report in enumerate(received)
+        for name, value in report.fingerprints.items()
+    }
     wrong = [
-        f"{name} at generation rank {rank}"
-        for rank, receive_report in enumerate(received)
-        for name, value in receive_report.fingerprints.items()
-        if combine(expected[rank, name]) != value
+        f"{key[1]} at generation rank {key[0]}"
+        for key in sorted(expected.keys() | found.keys())
+        if combine(expected[key]) != found.get(key)
     ]
     if wrong:
         raise CorruptWeights(

@@ -71,6 +71,7 @@ class SendReport:
 
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
+    of_pieces: tuple[int, ...] = ()  # fingerprints in the order of the part's slices, for files
 
 
 @dataclass(frozen=True)

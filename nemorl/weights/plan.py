@@ -130,6 +130,26 @@ def plan_transfers(
     return TransferPlan(tuple(_ordered_buckets(transfers, bucket_bytes, len(receivers))))
 
 
+def plan_files(
+    senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
+) -> TransferPlan:
+    """Plan that every tensor of which some receiver needs a part is written whole, each element once.
+
+    A tensor that is wanted in several types is written in each.
+    """
+    wanted = {
+        (part.name, part.shape, dtype): None
+        for layout in receivers
+        for part, dtype in zip(layout.slices, layout.dtypes, strict=True)
+    }
+    slices = tuple(
+        TensorSlice(name, shape, (0,) * len(shape), shape, name, 0, (0,) * len(shape))
+        for name, shape, _ in wanted
+    )
+    folder = ReceiverLayout(slices, tuple(dtype for _, _, dtype in wanted))
+    return plan_transfers(senders, [folder], bucket_bytes)
+
+
 def _regions(senders: Sequence[SenderLayout]) -> dict[str, list[_Region]]:
     """By tensor, the distinct boxes that senders hold."""
     holders: dict[str, dict[Box, list[tuple[int, TensorSlice]]]] = defaultdict(lambda: defaultdict(list))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from nemorl.errors import RunError
 
@@ -24,6 +24,10 @@ class RefitFailed(RunError):
     """A refit did not finish. Receivers still have the version they had before."""
 
 
+class CorruptWeights(RefitFailed):
+    """What a receiver holds is not what was sent; the message names the tensors."""
+
+
 class RefitDeadline(RefitFailed):
     """A rank waited until the deadline; the message says for whom, for what and since when."""
 
@@ -32,28 +36,36 @@ class PeerClosed(RefitFailed):
     """The other rank went away, mostly because it failed itself: then its own error is the cause."""
 
 
+Transport = Literal["shared_memory", "gloo", "nccl", "files"]
+
+
 @dataclass(frozen=True)
 class RefitSession:
     """What all ranks of one refit share."""
 
     version: int
-    folder: Path  # private to the user; senders listen on sockets in it; it is gone when the refit is over
+    transport: Transport
+    place: str  # where they meet: the folder of sockets or of files, or host:port of the store
     deadline_seconds: float  # of each rank, from when it begins
+    meeting: int = 0  # ranks of a process group stay connected from refit to refit of one meeting
+    attempt: int = 0  # number of this refit, among all that failed and succeeded
+    num_senders: int = 0
+    num_receivers: int = 0
 
     def socket_path(self, sender: int) -> Path:
-        """Where a sender listens."""
-        return self.folder / f"{sender}.sock"
+        """Where a sender listens, of shared memory."""
+        return Path(self.place) / f"{sender}.sock"
 
 
 @contextmanager
-def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSession]:
+def socket_session(version: int, deadline_seconds: float) -> Iterator[RefitSession]:
     """A session whose folder exists as long as the block; leaving the block ends the waits of all ranks.
 
-    All ranks are on this machine.
+    All ranks are on this machine. The folder is private to the user.
     """
     folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
     try:
-        session = RefitSession(version, folder, deadline_seconds)
+        session = RefitSession(version, "shared_memory", str(folder), deadline_seconds)
         length = len(str(session.socket_path(sender=10**6)))
         if length > _MAX_SOCKET_PATH:
             raise RefitFailed(
@@ -70,10 +82,17 @@ def refit_session(version: int, deadline_seconds: float) -> Iterator[RefitSessio
 class Waiting:
     """The waits of one rank in one refit: all end with the deadline, or soon after the session."""
 
-    def __init__(self, who: str, session: RefitSession) -> None:
+    def __init__(self, who: str, session: RefitSession, over: Callable[[], bool]) -> None:
+        """`over` tells whether the driver has ended the session."""
         self._who = who
         self._session = session
+        self._over = over
         self._end = time.monotonic() + session.deadline_seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline."""
+        return max(0.0, self._end - time.monotonic())
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
         """Result of a socket operation that may have to wait for `what`, which `peer` is to do.
@@ -90,10 +109,26 @@ class Waiting:
             except TimeoutError:
                 self._check(what, began, clock, over)
             except (ConnectionError, EOFError) as error:
-                raise PeerClosed(
-                    f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} "
-                    "closed its connection; its process ended or its own part failed"
-                ) from error
+                raise self.closed(what, peer) from error
+
+    def until(self, there: Callable[[], bool], what: str) -> None:
+        """Return once something is there."""
+        began, clock = time.monotonic(), datetime.now()
+        while not there():
+            self._check(what, began, clock, self._over())
+            time.sleep(_RETRY_SECONDS)
+
+    def closed(self, what: str, peer: str) -> PeerClosed:
+        """The error of a wait for `what` during which `peer` went away."""
+        return PeerClosed(
+            f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} "
+            "closed its connection; its process ended or its own part failed"
+        )
+
+    def in_vain(self, what: str, began: float) -> None:
+        """Raise if the deadline has passed or the session is over, in a wait that began then (monotonic)."""
+        clock = datetime.now() - timedelta(seconds=time.monotonic() - began)
+        self._check(what, began, clock, self._over())
 
     def connect(self, path: Path, peer: str) -> socket.socket:
         """A connection to the socket at `path`, which `peer` may yet have to open."""
@@ -124,10 +159,6 @@ class Waiting:
             ) from error
         return listener
 
-    def _over(self) -> bool:
-        """Whether the driver has ended the session."""
-        return not self._session.folder.exists()
-
     def _check(self, what: str, began: float, clock: datetime, over: bool) -> None:
         """Raise once the wait that began at `began` (monotonic) and `clock` (wall time) is in vain."""
         told = (
@@ -143,3 +174,13 @@ class Waiting:
 def refit_socket() -> socket.socket:
     """An unconnected socket of a refit. It keeps messages apart, so that none arrives in halves."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def sender_name(rank: int) -> str:
+    """What messages call a sender."""
+    return f"policy rank {rank}"
+
+
+def receiver_name(rank: int) -> str:
+    """What messages call a receiver."""
+    return f"generation rank {rank}"

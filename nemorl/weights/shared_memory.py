@@ -13,16 +13,19 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .session import RefitFailed, RefitSession, Waiting
+from .messages import Part
+from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
+_READY = struct.Struct("<qq")  # number of a bucket, its bytes
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot
 _SLOTS = 2
 _ALIGNMENT = 64
@@ -35,43 +38,43 @@ class _Memory:
     mapping: mmap.mmap
     slot_bytes: int
 
-    def slot(self, number: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """[num_elements], a view."""
+    def slot(self, number: int, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, a view."""
         start = number % _SLOTS * self.slot_bytes
-        return torch.frombuffer(self.mapping, dtype=dtype, count=num_elements, offset=start)
+        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
-class BucketSender:
-    """A sender's side. Its buckets are numbered from 0, over all its receivers."""
+class SocketSender:
+    """A sender's side (`SendingChannel`). Its buckets are numbered over all its receivers."""
 
     def __init__(
-        self, who: str, waiting: Waiting, memory: _Memory, connections: Mapping[int, socket.socket]
+        self, part: Part, waiting: Waiting, memory: _Memory, connections: Mapping[int, socket.socket]
     ) -> None:
-        self._who = who
+        self._part = part
         self._waiting = waiting
         self._memory = memory
         self._connections = connections
-        self._untaken: dict[int, int] = {}  # receiver of each bucket that is still in its slot
+        self._untaken: set[int] = set()  # buckets that are still in their slots
 
     @property
     def num_bytes(self) -> int:
         """Shared memory of this sender."""
         return len(self._memory.mapping)
 
-    def slot(self, number: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """[num_elements]: where bucket `number` is to be written, once its slot is free."""
+    def slot(self, number: int) -> Tensor:
+        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
         self._wait_taken(number - _SLOTS)
-        return self._memory.slot(number, num_elements, dtype)
+        return self._memory.slot(number, self._part.buckets[number].num_bytes)
 
-    def publish(self, number: int, receiver: int) -> None:
+    def publish(self, number: int, num_bytes: int) -> None:
         """Tell the receiver that the bucket is complete."""
-        peer = _receiver_name(receiver)
-        connection = self._connections[receiver]
-        message = _NUMBER.pack(number)
+        receiver = self._part.buckets[number].peer
+        connection, message = self._connections[receiver], _READY.pack(number, num_bytes)
+        peer = receiver_name(receiver)
         self._waiting.call(
             connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
         )
-        self._untaken[number] = receiver
+        self._untaken.add(number)
 
     def drain(self) -> None:
         """Wait until every bucket has been taken."""
@@ -81,101 +84,118 @@ class BucketSender:
     def _wait_taken(self, number: int) -> None:
         if number not in self._untaken:
             return
-        receiver = self._untaken.pop(number)
-        peer = _receiver_name(receiver)
+        self._untaken.remove(number)
+        receiver = self._part.buckets[number].peer
+        peer = receiver_name(receiver)
         connection = self._connections[receiver]
-        taken = self._waiting.call(
-            connection, lambda: _receive_number(connection), f"{peer} to take bucket {number}", peer
+        (taken,) = self._waiting.call(
+            connection, lambda: _receive(connection, _NUMBER), f"{peer} to take bucket {number}", peer
         )
         if taken != number:
-            raise RefitFailed(f"{peer} took bucket {taken} where {self._who} had sent bucket {number}")
+            raise RefitFailed(
+                f"{peer} took bucket {taken} where {sender_name(self._part.rank)} had sent bucket {number}"
+            )
 
 
-class BucketReceiver:
-    """A receiver's side: buckets of each sender come in the order of their numbers."""
+class SocketReceiver:
+    """A receiver's side (`ReceivingChannel`)."""
 
     def __init__(
-        self, waiting: Waiting, memories: Mapping[int, _Memory], connections: Mapping[int, socket.socket]
+        self,
+        part: Part,
+        waiting: Waiting,
+        memories: Mapping[int, _Memory],
+        connections: Mapping[int, socket.socket],
     ) -> None:
+        self._order = iter(part.buckets)
         self._waiting = waiting
         self._memories = memories
         self._connections = connections
+        self._open: tuple[int, int] | None = None  # sender and number of the bucket that is being emptied
 
-    def next_bucket(self, sender: int, num_elements: int, dtype: torch.dtype) -> tuple[int, Tensor]:
-        """Number and elements [num_elements] of the sender's next bucket for this rank, once complete."""
-        peer = _sender_name(sender)
+    def next_bucket(self) -> Tensor:
+        """[bytes that came] uint8: the next bucket, once it is complete."""
+        sender = next(self._order).peer
+        peer = sender_name(sender)
         connection = self._connections[sender]
-        number = self._waiting.call(
-            connection, lambda: _receive_number(connection), f"the next bucket of {peer}", peer
+        number, num_bytes = self._waiting.call(
+            connection, lambda: _receive(connection, _READY), f"the next bucket of {peer}", peer
         )
-        return number, self._memories[sender].slot(number, num_elements, dtype)
+        self._open = sender, number
+        return self._memories[sender].slot(number, num_bytes)
 
-    def taken(self, sender: int, number: int) -> None:
-        """Give the slot of a bucket back to its sender."""
-        peer = _sender_name(sender)
-        connection = self._connections[sender]
-        message = _NUMBER.pack(number)
+    def taken(self) -> None:
+        """Give the slot of the bucket back to its sender."""
+        assert self._open is not None
+        sender, number = self._open
+        peer = sender_name(sender)
+        connection, message = self._connections[sender], _NUMBER.pack(number)
         self._waiting.call(
             connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
         )
 
 
 @contextmanager
-def bucket_sender(
-    rank: int, session: RefitSession, receivers: Sequence[int], slot_bytes: int
-) -> Iterator[BucketSender]:
+def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
     """Make the memory and wait for the receivers. Connections end with the block, also after an error."""
-    who = _sender_name(rank)
-    waiting = Waiting(who, session)
-    slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    waiting = _waiting(sender_name(part.rank), session)
+    receivers = {bucket.peer for bucket in part.buckets}
+    slot_bytes = -(-max(bucket.num_bytes for bucket in part.buckets) // _ALIGNMENT) * _ALIGNMENT
     with ExitStack() as stack:
-        descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{rank}")
+        descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{part.rank}")
         stack.callback(os.close, descriptor)
         os.ftruncate(descriptor, _SLOTS * slot_bytes)
         memory = _Memory(mmap.mmap(descriptor, _SLOTS * slot_bytes), slot_bytes)
         # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
         stack.callback(memory.mapping.madvise, mmap.MADV_REMOVE)
-        listener = stack.enter_context(waiting.listen(session.socket_path(rank), len(receivers)))
+        listener = stack.enter_context(waiting.listen(session.socket_path(part.rank), len(receivers)))
         connections: dict[int, socket.socket] = {}
-        while missing := sorted(set(receivers) - connections.keys()):
-            peer = _receiver_name(missing[0])
+        while missing := sorted(receivers - connections.keys()):
+            peer = receiver_name(missing[0])
             connection = waiting.call(listener, lambda: listener.accept()[0], f"{peer} to connect", peer)
             stack.enter_context(connection)
             connections[_greet(connection, waiting, session.version, slot_bytes, descriptor)] = connection
-        yield BucketSender(who, waiting, memory, connections)
+        yield SocketSender(part, waiting, memory, connections)
 
 
 @contextmanager
-def bucket_receiver(rank: int, session: RefitSession, senders: Sequence[int]) -> Iterator[BucketReceiver]:
+def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceiver]:
     """Connect to the senders and map their memory. Connections end with the block, also after an error."""
-    waiting = Waiting(_receiver_name(rank), session)
+    waiting = _waiting(receiver_name(part.rank), session)
+    senders = sorted({bucket.peer for bucket in part.buckets})
     with ExitStack() as stack:
         connections = {
-            sender: stack.enter_context(waiting.connect(session.socket_path(sender), _sender_name(sender)))
+            sender: stack.enter_context(waiting.connect(session.socket_path(sender), sender_name(sender)))
             for sender in senders
         }
         for sender, connection in connections.items():
-            _say_rank(connection, waiting, rank, _sender_name(sender))
+            _say_rank(connection, waiting, part.rank, sender_name(sender))
         memories = {
-            sender: _receive_memory(connection, waiting, session.version, _sender_name(sender))
+            sender: _receive_memory(connection, waiting, session.version, sender_name(sender))
             for sender, connection in connections.items()
         }
-        yield BucketReceiver(waiting, memories, connections)
+        yield SocketReceiver(part, waiting, memories, connections)
+
+
+def _waiting(who: str, session: RefitSession) -> Waiting:
+    """The session is over once its folder is gone."""
+    folder = Path(session.place)
+    return Waiting(who, session, over=lambda: not folder.exists())
 
 
 def _greet(
     connection: socket.socket, waiting: Waiting, version: int, slot_bytes: int, descriptor: int
 ) -> int:
     """Hand the memory to a receiver; its rank."""
-    receiver = waiting.call(
-        connection, lambda: _receive_number(connection), "a receiver to say its rank", "that receiver"
+    (receiver,) = waiting.call(
+        connection, lambda: _receive(connection, _NUMBER), "a receiver to say its rank", "that receiver"
     )
-    peer = _receiver_name(receiver)
+    peer = receiver_name(receiver)
     hello = _HELLO.pack(version, slot_bytes)
     waiting.call(
         connection, lambda: socket.send_fds(connection, [hello], [descriptor]), f"{peer} to map memory", peer
     )
-    return receiver
+    return int(receiver)
 
 
 def _say_rank(connection: socket.socket, waiting: Waiting, rank: int, peer: str) -> None:
@@ -204,17 +224,8 @@ def _receive_hello(connection: socket.socket) -> tuple[bytes, list[int]]:
     return message, descriptors
 
 
-def _receive_number(connection: socket.socket) -> int:
-    message = connection.recv(_NUMBER.size)
-    if not message:
+def _receive(connection: socket.socket, message: struct.Struct) -> tuple[int, ...]:
+    received = connection.recv(message.size)
+    if not received:
         raise EOFError
-    (number,) = _NUMBER.unpack(message)
-    return int(number)
-
-
-def _sender_name(rank: int) -> str:
-    return f"policy rank {rank}"
-
-
-def _receiver_name(rank: int) -> str:
-    return f"generation rank {rank}"
+    return message.unpack(received)

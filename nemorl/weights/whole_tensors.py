@@ -18,11 +18,12 @@ from torch import Tensor
 from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
 
-from .endpoints import node_name, pieces_of, torch_dtype
+from .arrivals import arriving
+from .endpoints import node_name
 from .fingerprint import fingerprint
-from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout
+from .messages import Part, ReceiveReport, ReceiverLayout
+from .process_group import Membership
 from .session import RefitFailed, RefitSession
-from .shared_memory import bucket_receiver
 
 
 class Loader(Protocol):
@@ -72,12 +73,12 @@ class _Arriving:
 
 
 class WholeTensorReceiver:
-    """Sits where the engine's loader is. Everything it needs are names, shapes and one type."""
+    """Sits where the engine's loader is. All it needs are names, shapes and types."""
 
     def __init__(
         self,
         tensors: Mapping[str, tuple[int, ...]],
-        dtype: str,
+        dtypes: Mapping[str, str],
         loader: Loader,
         *,
         device: torch.device,
@@ -85,11 +86,12 @@ class WholeTensorReceiver:
     ) -> None:
         """`batch_bytes` of whole tensors are handed to the loader at once, or one that is larger."""
         self._slices = whole_slices(tensors)
-        self._dtype = dtype
+        self._dtypes = tuple(dtypes[name] for name in tensors)
         self._loader = loader
         self._device = device
         self._batch_bytes = batch_bytes
         self._part: Part | None = None
+        self._member = Membership()
         self._received: int | None = None
         self._torn: str | None = None
         self.peak_bytes = 0  # of tensors that were here at once, in the last update
@@ -101,7 +103,7 @@ class WholeTensorReceiver:
 
     def describe(self) -> ReceiverLayout:
         """All tensors, whole."""
-        return ReceiverLayout(self._slices, (self._dtype,) * len(self._slices), node_name())
+        return ReceiverLayout(self._slices, self._dtypes, node_name())
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
@@ -113,27 +115,26 @@ class WholeTensorReceiver:
         if part is None:
             raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
         self._received, self.peak_bytes = None, 0
-        arriving, batch = _Arriving(self._device), dict[str, Tensor]()
+        under_way, batch = _Arriving(self._device), dict[str, Tensor]()
+        num_bytes = 0
         fingerprints: dict[str, int] = {}
-        senders = sorted({bucket.peer for bucket in part.buckets})
-        with bucket_receiver(part.rank, session, senders) as channel:
-            for bucket in part.buckets:
-                dtype = torch_dtype(bucket.dtype)
-                number, slot = channel.next_bucket(bucket.peer, bucket.num_elements, dtype)
-                whole = _take(arriving, bucket, slot)
-                channel.taken(bucket.peer, number)
-                for name, tensor in whole.items():
-                    fingerprints[name] = fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-                batch |= whole
-                self._load_if_full(session, part, arriving, batch)
+        with arriving(part, self.describe(), session, self._member) as pieces:
+            for piece, values in pieces:
+                num_bytes += values.nbytes
+                tensor = under_way.take(piece, values)
+                if tensor is None:
+                    continue
+                fingerprints[piece.name] = fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+                batch[piece.name] = tensor
+                self._load_if_full(session, part, under_way, batch)
         self._load(session, part, batch)
-        if arriving.missing:
+        if under_way.missing:
             raise RefitFailed(
-                f"refit to version {session.version}: {len(arriving.missing)} tensors did not come whole to "
-                f"generation rank {part.rank}, first {min(arriving.missing)}"
+                f"refit to version {session.version}: {len(under_way.missing)} tensors did not come whole to "
+                f"generation rank {part.rank}, first {min(under_way.missing)}"
             )
         self._received = session.version
-        return ReceiveReport(fingerprints, num_bytes=sum(bucket.num_bytes for bucket in part.buckets))
+        return ReceiveReport({} if session.transport == "files" else fingerprints, num_bytes)
 
     def commit(self, version: int) -> None:
         """Make what was loaded the weights in use. Raises `RefitFailed` where another version was."""
@@ -150,10 +151,10 @@ class WholeTensorReceiver:
         self._received = None
 
     def _load_if_full(
-        self, session: RefitSession, part: Part, arriving: _Arriving, batch: dict[str, Tensor]
+        self, session: RefitSession, part: Part, under_way: _Arriving, batch: dict[str, Tensor]
     ) -> None:
         here = sum(tensor.nbytes for tensor in batch.values())
-        self.peak_bytes = max(self.peak_bytes, here + arriving.num_bytes)
+        self.peak_bytes = max(self.peak_bytes, here + under_way.num_bytes)
         if here >= self._batch_bytes:
             self._load(session, part, batch)
 
@@ -166,16 +167,6 @@ class WholeTensorReceiver:
         )
         self._loader.load(batch)
         batch.clear()
-
-
-def _take(arriving: _Arriving, bucket: PartBucket, slot: Tensor) -> dict[str, Tensor]:
-    """Copy a bucket out; the tensors that it has made whole."""
-    whole = {}
-    for piece, values in pieces_of(bucket, slot):
-        tensor = arriving.take(piece, values)
-        if tensor is not None:
-            whole[piece.name] = tensor
-    return whole
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

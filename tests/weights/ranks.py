@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
+from nemorl.weights.group_channel import GroupReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
-from nemorl.weights.shared_memory import BucketReceiver
+from nemorl.weights.shared_memory import SocketReceiver
 from tests.weights.layouts import whole
 
 SHAPE = ModelShape(
@@ -108,15 +110,9 @@ class EngineSide:
         self.version = version
 
     def die_at_bucket(self, number: int) -> None:
-        """From now on, be killed when this bucket has come, before its sender hears of that."""
-        taken = BucketReceiver.taken
-
-        def die(channel: BucketReceiver, sender: int, taken_number: int) -> None:
-            if taken_number == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            taken(channel, sender, taken_number)
-
-        BucketReceiver.taken = die  # type: ignore[method-assign]
+        """From now on, be killed when this many buckets have come, before their sender hears of that."""
+        for channel in (SocketReceiver, GroupReceiver):
+            before_taken(channel, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def state(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.version, self.weights
@@ -206,6 +202,24 @@ class Remote:
         self.process.kill()
         self.process.join()
         self._pipe.close()
+
+
+def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Have receivers act when each has emptied its bucket of that number, before it says so; what undoes it."""
+    taken, counts = channel.taken, Counter[Any]()
+
+    def acting(self: Any) -> None:
+        counts[self] += 1
+        if counts[self] == number + 1:
+            act()
+        taken(self)
+
+    channel.taken = acting
+
+    def undo() -> None:
+        channel.taken = taken
+
+    return undo
 
 
 class WorkerGone(RunError):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import CorruptWeights, WeightExchange
-from nemorl.weights.messages import ReceiveReport
+from nemorl.weights.messages import Part, PartBucket, ReceiveReport
 from nemorl.weights.plan import UnservedBox
 from nemorl.weights.session import (
     PeerClosed,
@@ -22,11 +22,12 @@ from nemorl.weights.session import (
     RefitFailed,
     RefitSession,
     Waiting,
-    refit_session,
     refit_socket,
+    socket_session,
 )
-from nemorl.weights.shared_memory import BucketReceiver, BucketSender, bucket_sender
-from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, model
+from nemorl.weights.shared_memory import SocketReceiver, SocketSender, socket_sender
+from tests.weights.layouts import whole
+from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 
 BUCKET = 4096  # bytes; the embedding has 26 kilobytes
 
@@ -92,15 +93,15 @@ def test_a_flipped_bit_is_found_and_the_old_version_stays(monkeypatch: pytest.Mo
     setup.train(seed=1)
     setup.exchange.refit(1)
     setup.train(seed=2)
-    publish = BucketSender.publish
+    publish = SocketSender.publish
 
-    def flip_one_bit(self: BucketSender, number: int, receiver: int) -> None:
-        if number == 0 and receiver == 1:
+    def flip_one_bit(self: SocketSender, number: int, num_bytes: int) -> None:
+        if number == 0 and self._part.buckets[number].peer == 1:
             memory = self._memory.mapping
             memory[17] ^= 1
-        publish(self, number, receiver)
+        publish(self, number, num_bytes)
 
-    monkeypatch.setattr(BucketSender, "publish", flip_one_bit)
+    monkeypatch.setattr(SocketSender, "publish", flip_one_bit)
     with pytest.raises(
         CorruptWeights, match=r"refit to version 2: \d tensors did not .* at generation rank 1"
     ):
@@ -118,13 +119,13 @@ def test_the_tensor_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     setup = Setup()
     setup.train(seed=1)
     engine = setup.engines[0]
-    next_bucket = BucketReceiver.next_bucket
+    next_bucket = SocketReceiver.next_bucket
 
-    def spoil(self: BucketReceiver, sender: int, num_elements: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+    def spoil(self: SocketReceiver) -> Tensor:
         engine._staging["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 64)
-        return next_bucket(self, sender, num_elements, dtype)
+        return next_bucket(self)
 
-    monkeypatch.setattr(BucketReceiver, "next_bucket", spoil)
+    monkeypatch.setattr(SocketReceiver, "next_bucket", spoil)
     message = r"1 tensors did not arrive .* first model\.layers\.1\.mlp\.up_proj\.weight at generation rank 0"
     with pytest.raises(CorruptWeights, match=message):
         setup.exchange.refit(1)
@@ -155,16 +156,10 @@ def test_a_receiver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     setup = Setup(deadline_seconds=0.5)
     setup.exchange.refit(1)
     released = threading.Event()
-    taken = BucketReceiver.taken
-
-    def hang(self: BucketReceiver, sender: int, number: int) -> None:
-        if number == 3:
-            released.wait(2.0)
-        taken(self, sender, number)
-
-    monkeypatch.setattr(BucketReceiver, "taken", hang)
+    monkeypatch.setattr(SocketReceiver, "taken", SocketReceiver.taken)  # and back
+    before_taken(SocketReceiver, 3, lambda: released.wait(2.0))
     with pytest.raises(
-        RefitDeadline, match=r"policy rank \d waits for generation rank \d to take bucket 3 since"
+        RefitDeadline, match=r"policy rank \d waits for generation rank \d to take bucket \d+ since"
     ):
         setup.exchange.refit(2)
     released.set()
@@ -194,7 +189,7 @@ def test_only_what_was_received_can_be_committed() -> None:
 
 def test_a_rank_without_its_part_says_so(tmp_path: Path) -> None:
     with pytest.raises(RefitFailed, match="before it was given its part of the plan"):
-        PolicySide(PolicyRank()).exchange.send(RefitSession(1, tmp_path, 1.0))
+        PolicySide(PolicyRank()).exchange.send(RefitSession(1, "shared_memory", str(tmp_path), 1.0))
 
 
 def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
@@ -203,9 +198,9 @@ def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(
         PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
     ):
-        setup.engines[0].exchange.receive(RefitSession(2, tmp_path / "gone", 30.0))
+        setup.engines[0].exchange.receive(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
     with pytest.raises(PeerClosed, match="policy rank 0 came to listen after the driver had ended the refit"):
-        setup.policy[0].exchange.send(RefitSession(2, tmp_path / "gone", 30.0))
+        setup.policy[0].exchange.send(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
 
 
 def test_a_sender_that_comes_while_a_session_ends_does_not_keep_it_alive(
@@ -214,27 +209,30 @@ def test_a_sender_that_comes_while_a_session_ends_does_not_keep_it_alive(
     remove = shutil.rmtree
     came_late: list[str] = []
 
+    def over() -> bool:
+        return not Path(session.place).exists()
+
     def remove_slowly(folder: Path, ignore_errors: bool) -> None:
         with pytest.raises(PeerClosed) as caught:
-            Waiting("policy rank 0", session).listen(session.socket_path(0), 1)
+            Waiting("policy rank 0", session, over).listen(session.socket_path(0), 1)
         came_late.append(str(caught.value))
         remove(folder)
 
-    with monkeypatch.context() as patch, refit_session(1, 30.0) as session:
+    with monkeypatch.context() as patch, socket_session(1, 30.0) as session:
         patch.setattr(shutil, "rmtree", remove_slowly)
     assert came_late
 
 
 def test_a_receiver_that_dies_before_it_is_greeted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with refit_session(1, 30.0) as session:
-        listener = Waiting("policy rank 0", session).listen(session.socket_path(0), 1)
+    with socket_session(1, 30.0) as session:
+        listener = Waiting("policy rank 0", session, lambda: False).listen(session.socket_path(0), 1)
         with refit_socket() as receiver:
             receiver.connect(str(session.socket_path(0)))
             receiver.send(struct.pack("<q", 3))
         monkeypatch.setattr(Waiting, "listen", lambda *_: listener)
         with (
             pytest.raises(PeerClosed, match="generation rank 3 closed its connection"),
-            bucket_sender(0, session, receivers=[3], slot_bytes=64),
+            socket_sender(Part(0, (PartBucket(3, "float32", (whole("w", (2,)),)),)), session),
         ):
             pass
 
@@ -268,14 +266,12 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     setup.exchange.refit(1)
     assert [engine.exchange.torn for engine in setup.engines] == [None, None]
     setup.train(seed=2)
-    taken = BucketReceiver.taken
 
-    def fail(self: BucketReceiver, sender: int, number: int) -> None:
-        if number == 3:
-            raise RefitFailed("the engine's memory is full")
-        taken(self, sender, number)
+    def fail() -> None:
+        raise RefitFailed("the engine's memory is full")
 
-    monkeypatch.setattr(BucketReceiver, "taken", fail)
+    monkeypatch.setattr(SocketReceiver, "taken", SocketReceiver.taken)  # and back
+    before_taken(SocketReceiver, 3, fail)
     with pytest.raises(RefitFailed, match="memory is full"):
         setup.exchange.refit(2)
     in_place, staged = (engine.exchange for engine in setup.engines)
@@ -298,7 +294,7 @@ def test_messages_survive_json() -> None:
     for message in (
         receiver.describe(),
         receiver._part,
-        RefitSession(3, Path("/tmp/x"), 1.5),
+        RefitSession(3, "gloo", "127.0.0.1:29", 1.5, meeting=2),
         ReceiveReport({"w": 2**64 - 1}, 12),
     ):
         adapter = TypeAdapter(type(message))

@@ -1,0 +1,224 @@
+"""Transport through a folder that all sides can read and write: weights as versions in safetensors files.
+
+    <folder>/v00000012/manifest.json            which box of which tensor lies where, with its fingerprint
+                       rank-00000.safetensors   what one sender wrote; each element is in one file
+    <folder>/v00000013.partial/                 being written; the driver's rename completes it
+
+A receiver reads the boxes it needs, whatever its layout, also one that joins later (`VersionFolder`).
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemorl.models.slices import TensorSlice
+
+from .boxes import Box, box_of
+from .messages import ITEM_BYTES, Part, PartBucket, SendReport
+from .session import RefitFailed, RefitSession, sender_name
+
+MANIFEST = "manifest.json"
+_SLOTS = 2
+_KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
+_SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class FileSender:
+    """A sender's side (`SendingChannel`): a thread writes one bucket while the next is filled."""
+
+    def __init__(self, part: Part, session: RefitSession, writer: ThreadPoolExecutor) -> None:
+        self._part = part
+        self._session = session
+        self._writer = writer
+        self._path = partial_folder(session) / file_name(part.rank)
+        largest = max(bucket.num_bytes for bucket in part.buckets)
+        self._slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(_SLOTS)]
+        self._writing: dict[int, Future[None]] = {}
+        self._header, self._offsets = _header(part.buckets)
+        with self._said():
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory for buckets."""
+        return sum(slot.numel() for slot in self._slots)
+
+    def slot(self, number: int) -> Tensor:
+        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
+        self._wait_written(number - _SLOTS)
+        return self._slots[number % _SLOTS][: self._part.buckets[number].num_bytes]
+
+    def publish(self, number: int, num_bytes: int) -> None:
+        """Begin to write the bucket."""
+        values = self._slots[number % _SLOTS][:num_bytes].numpy().data
+        self._writing[number] = self._writer.submit(self._write, values, self._offsets[number])
+
+    def drain(self) -> None:
+        """Wait until every bucket is on disk."""
+        for number in sorted(self._writing):
+            self._wait_written(number)
+        with self._said():
+            self._write(memoryview(self._header), 0)
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Leave the file."""
+        os.close(self._file)
+
+    def _wait_written(self, number: int) -> None:
+        if number in self._writing:
+            with self._said():
+                self._writing.pop(number).result()
+
+    def _write(self, content: memoryview, offset: int) -> None:
+        while content:
+            written = os.pwrite(self._file, content, offset)
+            content, offset = content[written:], offset + written
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RefitFailed(
+                f"refit to version {self._session.version}: {sender_name(self._part.rank)} cannot write "
+                f"{self._path}: {error.strerror}"
+            ) from error
+
+
+@contextmanager
+def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
+    """Write a file of the session's version."""
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        sender = FileSender(part, session, writer)
+        try:
+            yield sender
+        finally:
+            writer.shutdown()
+            sender.close()
+
+
+class FileVenue:
+    """The driver's side: begins versions, completes them and removes old ones."""
+
+    def __init__(self, folder: Path, deadline_seconds: float) -> None:
+        self._folder = folder.absolute()
+        self._deadline_seconds = deadline_seconds
+
+    @contextmanager
+    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
+        """A session to write a version in; what is not complete at the end of the block is removed."""
+        session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
+        partial = partial_folder(session)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise RefitFailed(
+                f"refit to version {version}: cannot make {partial}: {error.strerror}"
+            ) from error
+        try:
+            yield session
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
+        """Make what the senders wrote the version. Raises `RefitFailed`."""
+        partial, whole = partial_folder(session), version_folder(self._folder, session.version)
+        manifest = {"version": session.version, "tensors": _tensors(parts, sent)}
+        try:
+            with (partial / MANIFEST).open("w") as file:
+                json.dump(manifest, file)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(whole, ignore_errors=True)  # of an attempt whose receivers failed
+            partial.rename(whole)
+        except OSError as error:
+            raise RefitFailed(
+                f"refit to version {session.version}: cannot complete {whole}: {error.strerror}"
+            ) from error
+        for old in complete_versions(self._folder)[:-_KEPT_VERSIONS]:
+            shutil.rmtree(version_folder(self._folder, old), ignore_errors=True)
+
+    def meet_anew(self) -> None:
+        """Files know no connections."""
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Where a complete version lies."""
+    return folder / f"v{version:08d}"
+
+
+def partial_folder(session: RefitSession) -> Path:
+    """Where a version is written."""
+    folder = version_folder(Path(session.place), session.version)
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def complete_versions(folder: Path) -> list[int]:
+    """Versions that can be read, the newest last; for a receiver that joins later."""
+    found = []
+    for path in folder.glob("v*/"):
+        with suppress(ValueError):  # a partial one
+            found.append(int(path.name.removeprefix("v")))
+    return sorted(found)
+
+
+def file_name(rank: int) -> str:
+    """Of what one sender wrote."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def box_key(part: TensorSlice) -> str:
+    """Name of a box in its file."""
+    return f"{part.name}{Box(part.start, part.size)}"
+
+
+def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
+    """The beginning of a safetensors file, and where in the file each bucket lies: wide types first, aligned."""
+    entries: dict[str, Any] = {}
+    starts = [0] * len(buckets)
+    end = 0
+    for number in sorted(range(len(buckets)), key=lambda number: -ITEM_BYTES[buckets[number].dtype]):
+        bucket = buckets[number]
+        starts[number] = end
+        for part in bucket.slices:
+            start, end = end, end + part.num_elements * ITEM_BYTES[bucket.dtype]
+            entries[f"{box_key(part)}:{bucket.dtype}"] = {
+                "dtype": _SAFETENSORS_TYPES[bucket.dtype],
+                "shape": list(part.size),
+                "data_offsets": [start, end],
+            }
+    encoded = json.dumps(entries).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    header = len(encoded).to_bytes(8, "little") + encoded
+    return header, [len(header) + start for start in starts]
+
+
+def _tensors(parts: Sequence[Part], sent: Sequence[SendReport]) -> dict[str, Any]:
+    """The manifest's entry of each tensor."""
+    tensors: dict[str, Any] = {}
+    for part, report in zip(parts, sent, strict=True):
+        fingerprints = iter(report.of_pieces)
+        for bucket in part.buckets:
+            for piece in bucket.slices:
+                entry = tensors.setdefault(piece.name, {"shape": piece.shape, "boxes": []})
+                box = box_of(piece)
+                entry["boxes"].append(
+                    {
+                        "file": file_name(part.rank),
+                        "dtype": bucket.dtype,
+                        "start": box.start,
+                        "size": box.size,
+                        "fingerprint": next(fingerprints),
+                    }
+                )
+    return tensors

@@ -1,0 +1,167 @@
+"""Process groups of an exchange: senders and receivers on any machines, connected over a store.
+
+All ranks are members of one group, made directly over a store that the driver serves, beside whatever default
+group a process has. Members stay connected from refit to refit; after a failure they meet anew.
+
+NCCL is the same code with another class and device. It is not run on hardware yet.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from .session import RefitSession
+
+ABORTED = "Application timeout caused pair closure"  # what gloo says in all waits that `abort` ends
+_GLOO_THREADS = 1
+_ABORT_TAG = 1  # of a message that nobody sends
+
+
+class Membership:
+    """A rank's place in the group, kept by the rank from refit to refit."""
+
+    def __init__(self) -> None:
+        self._meeting: tuple[str, int] | None = None
+        self._group: Group | None = None
+
+    def join(self, session: RefitSession, rank: int) -> "Group":
+        """The group of the session's meeting; `rank` counts senders first."""
+        meeting = (session.place, session.meeting)
+        if self._group is None or self._meeting != meeting:
+            self.leave()
+            self._group, self._meeting = Group.join(session, rank), meeting
+        return self._group
+
+    def leave(self) -> None:
+        """Close all connections."""
+        self._group, self._meeting = None, None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group and the store over which its members met."""
+
+    backend: Any  # ProcessGroupGloo or ProcessGroupNCCL
+    store: TCPStore
+    device: torch.device
+
+    @classmethod
+    def join(cls, session: RefitSession, rank: int) -> "Group":
+        """Become a member; others may come later."""
+        store = store_of(session)
+        prefix = PrefixStore(f"group/{session.meeting}", store)
+        size = session.num_senders + session.num_receivers
+        timeout = timedelta(seconds=session.deadline_seconds)
+        if session.transport == "nccl":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            device = torch.device("cuda", torch.cuda.current_device())
+            group = cls(ProcessGroupNCCL(prefix, rank, size, options), store, device)
+        else:
+            options = ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._threads = _GLOO_THREADS
+            # lazy: of a thousand members, each talks to a few
+            options._devices = [ProcessGroupGloo.create_device(_own_address(session.place), lazy_init=True)]
+            group = cls(ProcessGroupGloo(prefix, rank, size, options), store, torch.device("cpu"))
+        store.set(here_key(session, rank), "")
+        return group
+
+    def send(self, values: Tensor, rank: int) -> Any:
+        """Begin to send; the work to wait for."""
+        return self.backend.send([values], rank, 0)
+
+    def receive(self, values: Tensor, rank: int) -> None:
+        """Fill `values` from a member."""
+        self.backend.recv([values], rank, 0).wait()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """NCCL's waits order streams only."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def abort(self, peer: int) -> None:
+        """End the waits of all threads; the group is of no use afterwards."""
+        if self.device.type == "cuda":
+            self.backend.abort()
+            return
+        # gloo's own `abort` does nothing; a wait that times out closes all connections
+        with suppress(RuntimeError):
+            self.backend.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class GroupVenue:
+    """The driver's side: the store over which members meet, and how a session ends."""
+
+    def __init__(self, transport: Literal["gloo", "nccl"], host: str, deadline_seconds: float) -> None:
+        """Listen at an address of this machine, loopback when all ranks are on it."""
+        self._transport = transport
+        self._deadline_seconds = deadline_seconds
+        listener = socket.create_server((host, 0))
+        self._place = "{}:{}".format(*listener.getsockname()[:2])
+        self._store = TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._meeting = self._attempt = 0
+
+    @contextmanager
+    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
+        """A session that ends with the block."""
+        self._attempt += 1
+        session = RefitSession(
+            version,
+            self._transport,
+            self._place,
+            self._deadline_seconds,
+            self._meeting,
+            self._attempt,
+            num_senders,
+            num_receivers,
+        )
+        try:
+            yield session
+        finally:
+            self._store.set(over_key(session), "")
+
+    def meet_anew(self) -> None:
+        """After a failure, or when other ranks may come."""
+        self._meeting += 1
+
+
+def store_of(session: RefitSession) -> TCPStore:
+    """A connection of one's own to the store; one that waits is blocked for everything else."""
+    host, _, port = session.place.rpartition(":")
+    timeout = timedelta(seconds=session.deadline_seconds)
+    return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _own_address(place: str) -> str:
+    """The address of this machine on the way to the store."""
+    host, _, port = place.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, int(port)))
+        return str(way.getsockname()[0])
+
+
+def here_key(session: RefitSession, place: int) -> str:
+    """Is in the store once a member has joined."""
+    return f"here/{session.meeting}/{place}"
+
+
+def over_key(session: RefitSession) -> str:
+    """Is in the store once the session is over."""
+    return f"over/{session.attempt}"

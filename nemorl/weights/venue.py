@@ -1,0 +1,83 @@
+"""The driver's side of a transport: where ranks meet in a refit."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from .files import FileVenue
+from .messages import ReceiverLayout, SenderLayout
+from .process_group import GroupVenue
+from .session import RefitSession, Transport, socket_session
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """How weights travel."""
+
+    transport: Transport | Literal["auto"] = "auto"
+    folder: Path = Path("weights")  # of versions, for files
+    host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
+
+
+class Venue(Protocol):
+    """Where the ranks of a refit meet."""
+
+    def session(
+        self, version: int, num_senders: int, num_receivers: int
+    ) -> AbstractContextManager[RefitSession]:
+        """A session; the end of the block ends the waits of all ranks."""
+        ...
+
+    def meet_anew(self) -> None:
+        """Keep no connections: a refit has failed, or other ranks may come."""
+        ...
+
+
+class SocketVenue:
+    """A folder of sockets, for shared memory."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+
+    @contextmanager
+    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
+        """A session of ranks on this machine."""
+        with socket_session(version, self._deadline_seconds) as session:
+            yield session
+
+    def meet_anew(self) -> None:
+        """Connections last for one refit."""
+
+
+def make_venue(
+    options: TransportOptions,
+    senders: Sequence[SenderLayout],
+    receivers: Sequence[ReceiverLayout],
+    deadline_seconds: float,
+) -> Venue:
+    """The venue of a transport; `auto` is shared memory where all ranks are on one machine, else gloo.
+
+    Raises ValueError for shared memory between machines.
+    """
+    nodes = sorted({layout.node for layout in (*senders, *receivers)})
+    transport = options.transport
+    if transport == "auto":
+        transport = "shared_memory" if len(nodes) == 1 else "gloo"
+    match transport:
+        case "shared_memory":
+            if len(nodes) > 1:
+                raise ValueError(
+                    f"weights cannot travel through shared memory between {len(nodes)} machines "
+                    f"({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}): set generation.transport "
+                    "to auto, gloo or files"
+                )
+            return SocketVenue(deadline_seconds)
+        case "files":
+            return FileVenue(options.folder, deadline_seconds)
+        case _:
+            host = LOOPBACK if len(nodes) == 1 else options.host
+            return GroupVenue(transport, host, deadline_seconds)

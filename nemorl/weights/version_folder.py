@@ -1,0 +1,111 @@
+"""Reading a version of weights from files: any box of any tensor, by any layout, checked."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemorl.models.slices import TensorSlice
+
+from .boxes import Box, box_of, intersection, narrow
+from .files import MANIFEST, version_folder
+from .fingerprint import fingerprint
+from .session import CorruptWeights, RefitFailed
+
+
+@dataclass(frozen=True)
+class _StoredBox:
+    file: str
+    dtype: str
+    box: Box
+    fingerprint: int
+
+
+class VersionFolder:
+    """A complete version. Its files stay open until `close`."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        """Read the manifest. Raises `RefitFailed` where there is none, or one of another version."""
+        self.path = version_folder(folder, version)
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise RefitFailed(f"version {version} of the weights cannot be read: {error}") from error
+        if manifest.get("version") != version:
+            raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.get('version')}")
+        self._tensors: dict[str, Any] = manifest["tensors"]
+        self._files: dict[str, Any] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """What a slice needs, box by box, in its type: which part of the slice, and the values, shaped alike.
+
+        Raises `RefitFailed` where the version does not have all of it, `CorruptWeights` where a box is not
+        what was written.
+        """
+        missing = need.num_elements
+        for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
+            shared = intersection(box_of(need), stored.box)
+            if shared is not None:
+                missing -= shared.num_elements
+                yield narrow(need, shared), self._read(need, stored, shared).to(dtype)
+        if missing:
+            raise RefitFailed(
+                f"{self.path} lacks {missing} elements of {need.name}{box_of(need)}; "
+                "the receiver needs what the policy does not have"
+            )
+
+    def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
+        entry = self._tensors.get(need.name, {"shape": need.shape, "boxes": []})
+        if tuple(entry["shape"]) != need.shape:
+            raise RefitFailed(
+                f"{self.path} has {need.name} of shape {tuple(entry['shape'])}, and the receiver needs "
+                f"{need.shape}; both must be built from the same config.json"
+            )
+        by_type: dict[str, list[_StoredBox]] = {}
+        for box in entry["boxes"]:
+            stored = _StoredBox(
+                box["file"], box["dtype"], Box(tuple(box["start"]), tuple(box["size"])), box["fingerprint"]
+            )
+            by_type.setdefault(stored.dtype, []).append(stored)
+        # a type that was not asked for when the version was written is made of the widest
+        return by_type.get(dtype) or by_type.get("float32") or []
+
+    def _read(self, need: TensorSlice, stored: _StoredBox, shared: Box) -> Tensor:
+        key = f"{need.name}{stored.box}:{stored.dtype}"
+        try:
+            content = self._file(stored.file).get_slice(key)
+            if (stored.file, key) not in self._checked:
+                self._check(need, stored, content[...])
+                self._checked.add((stored.file, key))
+            inner = tuple(
+                slice(first - begin, first - begin + count)
+                for first, begin, count in zip(shared.start, stored.box.start, shared.size, strict=True)
+            )
+            values: Tensor = content[inner]
+        except (SafetensorError, OSError) as error:
+            raise RefitFailed(f"{self.path / stored.file} cannot be read: {error}") from error
+        return values
+
+    def _check(self, need: TensorSlice, stored: _StoredBox, values: Tensor) -> None:
+        if fingerprint(values, stored.box.start, need.shape) != stored.fingerprint:
+            raise CorruptWeights(
+                f"{self.path / stored.file}: {need.name}{stored.box} is not what was written there"
+            )
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            opened = safe_open(self.path / name, framework="pt")
+            self._files[name] = self._stack.enter_context(opened)
+        return self._files[name]
