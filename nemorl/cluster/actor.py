@@ -52,6 +52,15 @@ class Closable(Protocol):
         ...
 
 
+@runtime_checkable
+class Startable(Protocol):
+    """A worker in an event loop of which some part can only be started inside a coroutine."""
+
+    async def start(self) -> None:
+        """Called once, before the first call."""
+        ...
+
+
 class _Running:
     """One invocation while it runs. What it raises is logged and leaves as `WorkerFailed`."""
 
@@ -150,9 +159,11 @@ class AsyncHost(_Host):
     concurrent = True
 
     async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
-        """Import the class and make its instance, inside the event loop."""
+        """Import the class, make its instance inside the event loop, and start it if it is to be started."""
         with _Running(self, invocation):
             self._make_target(path, kwargs)
+            if isinstance(self.target, Startable):
+                await self.target.start()
 
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
         """Run a plain or an async method of the hosted instance."""
