@@ -12,20 +12,20 @@ Without the model's folder a random one of the same width and fewer layers is ma
 """
 
 import argparse
-import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import publish, table_of
 from meter import peak_flops
+from processes import Processes
 from rich.console import Console
 from training_figures import summary, table_row, verdict
 from training_sides import Figures, Setting, run_step, start
@@ -59,49 +59,15 @@ class Comparison:
     sides: tuple[str, ...]
 
 
-class Processes:
-    """One process for each side that is asked for; variants of a side share one."""
-
-    def __init__(self, setting: Setting, stack: ExitStack) -> None:
-        self._setting = setting
-        self._stack = stack
-        self._ends: dict[str, Connection[Any, Any]] = {}
-
-    def step(self, side: str, work: Work) -> Figures:
-        """One step of a side, for which all others wait."""
-        name, _, variant = side.partition(":")
-        if name not in self._ends:
-            self._ends[name] = self._stack.enter_context(_process(name, self._setting))
-        try:
-            self._ends[name].send((work, variant))
-            return self._ends[name].recv()  # type: ignore[no-any-return]
-        except (EOFError, BrokenPipeError):
-            raise RuntimeError(f"the process of {name} ended; its reason stands above") from None
+def ready(setting: Setting, name: str) -> Callable[[Work, str], Figures]:
+    """A side's steps, for its process."""
+    return partial(run_step, setting, start(name, setting))
 
 
-@contextmanager
-def _process(side: str, setting: Setting) -> Iterator["Connection[Any, Any]"]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, side, setting), name=side, daemon=True)
-    process.start()
-    there.close()  # a process that died then ends the wait for it with EOFError
-    try:
-        yield here
-    finally:
-        here.close()
-        process.join(timeout=30)
-        process.kill()
-
-
-def _serve(end: "Connection[Any, Any]", name: str, setting: Setting) -> None:
-    side = start(name, setting)
-    while True:
-        try:
-            work, variant = end.recv()
-        except EOFError:
-            return
-        end.send(run_step(setting, side, work, variant))
+def step(processes: Processes, side: str, work: Work) -> Figures:
+    """One step of a side; variants of it share a process."""
+    name, _, variant = side.partition(":")
+    return processes.call(name, work, variant)  # type: ignore[no-any-return]
 
 
 def check_agreement(figures: Mapping[str, Figures], tolerance: float) -> None:
@@ -124,12 +90,12 @@ def compare(
 ) -> dict[str, list[Figures]]:
     """Figures of every side and round; an uncounted first round warms up and must agree."""
     sides = comparison.sides
-    check_agreement({side: processes.step(side, comparison.work) for side in sides}, tolerance)
+    check_agreement({side: step(processes, side, comparison.work) for side in sides}, tolerance)
     seen: dict[str, list[Figures]] = {side: [] for side in sides}
     for number in range(rounds):
         first = number % len(sides)
         for side in sides[first:] + sides[:first]:
-            seen[side].append(processes.step(side, comparison.work))
+            seen[side].append(step(processes, side, comparison.work))
     return seen
 
 
@@ -141,7 +107,9 @@ def measure_comparison(
     work, peak = comparison.work, peak_flops(setting.device)
     flops = training_flops(shape, work)
     with ExitStack() as stack:
-        seen = compare(Processes(setting, stack), comparison, rounds, TOLERANCE[setting.precision])
+        seen = compare(
+            Processes(partial(ready, setting), stack), comparison, rounds, TOLERANCE[setting.precision]
+        )
     sides = [summary(side, figures, seen[OURS], work, flops, peak) for side, figures in seen.items()]
     console.print(table_of(comparison.title, [table_row(side) for side in sides]))
     count = len(work.packed(shape.hidden_size))
@@ -161,10 +129,10 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
     """Our step on works that grow, in a process of its own; exponents of time and memory over tokens."""
     shape = ModelShape.load(setting.model)
     with ExitStack() as stack:
-        processes = Processes(setting, stack)
-        processes.step(OURS, works[0])  # warms up
+        processes = Processes(partial(ready, setting), stack)
+        step(processes, OURS, works[0])  # warms up
         # From small to large, so that memory which the process keeps from one step hides no larger peak.
-        rounds = [[processes.step(OURS, work) for work in works] for _ in range(GROWTH_ROUNDS)]
+        rounds = [[step(processes, OURS, work) for work in works] for _ in range(GROWTH_ROUNDS)]
     points = [
         {
             "sequences": len(work.lengths),

@@ -1,0 +1,168 @@
+"""The engines of the generation benchmark: each samples the same work, greedy, and says how long it took."""
+
+import asyncio
+import importlib
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from nemorl.config.generation import GenerationConfig
+from nemorl.generation.types import GenerationRequest, SamplingParams
+
+MAX_LENGTH = 512  # tokens of prompt and completion
+HOSTS = {
+    "torch": "nemorl.generation.worker:GenerationWorker",
+    "vllm": "nemorl.session.vllm_host:VllmHost",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines share."""
+
+    model: Path
+    device: Literal["cpu", "cuda"]
+    precision: Literal["float32", "bfloat16"]
+    threads: int
+    max_batch: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, and how many tokens are wanted after each; no token ends a completion earlier."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Wanted in all."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens of each completion, and the seconds that all took."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    seconds: float
+
+
+def _prompts(batch: int, vocab_size: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    draw = random.Random(seed)
+    return tuple(tuple(draw.randrange(vocab_size) for _ in range(draw.randint(16, 48))) for _ in range(batch))
+
+
+def equal_work(batch: int, tokens: int, vocab_size: int, seed: int = 0) -> Work:
+    """Completions of one length."""
+    return Work("equal", _prompts(batch, vocab_size, seed), (tokens,) * batch)
+
+
+def ragged_work(batch: int, median: int, vocab_size: int, seed: int = 0) -> Work:
+    """Log-normal lengths (sigma 0.8) of at most five medians, as rollouts have them."""
+    draw = random.Random(seed + 1)
+    lengths = (round(min(5 * median, max(4, median * draw.lognormvariate(0, 0.8)))) for _ in range(batch))
+    return Work("ragged", _prompts(batch, vocab_size, seed), tuple(lengths))
+
+
+def start(setting: Setting, engine: str) -> Callable[[Work], Sampled]:
+    """An engine that is ready to sample."""
+    torch.set_num_threads(setting.threads)
+    return Transformers(setting) if engine == "transformers" else Engine(setting, engine)
+
+
+class Transformers:
+    """`generate` on a left-padded batch, in which a row that has its tokens is done."""
+
+    def __init__(self, setting: Setting) -> None:
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, setting.precision)
+        model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype)
+        self._model: Any = model.to(setting.device).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    @torch.no_grad()
+    def __call__(self, work: Work) -> Sampled:
+        device = self._model.device
+        longest = max(map(len, work.prompts))
+        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in work.prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts]
+        ends = torch.tensor(work.lengths, device=device) + longest
+
+        def is_done(tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return tokens.shape[1] >= ends
+
+        began = time.perf_counter()
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            do_sample=False,
+            max_new_tokens=max(work.lengths),
+            stopping_criteria=[is_done],
+        )
+        seconds = time.perf_counter() - began
+        completions = [row[longest:] for row in output.tolist()]
+        tokens = (tuple(row[:n]) for row, n in zip(completions, work.lengths, strict=True))
+        return Sampled(tuple(tokens), seconds)
+
+
+class Engine:
+    """One of ours, by the interface that all have, on an event loop of its own."""
+
+    def __init__(self, setting: Setting, backend: str) -> None:
+        module, _, name = HOSTS[backend].partition(":")
+        host = getattr(importlib.import_module(module), name)
+        config = {"backend": backend, "max_batch_size": setting.max_batch} if backend == "torch" else {}
+        options: dict[str, Any] = {
+            "config": TypeAdapter(GenerationConfig).validate_python({"backend": backend, **config}),
+            "rank": 0,
+            "device": setting.device,
+            "threads": setting.threads,
+            "tokenizer_path": setting.model,
+            "max_sequence_length": MAX_LENGTH,
+            "precision": setting.precision,
+        }
+        self._runner = asyncio.Runner()
+        self._host = self._runner.run(_make(host, setting.model, options))
+        self._count = 0
+
+    def __call__(self, work: Work) -> Sampled:
+        return self._runner.run(self._sample(work))
+
+    async def _sample(self, work: Work) -> Sampled:
+        requests = []
+        for prompt, tokens in zip(work.prompts, work.lengths, strict=True):
+            self._count += 1
+            requests.append(
+                GenerationRequest(
+                    id=str(self._count),
+                    prompt=np.array(prompt, np.int32),
+                    sampling=SamplingParams(temperature=0.0),
+                    max_new_tokens=tokens,
+                    seed=0,
+                )
+            )
+        began = time.perf_counter()
+        found = {c.id: tuple(c.tokens.tolist()) async for c in self._host.generate_many(requests)}
+        seconds = time.perf_counter() - began
+        return Sampled(tuple(found[request.id] for request in requests), seconds)
+
+    def close(self) -> None:
+        """End the engine and the loop."""
+        self._host.close()
+        self._runner.close()
+
+
+async def _make(host: Any, model: Path, options: dict[str, Any]) -> Any:
+    """Inside a running loop, which hosts want."""
+    return host(model, **options)
