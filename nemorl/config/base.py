@@ -18,14 +18,14 @@ class Config(BaseModel):
     )
 
 
-def default_variant(variant: type[Config]) -> BeforeValidator:
-    """For a union told apart by `name`: a section that does not say its name is this variant.
+def default_variant(variant: type[Config], by: str = "name") -> BeforeValidator:
+    """For a union told apart by the field `by`: a section that does not say which it is is this variant.
 
     Without it `optimizer: {lr: 1e-5}` would be refused for not repeating the name that is the default.
     """
-    name = variant.model_fields["name"].default
+    name = variant.model_fields[by].default
 
     def named(section: Any) -> Any:
-        return {"name": name, **section} if isinstance(section, dict) else section
+        return {by: name, **section} if isinstance(section, dict) else section
 
     return BeforeValidator(named)

@@ -8,7 +8,7 @@ from .algorithm import AlgorithmConfig
 from .base import Config
 from .data import DataConfig
 from .env import EnvConfig, RewardConfig, SingleTurnEnvConfig
-from .generation import GenerationConfig
+from .generation import GenerationConfig, TorchGenerationConfig
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
@@ -22,7 +22,7 @@ class Experiment(Config):
     """Seed of everything that is drawn: task order and sampling."""
     policy: PolicyConfig
     """The model that learns."""
-    generation: GenerationConfig = GenerationConfig()
+    generation: GenerationConfig = TorchGenerationConfig()
     """The engine that samples."""
     data: DataConfig
     """Where tasks come from."""

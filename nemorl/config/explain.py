@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, Violation
 
 from .base import Config
-from .schema import describe, locate, names
+from .schema import describe, locate, names, tag
 from .yaml_tree import dotted
 
 _WANTED = {
@@ -49,10 +49,12 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(field, value, _unknown_field(str(path[-1]), owners))
         case "union_tag_invalid":
             known = [name for section in sections for name in names(section)]
-            return Violation(f"{field}.name", context["tag"], _choice(str(context["tag"]), known))
+            where = f"{field}.{tag(sections[0])}"
+            return Violation(where, context["tag"], _choice(str(context["tag"]), known))
         case "union_tag_not_found":
             known = [name for section in sections for name in names(section)]
-            return Violation(f"{field}.name", ABSENT, f"say which one is meant: {_listed(known)}")
+            where = f"{field}.{tag(sections[0])}"
+            return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
             known = _literals(field)
             return Violation(field, value, _choice(str(value), known) if known else details["msg"])

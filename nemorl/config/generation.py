@@ -1,44 +1,12 @@
-"""`generation`: the engine that samples, and how it samples."""
+"""`generation`: the engine that samples, and how it samples. Each engine has a file of its own."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Config
-
-
-class SamplingConfig(Config):
-    """The distribution that is sampled: temperature, then top-k, top-p and min-p, in this order."""
-
-    temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 is greedy (for validation; training wants more than 0)."""
-    top_k: int | None = Field(None, ge=1)
-    """Keep the k most likely tokens."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the fewest most likely tokens whose probabilities sum to at least p."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this likely, as a fraction of the most likely one."""
-
-
-class GenerationBase(Config):
-    """What all back ends share."""
-
-    replicas: int = Field(1, ge=1)
-    """Engines, each in a process of its own."""
-    max_new_tokens: int = Field(256, ge=1)
-    """Most tokens sampled in one turn."""
-    sampling: SamplingConfig = SamplingConfig()
-    """The distribution that is sampled in training."""
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a turn, beside the model's own end token."""
-    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a turn; the tokens that complete them are kept."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Type of the engine's weights; the policy's when not given."""
-    bucket_megabytes: int = Field(64, ge=1)
-    """Size of one of the two buckets through which weights travel."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of one engine; the cores divided by the engines when not given."""
+from .base import default_variant
+from .generation_base import GenerationBase
+from .generation_vllm import VllmGenerationConfig
 
 
 class TorchGenerationConfig(GenerationBase):
@@ -51,5 +19,8 @@ class TorchGenerationConfig(GenerationBase):
     """Tokens the KV cache of one engine holds; requests wait for room."""
 
 
-# One back end so far; the next one makes this a union told apart by `backend`.
-GenerationConfig = TorchGenerationConfig
+GenerationConfig = Annotated[
+    TorchGenerationConfig | VllmGenerationConfig,
+    Field(discriminator="backend"),
+    default_variant(TorchGenerationConfig, by="backend"),
+]

@@ -12,6 +12,7 @@ from nemorl.errors import ABSENT
 
 from .base import Config
 from .experiment import Experiment
+from .merge import VARIANT_KEYS
 from .yaml_tree import FieldPath, dotted
 
 
@@ -20,7 +21,7 @@ class FieldHelp:
     """One field as `nemorl config` shows it."""
 
     path: str  # such as `policy.optimizer.lr`; items of a list as `rewards.0.weight`
-    variant: str  # the `name` under which the field exists, empty where there is one variant only
+    variant: str  # the `name` or `backend` under which the field exists; empty where there is one variant
     type: str
     default: object  # ABSENT where the field is required
     help: str
@@ -37,9 +38,14 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
     return ()
 
 
+def tag(variant: type[Config]) -> str:
+    """The field that tells this variant of a section from others: `name`, or `backend`."""
+    return next((key for key in VARIANT_KEYS if key in variant.model_fields), VARIANT_KEYS[0])
+
+
 def names(variant: type[Config]) -> tuple[str, ...]:
-    """What `name` may say for this variant of a section; nothing for a section without variants."""
-    field = variant.model_fields.get("name")
+    """What that field may say for this variant; nothing for a section without variants."""
+    field = variant.model_fields.get(tag(variant))
     return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
 
 

@@ -7,7 +7,8 @@ from nemorl.config.algorithm import GrpoConfig, ValidationConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.env import CalculatorEnvConfig, RewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.generation_base import SamplingConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.errors import NoReplicaLeft

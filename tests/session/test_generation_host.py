@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.worker import GenerationWorker
 from nemorl.session.generation_host import GenerationHost
 from nemorl.weights.session import RefitDeadline
@@ -21,7 +21,7 @@ def test_an_engine_that_never_takes_its_weights_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(GenerationWorker, "commit", never)
 
     async def refit() -> None:
-        host = GenerationHost(GenerationConfig(max_new_tokens=8), rank=3, commit_seconds=0.05)
+        host = GenerationHost(TorchGenerationConfig(max_new_tokens=8), rank=3, commit_seconds=0.05)
         host._receiver._received = 2
         await host.commit_weights(2)
 

