@@ -53,6 +53,7 @@ class OnlineLoop:
         values = rollout_figures(groups) | await self._learn(sequences)
         with self.observer.stage("refit"):
             values |= await self.session.hand_over(step)
+        values |= await self.session.generation_figures()
         self.books.keep_samples(step, groups)
         await self.books.finish_step(step, values, self.collector.position)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,33 @@ T = TypeVar("T")
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """How the processes of a group are started."""
+
+    name: str
+    target: str
+    host: Any
+    kwargs: tuple[Mapping[str, Any], ...]  # of each rank
+    placement: Placement
+    variables: Mapping[str, str]
+    run_dir: Path
+
+    def process(self, rank: int) -> Worker:
+        """An actor in the rank's place, with nothing in it yet."""
+        log = log_path(self.run_dir, self.name, rank)
+        actor = self.host.options(
+            runtime_env={"env_vars": dict(self.variables)},
+            max_restarts=0,
+            **self.placement.options(self.name, rank),
+        )
+        return Worker(self.name, rank, log, actor.remote(Identity(self.name, rank, log)))
+
+    def make(self, worker: Worker, invocation: Invocation) -> Any:
+        """Have a process make its target; a reference to the answer."""
+        return worker.actor.make.remote(invocation, self.target, **self.kwargs[worker.rank])
+
+
 class WorkerGroup:
     """Ranks of one kind. A call runs on every rank (SPMD) and gives one answer for each.
 
@@ -31,9 +59,12 @@ class WorkerGroup:
     collective operation that can no longer complete. Later calls raise `GroupEnded`.
     """
 
-    def __init__(self, name: str, workers: Sequence[Worker], mesh: Mesh) -> None:
+    def __init__(
+        self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: "_Launch | None" = None
+    ) -> None:
         """Use `start`."""
         self.name = name
+        self._launch = launch
         self.workers = tuple(workers)
         self.mesh = mesh
         self._ended: str | None = None
@@ -74,18 +105,39 @@ class WorkerGroup:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
         host: Any = AsyncHost if concurrent else SyncHost
         variables = {**_thread_environment(threads), **placement.environment, **environment}
-        workers = []
-        for rank in range(ranks):
-            log = log_path(run_dir.absolute(), name, rank)
-            actor = host.options(
-                runtime_env={"env_vars": variables}, max_restarts=0, **placement.options(name, rank)
-            )
-            workers.append(Worker(name, rank, log, actor.remote(Identity(name, rank, log))))
-        group = cls(name, workers, mesh)
+        launch = _Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
+        group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
         invocation = Invocation("__init__", f"start {name}", deadline_seconds)
-        made = zip(workers, per_rank_kwargs, strict=True)
-        await group._answers({w.actor.make.remote(invocation, target, **k): w for w, k in made}, invocation)
+        await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)
         return group
+
+    def drop(self, worker: Worker) -> None:
+        """End one process of a group whose ranks do not need each other; later calls are for the rest."""
+        if self.mesh.world_size != self.mesh.data:
+            raise ValueError(f"the ranks of {self.name} work together: none can be dropped")
+        ray.kill(worker.actor)
+        self.workers = tuple(w for w in self.workers if w is not worker)
+        self.mesh = Mesh(data=len(self.workers))
+
+    async def restart_async(self, rank: int, deadline_seconds: float) -> Worker:
+        """Start a dropped rank again. It is not called with the others before `admit`.
+
+        Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and the new process is gone again.
+        """
+        assert self._launch is not None, "a group of given workers has nothing to start more with"
+        worker = self._launch.process(rank)
+        invocation = Invocation("__init__", f"restart {self.name}", deadline_seconds)
+        try:
+            await answers({self._launch.make(worker, invocation): worker}, invocation.stage, deadline_seconds)
+        except BaseException:
+            ray.kill(worker.actor)
+            raise
+        return worker
+
+    def admit(self, worker: Worker) -> None:
+        """Let a process that was started again take part in calls."""
+        self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
+        self.mesh = Mesh(data=len(self.workers))
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """`call_async` for callers without an event loop."""

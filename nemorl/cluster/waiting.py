@@ -95,6 +95,8 @@ def exit_reason(account: str) -> str:
     detail = _one_line(found[1] if found else account)
     if "connection error code 2" in detail:  # all that Ray knows when the process closed its socket by dying
         return "the process vanished: it crashed, was killed, or the machine ran out of memory"
+    if "killed by `ray.kill`" in detail:
+        return "the driver ended its process, and says why"
     return detail
 
 

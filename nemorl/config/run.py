@@ -14,6 +14,10 @@ class DeadlineConfig(Config):
     """Starting worker processes and loading weights."""
     generation: float = Field(1800.0, gt=0)
     """Sampling all trajectories of a step, environments included."""
+    health: float = Field(30.0, gt=0)
+    """Between two health checks of an engine, and for its answer to one; without it the engine is lost."""
+    engine_step: float = Field(600.0, gt=0)
+    """One step of an engine that has work; an engine that takes longer hangs, and is lost."""
     environment: float = Field(60.0, gt=0)
     """One call of an environment or a reward."""
     logprobs: float = Field(1800.0, gt=0)

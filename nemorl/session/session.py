@@ -1,6 +1,7 @@
 """All processes of a run: placed, started, connected, and ended together."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,12 +18,16 @@ from nemorl.cluster.placement import Placement, threads_per_worker
 from nemorl.cluster.worker import Worker
 from nemorl.config.algorithm import GrpoConfig
 from nemorl.config.experiment import Experiment
+from nemorl.errors import NemorlError
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import RefitStats, WeightExchange
 
 from .policy import Policy
+from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +38,7 @@ class Session:
     generation: WorkerGroup | None = None
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
+    pool: GenerationPool | None = None
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
 
     @property
@@ -45,12 +51,28 @@ class Session:
         """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
         if self.exchange is None or version == self.version:
             return {}
-        stats = await asyncio.to_thread(self.exchange.refit, version)
-        self.version = version
+        assert self.pool is not None, "weights are handed over to engines"
+        async with self.pool.refitting():
+            stats = await self._refit(self.exchange, self.pool, version)
+            self.version = version
         return {
             "refit/gigabytes": stats.num_bytes / 1e9,
             "refit/gigabytes_per_second": stats.gigabytes_per_second,
         }
+
+    async def _refit(self, exchange: WeightExchange, pool: GenerationPool, version: int) -> RefitStats:
+        """A refit that a lost engine broke off is done again with the others."""
+        while True:
+            try:
+                return await asyncio.to_thread(exchange.refit, version)
+            except NemorlError as error:
+                if not await pool.lost_in_refit():
+                    raise
+                logger.warning("the refit to version %d begins anew: %s", version, error)
+
+    async def generation_figures(self) -> dict[str, float]:
+        """How the engines are; nothing of a session that samples nothing."""
+        return await self.pool.figures() if self.pool is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers find these sequences, for as long as somebody holds it.
@@ -79,13 +101,18 @@ async def open_session(
         if engines is not None:
             session.generation = engines
             stack.push_async_exit(_end(engines))
+            session.pool = pool = GenerationPool(engines, experiment.cluster.deadlines)
+            stack.push_async_callback(pool.close)
             rollout = await starter.rollout(engines.workers)
             stack.push_async_exit(_end(rollout))
+            pool.serve(rollout)
+            pool.start_watch()
             session.rollout = [
                 groups_of(worker, experiment.cluster.deadlines.generation) for worker in rollout.workers
             ]
         if session.policy is not None and session.generation is not None:
             session.exchange = starter.exchange(session.policy.group, session.generation)
+            pool.on_change(session.exchange.layout_changed)
         yield session
 
 

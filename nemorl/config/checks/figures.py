@@ -15,6 +15,8 @@ _SAMPLING = {
     *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
     *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
     *("time/generation", "time/environment", "time/logprobs"),
+    *("generation/replicas", "generation/replicas_lost", "generation/replicas_restarted"),
+    *("generation/requests_moved", "generation/tokens_kept", "generation/requests_failed"),
 }
 _POLICY_LOSS = {
     *("loss/total", "loss/policy", "entropy", "ratio/mean", "clip_fraction/low", "clip_fraction/high"),
