@@ -1,0 +1,39 @@
+"""The generation benchmark: engines that sample otherwise are not compared, and only wanted tokens count."""
+
+import pytest
+from generation import check_agreement
+from generation_sides import MAX_LENGTH, Sampled, Setting, equal_work, ragged_work, start
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.megatron.examples import COMMON, VOCABULARY
+
+
+def test_the_embedded_engine_samples_what_transformers_does(tmp_path):
+    shape = COMMON | {"max_position_embeddings": MAX_LENGTH}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    setting = Setting(tmp_path, "cpu", "float32", threads=1, max_batch=3)
+    theirs, ours = start(setting, "transformers"), start(setting, "torch")
+    for work in (equal_work(3, 8, VOCABULARY), ragged_work(3, 8, VOCABULARY)):
+        seen = {"transformers": theirs(work), "torch": ours(work)}
+        check_agreement(seen, work)
+        assert seen["torch"].tokens == seen["transformers"].tokens
+        assert sum(map(len, seen["torch"].tokens)) == work.num_tokens
+    ours.close()
+
+
+def test_engines_that_sample_otherwise_are_not_compared():
+    work = equal_work(2, 3, VOCABULARY)
+    right = Sampled(((1, 2, 3), (4, 5, 6)), 1.0)
+    check_agreement({"transformers": right, "torch": right}, work)
+    with pytest.raises(RuntimeError, match="torch begins 50% of its completions otherwise"):
+        check_agreement({"transformers": right, "torch": Sampled(((1, 2, 3), (4, 5, 7)), 1.0)}, work)
+    with pytest.raises(RuntimeError, match="torch sampled other numbers of tokens"):
+        check_agreement({"transformers": right, "torch": Sampled(((1, 2), (4, 5, 6)), 1.0)}, work)
+
+
+def test_ragged_lengths_vary_within_their_limits():
+    work = ragged_work(500, 32, VOCABULARY)
+    assert min(work.lengths) >= 4
+    assert max(work.lengths) == 5 * 32
+    assert sorted(work.lengths)[250] == pytest.approx(32, rel=0.15)
+    assert work == ragged_work(500, 32, VOCABULARY)
