@@ -39,7 +39,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def pieces_of(bucket: PartBucket, content: Tensor) -> list[Piece]:
-    """The slices of a bucket with their elements in it, of each slice's shape; `content` has all its bytes."""
+    """The slices of a bucket and their elements, of each slice's shape; `content` has all its bytes."""
     values = content.view(torch_dtype(bucket.dtype))
     flat = values.split([part.num_elements for part in bucket.slices])
     return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]

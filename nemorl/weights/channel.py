@@ -30,7 +30,7 @@ class SendingChannel(Protocol):
         ...
 
     def slot(self, number: int) -> Tensor:
-        """[bytes of the bucket] uint8: where bucket `number` of the part is to be written, once it is free."""
+        """[bytes of the bucket] uint8: where bucket `number` of the part is written, once it is free."""
         ...
 
     def publish(self, number: int, num_bytes: int) -> None:

@@ -183,7 +183,7 @@ def box_key(part: TensorSlice) -> str:
 
 
 def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
-    """The beginning of a safetensors file, and where in the file each bucket lies: wide types first, aligned."""
+    """The beginning of a safetensors file, and where each bucket lies in it: wide types first, aligned."""
     entries: dict[str, Any] = {}
     starts = [0] * len(buckets)
     end = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +69,10 @@ class GroupSender:
         peer = self._part.buckets[number].peer
         group, to = self._meeting.group, self._meeting.first_peer + peer
         size = torch.tensor([num_bytes], device=group.device)
-        sent = self._on_the_way[number] = []
+        messages = (size, self._slots[number % _SLOTS][:num_bytes])
 
         def send() -> None:
-            for values in (size, self._slots[number % _SLOTS][:num_bytes]):
-                sent.append((values, group.send(values, to)))
+            self._on_the_way[number] = [(message, group.send(message, to)) for message in messages]
 
         self._meeting.wait(send, peer, f"{self._meeting.name(peer)} to connect")
 
@@ -183,7 +183,7 @@ def _met(part: Part, session: RefitSession, member: Membership, who: str, place:
         with _watch(session, group, over, first_peer + peers[0] if peers else place):
             for peer in peers:
                 key = here_key(session, first_peer + peer)
-                waiting.until(lambda key=key: group.store.check([key]), f"{name(peer)} to join")
+                waiting.until(partial(group.store.check, [key]), f"{name(peer)} to join")
             yield _Meeting(group, waiting, first_peer, name)
     except BaseException:
         member.leave()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from .session import RefitSession
 
@@ -67,7 +67,7 @@ class Group:
             device = torch.device("cuda", torch.cuda.current_device())
             group = cls(ProcessGroupNCCL(prefix, rank, size, options), store, device)
         else:
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
             options._threads = _GLOO_THREADS
             # lazy: of a thousand members, each talks to a few

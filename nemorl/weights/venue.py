@@ -63,7 +63,7 @@ def make_venue(
 
     Raises ValueError for shared memory between machines.
     """
-    nodes = sorted({layout.node for layout in (*senders, *receivers)})
+    nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
     transport = options.transport
     if transport == "auto":
         transport = "shared_memory" if len(nodes) == 1 else "gloo"

@@ -205,7 +205,7 @@ class Remote:
 
 
 def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable[[], None]:
-    """Have receivers act when each has emptied its bucket of that number, before it says so; what undoes it."""
+    """Have each receiver act when it has emptied that bucket, before it says so; what undoes it."""
     taken, counts = channel.taken, Counter[Any]()
 
     def acting(self: Any) -> None:

@@ -254,7 +254,7 @@ def test_every_tensor_comes_in_the_type_its_engine_keeps_it_in() -> None:
 
 def test_a_type_that_does_not_travel_is_refused() -> None:
     mixed = EngineSide(torch.float32, dtypes={"model.norm.weight": torch.float64})
-    with pytest.raises(ValueError, match="the engine keeps model.norm.weight as float64; the exchange carr"):
+    with pytest.raises(ValueError, match=r"the engine keeps model\.norm\.weight as float64; the exchange"):
         mixed.exchange.describe()
 
 

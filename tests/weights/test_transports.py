@@ -1,0 +1,230 @@
+"""Process groups and files carry what shared memory carries; every rank a thread."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nemorl.models.layout import hf_tensors
+from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.files import FileSender, complete_versions, version_folder
+from nemorl.weights.group_channel import GroupReceiver, GroupSender
+from nemorl.weights.messages import Part
+from nemorl.weights.session import CorruptWeights, RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.venue import TransportOptions
+from tests.full_disk import files_end_at
+from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
+
+BUCKET = 4096
+
+
+class Setup:
+    """A policy of TP2 x PP2, and an engine of each kind and type."""
+
+    def __init__(self, folder: Path, transport: str, deadline_seconds: float = 30.0) -> None:
+        self.policy = [PolicySide(layout) for layout in TP2_PP2]
+        self.engines = [
+            EngineSide(torch.bfloat16, dtypes={"model.norm.weight": torch.float32}),
+            EngineSide(torch.float32, in_place=True),
+        ]
+        self.folder = folder
+        self.exchange = WeightExchange(
+            Threads(self.policy),
+            Threads(self.engines),
+            BUCKET,
+            deadline_seconds,
+            TransportOptions(transport, folder),  # type: ignore[arg-type]
+        )
+
+    def train(self, seed: int) -> None:
+        for rank in self.policy:
+            rank.train(seed)
+
+    def refit(self, version: int) -> None:
+        self.train(version)
+        self.exchange.refit(version)
+
+    def assert_holds(self, version: int) -> None:
+        for engine in self.engines:
+            assert engine.version == version
+            assert_equal(engine.weights, model(version))
+
+
+def assert_equal(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
+
+
+@pytest.mark.parametrize("transport", ["gloo", "files"])
+def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
+    setup = Setup(tmp_path, transport)
+    for version in (1, 2, 3):
+        setup.refit(version)
+        setup.assert_holds(version)
+    stats = setup.exchange.refit(4)
+    elements = sum(tensor.numel() for tensor in model(1).values())
+    assert stats.num_bytes == (2 + 4) * elements + 2 * SHAPE.hidden_size
+    assert 0 < stats.extra_bytes <= len(TP2_PP2) * 2 * BUCKET
+
+
+def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "gloo", deadline_seconds=1.0)
+    setup.refit(1)
+    released = threading.Event()
+    undo = before_taken(GroupReceiver, 3, lambda: released.wait(5.0))
+    publish = GroupSender.publish
+
+    def stall(self: GroupSender, number: int, num_bytes: int) -> None:
+        if number == 5:
+            released.wait(1.2)
+        publish(self, number, num_bytes)
+
+    GroupSender.publish = stall  # type: ignore[method-assign]
+    try:
+        setup.train(2)
+        message = r"generation rank \d waits for the next bucket of policy rank"
+        with pytest.raises(RefitDeadline, match=message):
+            setup.exchange.refit(2)
+    finally:
+        undo()
+        GroupSender.publish = publish  # type: ignore[method-assign]
+        released.set()
+    assert setup.engines[0].version == 1
+    setup.refit(3)
+    setup.assert_holds(3)
+
+
+def test_a_member_that_never_comes_is_named(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "gloo", deadline_seconds=0.5)
+    setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
+    with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to join since"):
+        setup.exchange.refit(1)
+
+
+def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "gloo")
+    setup.refit(1)
+
+    def fail() -> None:
+        raise RefitFailed("the engine's memory is full")
+
+    undo = before_taken(GroupReceiver, 2, fail)
+    try:
+        with pytest.raises(RefitFailed, match="memory is full"):
+            setup.exchange.refit(2)
+    finally:
+        undo()
+    setup.refit(3)
+    setup.assert_holds(3)
+
+
+def test_each_element_is_in_one_file_and_old_versions_go(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "files")
+    for version in (1, 2, 3):
+        setup.refit(version)
+    assert complete_versions(tmp_path) == [2, 3]
+    stored: dict[tuple[str, str], int] = {}
+    folder = version_folder(tmp_path, 3)
+    for name, entry in json.loads((folder / "manifest.json").read_text())["tensors"].items():
+        for box in entry["boxes"]:
+            spans = [(s, s + n) for s, n in zip(box["start"], box["size"], strict=True)]
+            key = f"{name}[{', '.join(f'{first}:{last}' for first, last in spans)}]:{box['dtype']}"
+            with safe_open(folder / box["file"], framework="pt") as file:
+                values = file.get_tensor(key)
+            expected = model(3)[name][tuple(slice(*span) for span in spans)]
+            assert torch.equal(values, expected.to(values.dtype))
+            stored[name, box["dtype"]] = stored.get((name, box["dtype"]), 0) + values.numel()
+    sizes = {name: tensor.numel() for name, tensor in model(3).items()}
+    wanted = {(name, dtype): size for name, size in sizes.items() for dtype in ("float32", "bfloat16")}
+    del wanted["model.norm.weight", "bfloat16"]
+    assert stored == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_receiver_that_joins_later_reads_a_complete_version(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In a type that was written, and in one that is made of float32."""
+    setup = Setup(tmp_path, "files")
+    setup.refit(7)
+    late = EngineSide(dtype)
+    late.exchange.prepare(Part(9, ()))
+    late.exchange.receive(RefitSession(7, "files", str(tmp_path), 30.0))
+    late.exchange.commit(7)
+    assert late.version == 7
+    assert_equal(late.weights, model(7))
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit of the last element of a file."""
+    path = folder / "rank-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def lose(folder: Path) -> None:
+    (folder / "rank-00001.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(damage, r"rank-00001\.safetensors: .* is not what was written"), (lose, "No such file")],
+)
+def test_a_spoilt_file_is_found(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
+    setup = Setup(tmp_path, "files")
+    setup.refit(1)
+    setup.refit(2)
+    spoil(version_folder(tmp_path, 2))
+    late = EngineSide(torch.bfloat16)
+    late.exchange.prepare(Part(9, ()))
+    with pytest.raises((CorruptWeights, RefitFailed), match=said):
+        late.exchange.receive(RefitSession(2, "files", str(tmp_path), 30.0))
+    assert late.version == 0
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "files")
+    setup.refit(1)
+    setup.train(2)
+    message = r"policy rank \d cannot write .*: File too large"
+    with files_end_at(40_000), pytest.raises(RefitFailed, match=message):
+        setup.exchange.refit(2)
+    setup.assert_holds(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
+    setup.refit(3)
+    setup.assert_holds(3)
+
+
+def test_a_version_that_is_not_there_is_said(tmp_path: Path) -> None:
+    engine = EngineSide(torch.float32)
+    engine.exchange.prepare(Part(0, ()))
+    with pytest.raises(RefitFailed, match="version 4 of the weights cannot be read"):
+        engine.exchange.receive(RefitSession(4, "files", str(tmp_path), 30.0))
+
+
+def test_conversion_goes_on_while_a_bucket_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first bucket's write waits until the second is filled."""
+    filled = threading.Event()
+    write, slot = FileSender._write, FileSender.slot
+
+    def slow(self: FileSender, content: memoryview, offset: int) -> None:
+        assert offset == 0 or filled.wait(10.0)
+        write(self, content, offset)
+
+    def noted(self: FileSender, number: int) -> Tensor:
+        if number == 1:
+            filled.set()
+        return slot(self, number)
+
+    monkeypatch.setattr(FileSender, "_write", slow)
+    monkeypatch.setattr(FileSender, "slot", noted)
+    setup = Setup(tmp_path, "files")
+    setup.refit(1)
+    setup.assert_holds(1)
+    assert set(hf_tensors(SHAPE)) == set(setup.engines[0].weights)
