@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "megatron": {"config", "errors", "models", "data"},
     "rewards": {"config", "errors", "environments", "types"},
     "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "types"},
+    "serve": {"config", "errors", "data", "generation", "types"},
 }
 LIBRARY = set(ALLOWED)
 ALLOWED["session"] = LIBRARY

@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, loaded without torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     @property
+    def chat_template(self) -> str:
+        """The template's text; empty without one."""
+        return str(self._backend.chat_template or "")
+
+    @property
     def eos_token_id(self) -> int:
         """The token that ends a plain text. Raises TokenizerError when there is none."""
         if self._backend.eos_token_id is None:
@@ -62,6 +67,16 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The conversation as the chat template writes it. Raises TokenizerError with its complaint."""
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        return self.render_chat(plain, None, add_generation_prompt)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """`render` for messages with all that templates know: tool calls, names, and the tools themselves."""
         import jinja2
 
         if not self.has_chat_template:
@@ -72,13 +87,14 @@ class Tokenizer:
         try:
             return str(
                 self._backend.apply_chat_template(
-                    [{"role": m.role, "content": m.content} for m in messages],
+                    list(messages),
+                    tools=tools,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                 )
             )
         except jinja2.TemplateError as error:
-            roles = ", ".join(m.role for m in messages)
+            roles = ", ".join(m["role"] for m in messages)
             raise TokenizerError(
                 f"the chat template of {self.name} refuses a conversation of {roles}: {error}"
             ) from error

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP endpoint over a pool of engines."""

@@ -1,0 +1,184 @@
+"""One HTTP request as requests to the engines: prompts to tokens, choices to seeds, and their answers."""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemorl.data.tokenizer import Tokenizer, TokenizerError
+from nemorl.generation.errors import NoReplicaLeft, RequestRefused
+from nemorl.generation.flight import OnProgress
+from nemorl.generation.router import Router
+from nemorl.generation.types import Completion, GenerationRequest, Progress
+from nemorl.rollout.types import StopReason
+
+from .errors import ApiError, bad_request
+from .requests import MOST_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
+from .tools import OPENING
+
+STREAM_TOKENS = 4  # of a piece of a stream
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an endpoint serves."""
+
+    router: Router
+    tokenizer: Tokenizer
+    model_name: str
+    max_sequence_length: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request whose prompts are tokens: `n` choices of each."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    tools: bool = False  # answers may hold tool calls
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def completion_work(request: CompletionRequest, served: Served) -> Work:
+    """What a completion asks for. Raises ApiError."""
+    prompts = [
+        served.tokenizer.encode_document(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in request.prompts
+    ]
+    if len(prompts) * request.n > MOST_CHOICES:
+        raise bad_request(
+            f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} samples; a request "
+            f"has {MOST_CHOICES} at most",
+            "n",
+        )
+    for prompt in prompts:
+        _check_room(len(prompt), request.max_tokens, "prompt", served)
+    return Work(prompts, request.max_tokens)
+
+
+def chat_work(request: ChatRequest, served: Served) -> Work:
+    """What a chat asks for. Raises ApiError."""
+    tools = request.tools_for_template
+    template = served.tokenizer.chat_template
+    if tools and OPENING not in template:
+        raise bad_request(
+            "the model's chat template does not write tool calls as <tool_call> JSON, the one way that is "
+            "read here: send no tools, or name another template in policy.tokenizer.chat_template",
+            "tools",
+        )
+    messages = [message.for_template() for message in request.messages]
+    try:
+        text = served.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
+    except TokenizerError as error:
+        raise bad_request(str(error), "messages") from error
+    prompt = served.tokenizer.encode(text)
+    limit = request.max_completion_tokens or request.max_tokens
+    room = max(1, served.max_sequence_length - len(prompt))
+    _check_room(len(prompt), limit or room, "messages", served)
+    return Work([prompt], limit or room, tools=bool(tools))
+
+
+def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
+    """One for each choice, in order: the choices of the first prompt, then of the next."""
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    stops = served.tokenizer.end_token_ids | set(request.stop_token_ids)
+    return [
+        GenerationRequest(
+            id=f"{work.name}-{index}",
+            prompt=np.array(work.prompts[index // request.n], dtype=np.int32),
+            sampling=request.sampling,
+            max_new_tokens=work.max_tokens,
+            seed=_seed(seed, index),
+            stop_token_ids=frozenset(stops),
+            stop_strings=request.stop_strings,
+            deadline_seconds=served.timeout_seconds,
+            progress_tokens=STREAM_TOKENS if request.stream else 0,
+        )
+        for index in range(len(work.prompts) * request.n)
+    ]
+
+
+async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
+    """All answers. Raises ApiError."""
+    tasks = [asyncio.ensure_future(_sample_one(request, router)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def stream(
+    requests: Sequence[GenerationRequest], router: Router
+) -> AsyncIterator[tuple[int, Progress | Completion]]:
+    """The choice, and what it has to say: progress, every token once, and its completion last.
+
+    Raises ApiError.
+    """
+    said: asyncio.Queue[tuple[int, Progress | Completion | BaseException]] = asyncio.Queue()
+
+    async def follow(index: int, request: GenerationRequest) -> None:
+        try:
+            answer = await _sample_one(request, router, lambda progress: said.put_nowait((index, progress)))
+            said.put_nowait((index, answer))
+        except ApiError as error:
+            said.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(follow(i, request)) for i, request in enumerate(requests)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await said.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= isinstance(item, Completion)
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _sample_one(
+    request: GenerationRequest, router: Router, on_progress: OnProgress | None = None
+) -> Completion:
+    try:
+        answer = await router.generate(request, on_progress)
+    except RequestRefused as error:
+        raise bad_request(str(error)) from error
+    except NoReplicaLeft as error:
+        raise ApiError(503, "No engine answers.", kind="server_error", code="no_engine") from error
+    if answer.stop is StopReason.ABORT:
+        raise ApiError(
+            504,
+            f"The answer took longer than {request.deadline_seconds:g} s, or was ended.",
+            kind="server_error",
+            code="timeout",
+        )
+    if answer.stop is StopReason.ERROR:
+        raise ApiError(500, "The engines that worked on this request failed.", kind="server_error")
+    return answer
+
+
+def _seed(seed: int, index: int) -> int:
+    """The seed itself for the first choice, unlike ones of 63 bits for the others."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) >> 1
+
+
+def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) -> None:
+    limit = served.max_sequence_length
+    if num_prompt == 0:
+        raise bad_request(f"{param} has no tokens.", param)
+    if num_prompt + max_tokens > limit:
+        raise ApiError(
+            400,
+            f"This model's sequences have {limit} tokens at most, and {param} has {num_prompt} with "
+            f"{max_tokens} asked for: shorten it, or ask for fewer.",
+            param=param,
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,317 @@
+"""The endpoint over a torch engine, spoken to as any client does."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from nemorl.generation.router import Replica
+from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
+from nemorl.rollout.types import StopReason
+from tests.rollout.stand_ins import completion
+from tests.serve.conftest import LENGTH, engine
+
+
+def scripted(tokenizer, *texts: str, end: str = "<|im_end|>") -> Replica:
+    """A replica that says these texts, each to the next request, token by token."""
+    left = list(texts)
+
+    async def generate(requests):
+        for request in requests:
+            whole = completion(request, tokenizer.encode(left.pop(0) + end), version=7)
+            for i in range(len(whole.tokens) - 1):
+                one = slice(i, i + 1)
+                yield [Progress(request.id, whole.tokens[one], whole.logprobs[one], whole.versions[one])]
+            yield [whole]
+
+    return Replica("scripted", generate)
+
+
+def run(open_endpoint, talk, *replicas, **config):
+    async def main():
+        async with open_endpoint(*replicas, **config) as endpoint:
+            return await talk(endpoint)
+
+    return asyncio.run(main())
+
+
+async def events(endpoint, path: str, body: dict) -> list:
+    """The events of a stream; the last is the word DONE."""
+    headers = {"Authorization": f"Bearer {endpoint.at.api_key}"}
+    async with endpoint.http.post(f"{endpoint.at.url}{path}", json=body, headers=headers) as response:
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        lines = (await response.read()).decode().split("\n\n")
+    assert lines.pop() == ""
+    data = [line.removeprefix("data: ") for line in lines]
+    assert data.pop() == "[DONE]"
+    return [json.loads(line) for line in data]
+
+
+PROMPT = [70, 71, 72]
+BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "seed": 5}
+
+
+def test_a_completion_is_what_the_engine_draws(endpoint, served_model, served_tokenizer):
+    async def directly():
+        worker = engine(served_model)
+        request = GenerationRequest(
+            "r", np.array(PROMPT, np.int32), SamplingParams(0.9, 40, 0.95), 12, 5, frozenset({0, 2})
+        )
+        try:
+            return await anext(worker.generate_many([request]))
+        finally:
+            worker.close()
+
+    async def talk(e):
+        body = {**BODY, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+        return await e.post("/completions", {**body, "logprobs": 1, "return_token_ids": True})
+
+    status, answer = run(endpoint, talk)
+    expected = asyncio.run(directly())
+    (choice,) = answer["choices"]
+    assert status == 200
+    assert choice["token_ids"] == expected.tokens.tolist()
+    assert choice["logprobs"]["token_logprobs"] == expected.logprobs.tolist()  # to the last bit
+    assert choice["prompt_token_ids"] == PROMPT
+    assert choice["weight_versions"] == [0] * len(expected.tokens)
+    assert choice["finish_reason"] == str(expected.stop)
+    assert choice["text"] == served_tokenizer.decode([t for t in expected.tokens.tolist() if t not in (0, 2)])
+    sampled = len(expected.tokens)
+    assert answer["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled,
+    }  # fmt: skip
+
+
+def test_several_prompts_with_several_choices_each(endpoint):
+    async def talk(e):
+        body = {**BODY, "prompt": ["ab", [70]], "n": 3, "return_token_ids": True}
+        _, together = await e.post("/completions", {**body, "prompt": [[68, 69], [70]]})
+        _, alone = await e.post("/completions", {**body, "prompt": [68, 69], "n": 1})
+        _, text = await e.post("/completions", {**body, "prompt": ["ab", "12"], "n": 1})
+        status, mixed = await e.post("/completions", body)
+        return together, alone, text, status, mixed
+
+    together, alone, text, status, mixed = run(endpoint, talk)
+    choices = together["choices"]
+    assert [c["index"] for c in choices] == list(range(6))
+    assert [c["prompt_token_ids"] for c in choices] == [[68, 69]] * 3 + [[70]] * 3
+    assert len({tuple(c["token_ids"]) for c in choices}) == 6  # a seed for each
+    assert choices[0]["token_ids"] == alone["choices"][0]["token_ids"]
+    assert [len(c["prompt_token_ids"]) for c in text["choices"]] == [1, 1]  # "ab" and "12" are merges
+    assert (status, mixed["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_stream_says_the_same_as_the_whole(endpoint):
+    async def talk(e):
+        body = {**BODY, "max_tokens": 40, "logprobs": 1, "return_token_ids": True, "n": 2}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return await e.post("/completions", body), await events(e, "/completions", body | options)
+
+    (_, whole), streamed = run(endpoint, talk)
+    usage = streamed.pop()
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    for choice in whole["choices"]:
+        parts = [c for event in streamed for c in event["choices"] if c["index"] == choice["index"]]
+        assert len(parts) > 5
+        assert "".join(p["text"] for p in parts) == choice["text"]
+        assert [t for p in parts for t in p["token_ids"]] == choice["token_ids"]
+        logprobs = [x for p in parts for x in p["logprobs"]["token_logprobs"]]
+        assert logprobs == choice["logprobs"]["token_logprobs"]
+        assert [p["finish_reason"] for p in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        assert parts[0]["prompt_token_ids"] == PROMPT
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ab?"}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_a_chat_is_rendered_by_the_template_and_ends_before_its_end_token(endpoint, served_tokenizer):
+    async def talk(e):
+        body = {**CHAT, "logprobs": True, "return_token_ids": True}
+        return await e.post("/chat/completions", body)
+
+    status, answer = run(endpoint, talk, scripted(served_tokenizer, "hé 12"))
+    assert status == 200
+    expected = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n"
+    assert served_tokenizer.decode(answer["prompt_token_ids"]) == expected
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hé 12", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert served_tokenizer.decode(choice["token_ids"]) == "hé 12<|im_end|>"
+    assert choice["weight_versions"] == [7] * len(choice["token_ids"])
+    logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx([-t / 1000 for t in choice["token_ids"]])
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+
+
+def test_tool_calls_are_read(endpoint, served_tokenizer):
+    replica = scripted(served_tokenizer, f"Well. {CALL}\n{CALL}", "<tool_call>{oops", CALL)
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]},
+    ]  # fmt: skip
+
+    async def talk(e):
+        body = {**CHAT, "tools": [TOOL], "return_token_ids": True}
+        _, called = await e.post("/chat/completions", {**body, "messages": history})
+        _, garbled = await e.post("/chat/completions", body)
+        _, off = await e.post("/chat/completions", {**body, "tool_choice": "none"})
+        return called, garbled, off
+
+    called, garbled, off = run(endpoint, talk, replica)
+    prompt = served_tokenizer.decode(called["prompt_token_ids"])
+    assert prompt.startswith("<|im_start|>system\nTools: add in")
+    assert "<tool_call>add 3</tool_call><|im_end|>\n<|im_start|>tool\n4<|im_end|>" in prompt
+    (choice,) = called["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Well.")
+    first, second = choice["message"]["tool_calls"]
+    assert first["function"] == {"name": "add", "arguments": '{"a": 1, "b": "x"}'}
+    assert first["id"] != second["id"]
+    # What cannot be read is text, and so is a call where tools were not wanted.
+    assert garbled["choices"][0]["message"]["content"] == "<tool_call>{oops"
+    assert off["choices"][0]["message"]["content"] == CALL
+    assert "Tools:" not in served_tokenizer.decode(off["prompt_token_ids"])
+
+
+def test_tool_calls_in_a_stream_come_whole(endpoint, served_tokenizer):
+    async def talk(e):
+        body = {**CHAT, "tools": [TOOL], "stream": True}
+        return await events(e, "/chat/completions", body), await events(e, "/chat/completions", body)
+
+    called, plain = run(
+        endpoint, talk, scripted(served_tokenizer, f"Look: {CALL}", "a < b, <tool is no call")
+    )
+    deltas = [event["choices"][0]["delta"] for event in called]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(d["content"] for d in deltas) == "Look: "
+    calls = [call for d in deltas for call in d.get("tool_calls", [])]
+    assert [(c["index"], c["function"]["name"]) for c in calls] == [(0, "add")]
+    assert called[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    text = "".join(event["choices"][0]["delta"]["content"] for event in plain)
+    assert text == "a < b, <tool is no call"
+
+
+def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
+    async def talk(e):
+        body = {**CHAT, "stop": ["END", "<|x"]}
+        _, whole = await e.post("/chat/completions", body)
+        return whole, await events(e, "/chat/completions", {**body, "stream": True})
+
+    whole, streamed = run(endpoint, talk, scripted(served_tokenizer, "one ENEND", "one ENEND", end=""))
+    assert whole["choices"][0]["message"]["content"] == "one EN"
+    assert "".join(e["choices"][0]["delta"]["content"] for e in streamed) == "one EN"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/completions", b"{", 400, "The body is not JSON"),
+        ("/completions", b"[]", 400, "not a JSON object"),
+        ("/completions", {**BODY, "model": "gpt"}, 404, "`gpt` is not served; `tiny` is"),
+        ("/completions", {"model": "tiny"}, 400, "prompt is missing."),
+        ("/completions", {**BODY, "best_of": 2}, 400, "best_of is not served here: leave it out."),
+        ("/completions", {**BODY, "temperature": -1}, 400, "temperature = -1: "),
+        ("/completions", {**BODY, "presence_penalty": 0.5}, 400, "presence_penalty = 0.5"),
+        ("/completions", {**BODY, "max_tokens": LENGTH}, 400, f"have {LENGTH} tokens at most"),
+        ("/completions", {**BODY, "prompt": [9999]}, 400, "the model's vocabulary has 263"),
+        ("/completions", {**BODY, "prompt": ""}, 400, "prompt has no tokens"),
+        ("/completions", {**BODY, "prompt": [[70]] * 100, "n": 2}, 400, "200 samples"),
+        ("/chat/completions", {**CHAT, "messages": []}, 400, "messages = []"),
+        ("/chat/completions", {**CHAT, "top_logprobs": 5, "logprobs": True}, 400, "top_logprobs = 5"),
+        ("/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+        ("/nowhere", {}, 404, "POST /v1/nowhere: Not Found."),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_told_what_is_wrong(endpoint, path, body, status, says):
+    answered, answer = run(endpoint, lambda e: e.post(path, body))
+    assert answered == status
+    assert says in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_key_is_wanted_everywhere_but_for_health(endpoint, served_tokenizer):
+    async def talk(e):
+        for key in ("", "wrong", e.at.api_key + "x", "ключ"):
+            status, answer = await e.post("/completions", BODY, key=key)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        async with e.http.get(f"{e.at.url}/models") as response:
+            assert response.status == 401
+        async with e.http.get(e.at.url.replace("/v1", "/health")) as response:
+            assert (response.status, await response.json()) == (
+                200, {"status": "ok", "replicas": 1, "lost": 0},
+            )  # fmt: skip
+        headers = {"Authorization": f"Bearer {e.at.api_key}"}
+        async with e.http.get(f"{e.at.url}/models", headers=headers) as response:
+            return await response.json()
+
+    models = run(endpoint, talk, scripted(served_tokenizer))
+    assert [m["id"] for m in models["data"]] == ["tiny"]
+
+
+def test_limits_on_bodies_and_on_requests_at_a_time(endpoint, served_tokenizer):
+    async def main():
+        held = asyncio.Event()
+
+        async def generate(requests):
+            await held.wait()
+            yield [completion(request, [5]) for request in requests]
+
+        async with endpoint(Replica("held", generate), max_concurrent_requests=2, max_body_megabytes=1) as e:
+            waiting = [asyncio.create_task(e.post("/completions", BODY)) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            status, answer = await e.post("/completions", BODY)
+            assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+            held.set()
+            assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+            status, answer = await e.post("/completions", {**BODY, "prompt": "a" * 2**20})
+            assert (status, answer["error"]["code"]) == (413, "body_too_large")
+            assert (await e.post("/completions", BODY))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_who_goes_away_ends_what_was_asked(endpoint):
+    async def main():
+        ended, began = [], asyncio.Event()
+
+        async def generate(requests):
+            began.set()
+            await asyncio.Event().wait()
+            yield []
+
+        async def abort(ids):
+            ended.extend(ids)
+
+        async with endpoint(Replica("held", generate, abort)) as e:
+            asked = asyncio.create_task(e.post("/completions", {**BODY, "n": 2}))
+            await began.wait()
+            asked.cancel()
+            async with asyncio.timeout(10):
+                while len(ended) < 2:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_what_engines_cannot_do_has_a_status_of_its_own(endpoint):
+    async def late(requests):
+        yield [completion(request, [5], StopReason.ABORT) for request in requests]
+
+    async def dead(requests):
+        raise ConnectionError("gone")
+        yield
+
+    async def broken(requests):
+        yield [object()]
+
+    status, answer = run(endpoint, lambda e: e.post("/completions", BODY), Replica("late", late))
+    assert (status, answer["error"]["code"]) == (504, "timeout")
+    for replica in (dead, broken):
+        status, answer = run(endpoint, lambda e: e.post("/completions", BODY), Replica("dead", replica))
+        assert (status, answer["error"]["code"]) == (503, "no_engine")
+        assert "gone" not in answer["error"]["message"]
