@@ -18,7 +18,7 @@ from .types import Completion, EngineStats, GenerationRequest, Progress
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Engine(Protocol):
+class SamplingEngine(Protocol):
     """A synchronous engine, driven by one thread: requests go in, steps bring completions."""
 
     @property
@@ -65,6 +65,14 @@ class Engine(Protocol):
         """End every request with what it has."""
         ...
 
+    def take_stats(self) -> EngineStats:
+        """What was done since the last call."""
+        ...
+
+
+class Engine(SamplingEngine, Protocol):
+    """One with weights of its own, which an exchange brings."""
+
     def slices(self) -> list[TensorSlice]:
         """Which boxes of the HF checkpoint the engine holds."""
         ...
@@ -75,10 +83,6 @@ class Engine(Protocol):
 
     def commit(self, version: int) -> None:
         """Sample with the staged weights from the next step on."""
-        ...
-
-    def take_stats(self) -> EngineStats:
-        """What was done since the last call."""
         ...
 
 
@@ -103,13 +107,13 @@ def create_engine(
                 device=torch.device(device),
                 dtype=_DTYPES[config.precision or precision],
                 max_sequence_length=max_sequence_length,
-                decode=_text_of(tokenizer_path),
+                decode=text_of(tokenizer_path),
             )
             engine.load(model_path)
             return engine
 
 
-def _text_of(tokenizer_path: Path) -> Callable[[Sequence[int]], str] | None:
+def text_of(tokenizer_path: Path) -> Callable[[Sequence[int]], str] | None:
     """Tokens to text by the folder's `tokenizer.json`; None without one.
 
     The tokenizers library alone does it: transformers would cost every engine seconds and 400 MB.

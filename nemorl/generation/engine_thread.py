@@ -1,7 +1,6 @@
-"""The thread that drives an engine: everything that touches the engine runs here, between two steps."""
+"""The loop that drives an engine: everything that touches the engine runs in it, between two steps."""
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from .backends import Engine
+from .backends import SamplingEngine
 from .errors import EngineFailed, RequestRefused
 from .types import Completion, EngineHealth, GenerationRequest, Report
 
@@ -36,24 +35,45 @@ class Inbox(Protocol):
         ...
 
 
-class EngineThread:
-    """Runs an engine until `close`. An error in it ends the thread and is what everyone waiting gets."""
+class EngineLoop:
+    """Runs an engine in whatever thread calls `run`; all else may be called from any thread, at any time.
 
-    def __init__(self, engine: Engine, name: str, threads: int | None) -> None:
-        """`threads`: CPU threads of the engine's kernels; torch's choice when not given."""
+    An error in it ends it for good and is what everyone waiting gets. What is asked for while nobody runs it
+    waits.
+    """
+
+    def __init__(self, engine: SamplingEngine, name: str, rest: Callable[[], float] | None = None) -> None:
+        """`rest` is called while there is nothing to step, and says in how many seconds to call it again."""
         self._engine = engine
-        self._num_threads = threads
+        self._name = name
+        self._rest = rest
+        self._rest_seconds: float | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._inboxes: dict[str, Inbox] = {}  # of each request in flight
         self._drained: Future[None] | None = None  # there while the running sequences finish before a pause
-        self._paused = self._closing = False
+        self._paused = self._closing = self._leaving = False
         self._last_step = time.monotonic()
         # Guards what callers and the end of the thread both touch: once `_failure` is set, nothing is taken.
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
         self._failure: EngineFailed | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def run(self) -> None:
+        """Step until `leave`, after which it may be run again, or `close`. Raises what the engine raises."""
+        self._rest_seconds = None if self._rest is None else 0.0
+        try:
+            while not (self._closing or self._leaving):
+                self._turn()
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._leaving = False
+        if self._closing:
+            self._end(None)
+
+    def leave(self) -> Future[None]:
+        """Return from `run` after the present step; what is in flight stays there."""
+        return self._post(self._leave)
 
     def submit(self, requests: Sequence[GenerationRequest], inbox: Inbox) -> Future[None]:
         """Let requests join together, in order. If one is refused none joins; the future has the reason."""
@@ -68,9 +88,9 @@ class EngineThread:
         """End requests; those in flight are answered with what they have."""
         return self._post(lambda future: self._abort(request_ids, future))
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run something on the engine between two steps. If it raises, the engine has failed."""
-        return self._post(lambda future: future.set_result(function(self._engine)))
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run something that touches the engine between two steps. If it raises, the engine has failed."""
+        return self._post(lambda future: future.set_result(function()))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         """Stop stepping; done when nothing steps any more. Requests that arrive meanwhile wait."""
@@ -92,11 +112,10 @@ class EngineThread:
             seconds_since_step=time.monotonic() - self._last_step,
         )
 
-    def close(self, timeout_seconds: float = 10.0) -> None:
-        """End the thread after the present step; whoever still waits gets EngineFailed."""
+    def close(self) -> None:
+        """End it after the present step; whoever still waits gets EngineFailed."""
         if self._failure is None:
             self._post(self._close)
-        self._thread.join(timeout_seconds)
 
     def _post(self, command: Callable[[Future[T]], None]) -> Future[T]:
         """Have the thread run `command`, which sees to its future, unless that is cancelled before."""
@@ -114,22 +133,14 @@ class EngineThread:
         future.add_done_callback(self._futures.discard)
         return future
 
-    def _run(self) -> None:
-        try:
-            if self._num_threads is not None:
-                torch.set_num_threads(self._num_threads)  # holds for the calling thread
-            while not self._closing:
-                self._turn()
-        finally:
-            self._end(sys.exception())
-
     def _turn(self) -> None:
         for command in self._take_commands():
             command()
-        if self._closing:
+        if self._closing or self._leaving:
             return
         if self._paused:
             self._deliver(self._engine.expire())
+            self._take_rest()
             return
         self._deliver(self._engine.step(admit=self._drained is None))
         self._tell(self._engine.take_progress())
@@ -138,6 +149,12 @@ class EngineThread:
             drained, self._drained = self._drained, None
             self._paused = True
             drained.set_result(None)
+        if self._engine.num_running == 0:
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        if self._rest is not None:
+            self._rest_seconds = self._rest()
 
     def _take_commands(self) -> list[Callable[[], None]]:
         """What was posted; where there is nothing to step, wait for that or for the next deadline."""
@@ -145,6 +162,8 @@ class EngineThread:
         stepping = not self._paused and (in_flight or self._drained is not None)
         expiry = self._engine.next_expiry
         timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
+        if self._rest_seconds is not None:
+            timeout = self._rest_seconds if timeout is None else min(timeout, self._rest_seconds)
         commands = []
         try:
             commands.append(self._commands.get(block=not stepping, timeout=timeout))
@@ -192,6 +211,10 @@ class EngineThread:
         self._paused, self._drained = False, None
         resumed.set_result(None)
 
+    def _leave(self, left: Future[None]) -> None:
+        self._leaving = True
+        left.set_result(None)
+
     def _close(self, closed: Future[None]) -> None:
         self._closing = True
         closed.set_result(None)
@@ -210,7 +233,7 @@ class EngineThread:
 
     def _end(self, error: BaseException | None) -> None:
         reason = "it was closed" if error is None else f"{type(error).__name__}: {error}"
-        failure = EngineFailed(f"{self._thread.name} has ended: {reason}")
+        failure = EngineFailed(f"{self._name} has ended: {reason}")
         failure.__cause__ = error
         with self._lock:
             self._failure = failure
@@ -220,3 +243,24 @@ class EngineThread:
                 future.set_exception(failure)
         for inbox in set(self._inboxes.values()):
             inbox.fail(failure)
+
+
+class EngineThread(EngineLoop):
+    """The loop in a thread of its own, which runs until `close`."""
+
+    def __init__(self, engine: SamplingEngine, name: str, threads: int | None) -> None:
+        """`threads`: CPU threads of the engine's kernels; torch's choice when not given."""
+        super().__init__(engine, name)
+        self._num_threads = threads
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """End the thread after the present step; whoever still waits gets EngineFailed."""
+        super().close()
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # holds for the calling thread
+        self.run()

@@ -1,4 +1,4 @@
-"""The generation worker: one engine in a thread of its own, spoken to from an event loop."""
+"""The generation worker: one engine in a thread of its own, and the service by which callers speak to it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -12,12 +12,78 @@ from torch import Tensor
 from nemorl.config.generation import GenerationConfig
 from nemorl.models.slices import TensorSlice
 
-from .backends import Engine, create_engine
-from .engine_thread import EngineThread, PauseMode
+from .backends import Engine, SamplingEngine, create_engine
+from .engine_thread import EngineLoop, EngineThread, PauseMode
 from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
 
 
-class GenerationWorker:
+class EngineService:
+    """An engine in its loop, spoken to from an event loop."""
+
+    def __init__(self, engine: SamplingEngine, loop: EngineLoop) -> None:
+        self._sampler = engine
+        self._loop = loop
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
+        """Completions as they finish, one by one; see `generate_batches`."""
+        async with aclosing(self.generate_batches(requests)) as batches:
+            async for batch in batches:
+                for report in batch:
+                    if isinstance(report, Completion):
+                        yield report
+
+    async def generate_batches(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Sequence[Report], None]:
+        """What finished together, as it finishes, and progress where a request asks for it; the requests join
+        the batch together, in their order.
+
+        Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
+        engine dies. A caller that stops reading ends what is left.
+        """
+        stream = _Stream()
+        unanswered = len(requests)
+        try:
+            await asyncio.wrap_future(self._loop.submit(requests, stream))
+            while unanswered:
+                batch = await stream.next()
+                unanswered -= sum(isinstance(report, Completion) for report in batch)
+                yield batch
+        finally:
+            if unanswered:
+                self._loop.abandon(stream)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        await asyncio.wrap_future(self._loop.abort(request_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        await asyncio.wrap_future(self._loop.pause(mode))
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await asyncio.wrap_future(self._loop.resume())
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        return await asyncio.wrap_future(self._loop.call(self._sampler.take_stats))
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample."""
+        return self._sampler.version
+
+    def health(self) -> EngineHealth:
+        """Where the engine stands. Raises EngineFailed, with its cause, if it is dead."""
+        return self._loop.health()
+
+    def close(self) -> None:
+        """End the engine; whoever still waits gets EngineFailed."""
+        self._loop.close()
+
+
+class GenerationWorker(EngineService):
     """Samples for whoever asks, and takes new weights without losing what is in flight.
 
     A refit: write `staging_parameters()` (at any time, sampling goes on), then `commit(version)`. Sequences
@@ -48,61 +114,11 @@ class GenerationWorker:
             tokenizer_path=Path(tokenizer_path),
             max_sequence_length=max_sequence_length,
         )
-        self._thread = EngineThread(self._engine, f"generation engine {rank}", threads)
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
-        """Completions as they finish, one by one; see `generate_batches`."""
-        async with aclosing(self.generate_batches(requests)) as batches:
-            async for batch in batches:
-                for report in batch:
-                    if isinstance(report, Completion):
-                        yield report
-
-    async def generate_batches(
-        self, requests: Sequence[GenerationRequest]
-    ) -> AsyncGenerator[Sequence[Report], None]:
-        """What finished together, as it finishes, and progress where a request asks for it; the requests join
-        the batch together, in their order.
-
-        Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
-        engine dies. A caller that stops reading ends what is left.
-        """
-        stream = _Stream()
-        unanswered = len(requests)
-        try:
-            await asyncio.wrap_future(self._thread.submit(requests, stream))
-            while unanswered:
-                batch = await stream.next()
-                unanswered -= sum(isinstance(report, Completion) for report in batch)
-                yield batch
-        finally:
-            if unanswered:
-                self._thread.abandon(stream)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; those in flight are answered with what they have and stop reason `abort`."""
-        await asyncio.wrap_future(self._thread.abort(request_ids))
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
-        await asyncio.wrap_future(self._thread.pause(mode))
-
-    async def resume(self) -> None:
-        """Go on sampling."""
-        await asyncio.wrap_future(self._thread.resume())
+        super().__init__(self._engine, EngineThread(self._engine, f"generation engine {rank}", threads))
 
     async def commit(self, version: int) -> None:
         """Take the staged weights whole, between two steps; tokens sampled from then on carry `version`."""
-        await asyncio.wrap_future(self._thread.call(lambda engine: engine.commit(version)))
-
-    async def stats(self) -> EngineStats:
-        """What was done since the last call."""
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.take_stats()))
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that sample."""
-        return self._engine.version
+        await asyncio.wrap_future(self._loop.call(lambda: self._engine.commit(version)))
 
     def slices(self) -> list[TensorSlice]:
         """Which boxes of the HF checkpoint the engine holds."""
@@ -111,14 +127,6 @@ class GenerationWorker:
     def staging_parameters(self) -> Mapping[str, Tensor]:
         """Where an exchange writes new weights, by parameter name; the same tensors every time."""
         return self._engine.staging_parameters()
-
-    def health(self) -> EngineHealth:
-        """Where the engine stands. Raises EngineFailed, with its cause, if it is dead."""
-        return self._thread.health()
-
-    def close(self) -> None:
-        """End the engine; whoever still waits gets EngineFailed."""
-        self._thread.close()
 
 
 class _Stream:
