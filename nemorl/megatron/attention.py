@@ -36,6 +36,7 @@ class PackedAttention(torch.nn.Module):
         rotates: bool = True,
         local_rope: bool = False,
         sinks: bool = False,
+        layer_number: int = 0,
         config: TransformerConfig | None = None,
         **_: Any,
     ) -> None:
@@ -47,6 +48,7 @@ class PackedAttention(torch.nn.Module):
         """
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
         self.window = window
         self.rotates = rotates
         self.local_rope = local_rope
@@ -88,6 +90,10 @@ class PackedAttention(torch.nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         """[N, heads, dim]"""
         scale, window, sinks = self.softmax_scale, self.window, self.softmax_offset
+        if layout.cached is not None:
+            layout.cached.keep(self.layer_number, key, value)
+            if layout.cached.step is not None:
+                return layout.cached.attend(self.layer_number, query, scale, window, sinks)
         if layout.kernel is not None:
             rows = layout.kernel_rows
             if layout.kernel_keys is not None:

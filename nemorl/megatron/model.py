@@ -1,6 +1,6 @@
 """The policy's model: Megatron's GPTModel with our norm, our attention and deferred logits."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemorl.config.policy import MuonConfig, PolicyConfig
+from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
@@ -29,10 +29,30 @@ from .layers import block_spec
 from .lora import Adapters
 from .micro_batch import MicroBatch
 from .model_config import transformer_config
+from .packing import PackedLayout
 from .scalar_head import ScalarHead
 
 # Dimension of the weight that tensor parallelism divides.
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+
+
+class ModelInput(Protocol):
+    """What a forward pass wants of the tokens; a `MicroBatch` has it."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[1, n]"""
+        ...
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, n]"""
+        ...
+
+    @property
+    def layout(self) -> PackedLayout:
+        """How they are packed."""
+        ...
 
 
 class PolicyModel(GPTModel):
@@ -71,7 +91,7 @@ class PolicyModel(GPTModel):
         self._mark_sharded_weights()
         self._clear_padding_rows()
 
-    def forward(self, micro: MicroBatch) -> Tensor:
+    def forward(self, micro: ModelInput) -> Tensor:
         """Hidden states [N + padding, 1, H] after this stage; of N / TP tokens under sequence parallelism."""
         embedded = None
         if self.pre_process:
@@ -105,7 +125,7 @@ class PolicyModel(GPTModel):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         logprobs, entropies = token_logprobs(
             hidden,
-            self._output_weight(),
+            self.output_weight(),
             micro.batch.tokens.index_select(0, micro.labels),
             self.vocabulary,
             temperature=temperature,
@@ -122,7 +142,7 @@ class PolicyModel(GPTModel):
         buffers = {name: buffer for name, buffer in self.named_buffers() if name in kept}
         return {name: parameter.data for name, parameter in self.named_parameters()} | buffers
 
-    def _output_weight(self) -> Tensor:
+    def output_weight(self) -> Tensor:
         """[V / TP, H]: the output layer's own weight or the embedding's."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
@@ -190,7 +210,7 @@ def build_model(
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=not isinstance(policy.optimizer, MuonConfig),
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not (isinstance(policy.optimizer, AdamConfig) and policy.optimizer.narrow_grads),
         overlap_grad_reduce=False,
     )
     chunks = range(policy.layout.virtual_pipeline_parallel_size)

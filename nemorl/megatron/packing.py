@@ -8,6 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from .cache import CachedPass
 from .context import ContextShare
 from .device import AttentionKernel, KernelRows
 from .routing import TokenRouting
@@ -94,6 +95,7 @@ class PackedLayout(PackedSeqParams):
     share: ContextShare = ContextShare()
     key_order: Tensor | None = None  # [tokens of all ranks], see `ContextShare.order`; None for one rank
     routing: TokenRouting | None = None  # of a model with experts
+    cached: CachedPass | None = None  # where sequences are continued token by token
 
 
 def packed_layout(

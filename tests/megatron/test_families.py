@@ -25,7 +25,7 @@ def logits(rank, world_size, rendezvous, config, batch):
     with torch.no_grad():
         hidden = model(micro)[: batch.num_tokens, 0]
         values = torch.zeros(batch.num_tokens, VOCABULARY)
-        values[micro.places] = hidden @ model._output_weight().t()[:, :VOCABULARY]
+        values[micro.places] = hidden @ model.output_weight().t()[:, :VOCABULARY]
     worker.close()
     return values
 
