@@ -96,7 +96,12 @@ RecomputeConfig = Annotated[
 ]
 
 
+MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
+
+
 class AdamConfig(Config):
+    """Types other than float32 are Megatron's precision-aware optimizer: Transformer Engine's Adam."""
+
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
@@ -111,6 +116,25 @@ class AdamConfig(Config):
     on_host: bool = False
     """Keep the moments and the float32 weights in host memory and take the step on the CPU: it takes longer,
     and leaves that memory of the device to others."""
+    exp_avg_dtype: MomentType = "float32"
+    """Type of the first moment."""
+    exp_avg_sq_dtype: MomentType = "float32"
+    """Type of the second moment."""
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    """Type of the optimizer's weights beside those of bfloat16."""
+    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over micro-batches and data-parallel copies."""
+
+    @property
+    def narrow_fields(self) -> tuple[str, ...]:
+        """Those of its fields that name another type than float32."""
+        types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
+        return tuple(name for name in types if getattr(self, name) != "float32")
+
+    @property
+    def narrow_grads(self) -> bool:
+        """Whether gradients are summed in fewer bits than float32 has."""
+        return self.main_grads_dtype != "float32"
 
 
 class SgdConfig(Config):

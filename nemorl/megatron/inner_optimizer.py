@@ -3,6 +3,7 @@
 | `policy.optimizer` | inner optimizer | of |
 |---|---|---|
 | `adam` | Transformer Engine's, apex's or torch's AdamW, as Megatron finds them | a rank's float32 shards |
+| `adam` with types other than float32 | Transformer Engine's | a rank's shards of the model's weights |
 | `adam` with `on_host` | `HostAdam` | a rank's shards of the model's weights |
 | `sgd` | torch's | a rank's float32 shards |
 | `muon` | `Muon` | whole float32 parameters |
@@ -27,8 +28,11 @@ from nemorl.models.layout import policy_rank
 
 from .device import DTYPES, DeviceKind, building
 from .host_adam import HostAdam
-from .main_shards import HeldShard, MainShard
+from .main_shards import HeldShard, MainShard, NarrowShard
 from .muon import Muon, group_of, matrices
+
+# FP8 as Transformer Engine's Adam is asked for it.
+_TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}
 
 
 def build_optimizer(
@@ -75,7 +79,8 @@ def moments(config: PolicyConfig) -> tuple[str, ...]:
 
 def holds_weights(config: PolicyConfig) -> bool:
     """Whether the float32 weights are a state of the inner optimizer, which steps the model's own."""
-    return isinstance(config.optimizer, AdamConfig) and config.optimizer.on_host
+    optimizer = config.optimizer
+    return _is_narrow(config) or (isinstance(optimizer, AdamConfig) and optimizer.on_host)
 
 
 def _replace_inner(config: PolicyConfig, distributed: Any, device: DeviceKind) -> None:
@@ -126,7 +131,9 @@ def _replace_by_muon(
 def _main_shards(
     config: PolicyConfig, optimizers: Sequence[Any], parameters: Mapping[str, Tensor]
 ) -> dict[str, MainShard]:
-    kind = HeldShard if holds_weights(config) else MainShard
+    kind = MainShard
+    if holds_weights(config):
+        kind = NarrowShard if _is_narrow(config) else HeldShard
     found = {}
     for distributed in optimizers:
         for name, parameter in parameters.items():
@@ -136,6 +143,10 @@ def _main_shards(
                 optimizer = distributed.optimizer
                 found[name] = kind(start, optimizer.param_groups[group]["params"][order], optimizer)
     return found
+
+
+def _is_narrow(config: PolicyConfig) -> bool:
+    return isinstance(config.optimizer, AdamConfig) and bool(config.optimizer.narrow_fields)
 
 
 def _prepare_groups(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> None:
@@ -150,6 +161,9 @@ def _prepare_groups(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> N
         for main in group["params"]:
             if isinstance(optimizer, HostAdam):
                 optimizer.allocate(main)
+                continue
+            if _is_narrow(config):
+                optimizer.initialize_state(main, store_param_remainders=False)
                 continue
             state = optimizer.state[main]
             if is_torch_adam:
@@ -191,6 +205,13 @@ def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
         params_dtype=DTYPES[config.precision],
         use_distributed_optimizer=not isinstance(optimizer, MuonConfig),
         clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
+        use_precision_aware_optimizer=bool(adam.narrow_fields),
+        # Remainders beside bfloat16 would be put together here, by that kernel's arithmetic.
+        store_param_remainders=False,
+        exp_avg_dtype=_TYPES[adam.exp_avg_dtype],
+        exp_avg_sq_dtype=_TYPES[adam.exp_avg_sq_dtype],
+        main_params_dtype=_TYPES[adam.main_params_dtype],
+        main_grads_dtype=_TYPES[adam.main_grads_dtype],
     )
     # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
     # type as `decoupled_grad`.

@@ -133,6 +133,17 @@ def choose(
     )
 
 
+def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:
+    """Raise `KernelsNotFound` where `optimizer` names types that only an Adam takes that is not here."""
+    fields = optimizer.narrow_fields if isinstance(optimizer, AdamConfig) else ()
+    if fields and TRANSFORMER_ENGINE not in installed:
+        named = ", ".join(f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in fields)
+        raise KernelsNotFound(
+            f"{named}, which Transformer Engine's Adam takes, but the package transformer_engine cannot be "
+            "imported here: install it, or set float32"
+        )
+
+
 def optimizer_kernel(installed: Installed, kind: Device, optimizer: OptimizerConfig = _ADAM) -> str:
     """The Adam that Megatron takes: it looks for them in this order. On a CPU `device.py` says which."""
     if isinstance(optimizer, SgdConfig):

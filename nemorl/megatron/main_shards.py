@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checkpoint_files import WEIGHT
+
+_FUSED_ADAMS_NAMES = {WEIGHT: "master_param"}
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,29 @@ class HeldShard(MainShard):
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
         """None."""
         return iter(())
+
+
+class NarrowShard(HeldShard):
+    """Its states are Transformer Engine's, on the device, in types of fewer bits and with their scales."""
+
+    optimizer: Any  # FusedAdam, of version 2.1 or newer
+
+    def state(self, name: str) -> Tensor:
+        """A copy [elements] float32 of a state, in host memory: what saves it reads all of them at a time."""
+        return self.optimizer.get_unscaled_state(self.param, self._stored(name)).cpu()  # type: ignore[no-any-return]
+
+    def set_state(self, name: str, values: Tensor) -> None:
+        """Take [elements] float32 as one of its states."""
+        stored = self._stored(name)
+        if values.any():
+            self.optimizer.set_scaled_state(self.param, stored, values.clone())  # scaled in place
+        else:  # which has no scale
+            self.optimizer._initialize_state(self.param, stored, zero_buffer=True)
+
+    def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """All of them; of one in FP8 its bytes."""
+        states = (self.optimizer.state[self.param][self._stored(name)] for name in names)
+        return (getattr(state, "_data", state) for state in states)
+
+    def _stored(self, name: str) -> str:
+        return _FUSED_ADAMS_NAMES.get(name, name)

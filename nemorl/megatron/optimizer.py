@@ -108,7 +108,7 @@ class PolicyOptimizer:
         return (WEIGHT, *moments(self._config))
 
     def shards(self, state: str) -> dict[str, Shard]:
-        """What this rank updates of one state, by parameter; the tensors themselves."""
+        """What this rank updates of one state, by parameter; the tensors themselves if they are float32."""
         return {
             name: Shard(part.start, part.state(state)) for name, part in self._main.items() if part.has(state)
         }

@@ -29,7 +29,7 @@ from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
 from .collect import from_last_stage, global_figures
 from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
-from .kernels import Installed, choose
+from .kernels import Installed, check_optimizer, choose
 from .lora import Adapters
 from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
 from .model import PolicyModel, build_model
@@ -73,6 +73,7 @@ class PolicyWorker:
         self._keep_reference = keep_reference
         self._shape = ModelShape.load(config.model_path, config.head)
         self._installed = Installed.find()
+        check_optimizer(config.optimizer, self._installed)
         self._kernels = choose(
             config.kernels,
             kind=device,

@@ -21,6 +21,7 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+_STATE_SIZE = {**ITEM_SIZE, "float16": 2, "fp8": 1}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # An engine's logits of a step, the sampled distribution and its sorted copy.
@@ -111,7 +112,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         "policy",
         layout.world_size,
         weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
-        gradients=trained.total * _FLOAT32,  # accumulated in float32 whatever the precision
+        gradients=trained.total * _gradient_bytes(policy),
         optimizer=0 if on_host else updated * _optimizer_bytes(policy),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
@@ -141,8 +142,18 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     )
 
 
+def _gradient_bytes(policy: PolicyConfig) -> int:
+    """Bytes for each parameter: float32 whatever the precision, if nothing else is asked for."""
+    optimizer = policy.optimizer
+    return _STATE_SIZE[optimizer.main_grads_dtype] if isinstance(optimizer, AdamConfig) else _FLOAT32
+
+
 def _optimizer_bytes(policy: PolicyConfig) -> int:
-    """Bytes for each parameter: the moments, and float32 weights beside those of bfloat16."""
+    """Bytes for each parameter: the moments, and the optimizer's weights beside those of bfloat16."""
+    optimizer = policy.optimizer
+    if isinstance(optimizer, AdamConfig):
+        moments = _STATE_SIZE[optimizer.exp_avg_dtype] + _STATE_SIZE[optimizer.exp_avg_sq_dtype]
+        return moments + (_STATE_SIZE[optimizer.main_params_dtype] if policy.precision != "float32" else 0)
     return _FLOAT32 * (_num_moments(policy) + (policy.precision != "float32"))
 
 

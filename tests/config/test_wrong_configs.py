@@ -449,6 +449,28 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "transformer_engine",
         "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto",
     ),
+    "moments of fewer bits on a CPU": (
+        ["policy.precision=bfloat16", "policy.optimizer.exp_avg_dtype=fp8"],
+        "policy.optimizer.exp_avg_dtype",
+        "fp8",
+        "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, runs on GPUs only",
+    ),
+    "weights of fewer bits than the policy's": (
+        ["cluster.gpus_per_node=4", "policy.optimizer.main_params_dtype=float16"],
+        "policy.optimizer.main_params_dtype",
+        "float16",
+        "policy.precision is float32, which has no use for it: set this to float32",
+    ),
+    "moments of fewer bits on the host": (
+        [
+            "cluster.gpus_per_node=4",
+            "policy.precision=bfloat16",
+            "policy.optimizer={on_host: true, exp_avg_sq_dtype: bfloat16}",
+        ],
+        "policy.optimizer.exp_avg_sq_dtype",
+        "bfloat16",
+        "policy.optimizer.on_host is true, and the Adam of the host takes float32 only",
+    ),
     "leaving the device to nobody": (
         [*SFT, "algorithm.validation={}", "policy.offload.optimizer=true"],
         "policy.offload.optimizer",

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -15,10 +17,12 @@ from nemorl.megatron.device import building, select_device
 from nemorl.megatron.kernels import Kernels
 from nemorl.megatron.model import PolicyModel
 from nemorl.megatron.model_config import transformer_config
+from nemorl.megatron.worker import TrainStats
 from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
 from nemorl.models.shape import ModelShape
-from tests.megatron.cases import Life, live
+from tests.megatron.cases import Life, live, start_worker
+from tests.megatron.test_checkpoint import train
 
 LOCAL, TRANSFORMER_ENGINE = Kernels(), Kernels(layers="transformer_engine")
 Parameters = dict[str, tuple[int, ...]]
@@ -81,6 +85,56 @@ def alone(config: PolicyConfig, rank: int) -> Iterator[None]:
         yield
     finally:
         parallel.leave()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Two steps, and two more by the process that took them and by one that began with its checkpoint."""
+
+    first: list[TrainStats]
+    went_on: list[TrainStats]
+    resumed: list[TrainStats]
+    adams: set[str]  # classes of the inner optimizers
+    offloaded: list[int]  # bytes
+    states: dict[str, list[torch.dtype]]  # types of the optimizer's states as they are held
+    changed: list[str]  # weights that are others where the run was resumed
+
+
+def resume_with_fused_adam(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, folder: Path
+) -> Resumed:
+    """With the library's Adam, which Megatron would not take on a CPU."""
+    select_device("cpu", rank)
+    with mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False):
+        worker = start_worker(rank, world_size, rendezvous, config)
+        first = [train(worker, rank, config, seed) for seed in (0, 1)]
+        offloaded = [worker.offload()]
+        worker.onload()
+        worker.save_checkpoint(folder)
+        went_on = [train(worker, rank, config, seed) for seed in (2, 3)]
+        weights = {name: weight.clone() for name, weight in worker.parameters().items()}
+        worker.close()
+
+        worker = start_worker(rank, world_size, f"{rendezvous}-again", config)
+        worker.load_checkpoint(folder)
+        resumed = [train(worker, rank, config, seed) for seed in (2, 3)]
+        inner = [one.optimizer for one in worker.optimizer.megatron.chained_optimizers]
+        states = {
+            name: sorted({getattr(s[name], "_data", s[name]).dtype for s in adam.state.values()}, key=str)
+            for adam in inner
+            for name in ("master_param", "exp_avg", "exp_avg_sq")
+        }
+        again = worker.parameters()
+        worker.close()
+    return Resumed(
+        first,
+        went_on,
+        resumed,
+        {type(adam).__module__ for adam in inner},
+        offloaded,
+        states,
+        [name for name, weight in weights.items() if not torch.equal(again[name], weight)],
+    )
 
 
 def live_with(

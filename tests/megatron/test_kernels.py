@@ -6,7 +6,14 @@ import types
 import pytest
 
 from nemorl.config.policy import AdamConfig, MuonConfig, SgdConfig
-from nemorl.megatron.kernels import Installed, Kernels, KernelsNotFound, choose, optimizer_kernel
+from nemorl.megatron.kernels import (
+    Installed,
+    Kernels,
+    KernelsNotFound,
+    check_optimizer,
+    choose,
+    optimizer_kernel,
+)
 
 NOTHING = Installed({})
 EVERYTHING = Installed(
@@ -103,6 +110,14 @@ def test_on_a_cpu_nothing_is_missed():
 )
 def test_the_header_names_the_optimizer_that_runs(optimizer, kernel):
     assert kernel in chosen().described(EVERYTHING, "cuda", optimizer)["optimizer kernel"]
+
+
+def test_types_that_only_transformer_engine_takes_want_it():
+    narrow = AdamConfig(exp_avg_dtype="bfloat16", main_grads_dtype="bfloat16")
+    check_optimizer(narrow, Installed({"transformer_engine": "2.8.0"}))
+    check_optimizer(AdamConfig(), NOTHING)
+    with pytest.raises(KernelsNotFound, match=r"policy.optimizer.exp_avg_dtype is bfloat16, .*set float32"):
+        check_optimizer(narrow, NOTHING)
 
 
 def test_megatron_looks_for_adam_in_transformer_engine_first():

@@ -48,6 +48,19 @@ def test_an_optimizer_on_the_host_takes_nothing_of_the_device(configure: Configu
     assert policy.on_device == policy.total - 12 * WHOLE - policy.checkpoint
 
 
+def test_types_of_fewer_bits_save_what_they_are_shorter(configure: Configure) -> None:
+    types = "exp_avg_dtype: fp8, exp_avg_sq_dtype: bfloat16, main_params_dtype: float16"
+    narrow = ["policy.precision=bfloat16", "cluster.gpus_per_node=2"]
+
+    def narrowed(more: str = "") -> ProcessMemory:
+        experiment = configure(*narrow, f"policy.optimizer={{{types}{more}}}")
+        return group("policy", estimate_memory(experiment, SHAPE, training=True))
+
+    assert (narrowed().gradients, narrowed().optimizer) == (4 * WHOLE, (1 + 2 + 2) * WHOLE)
+    assert narrowed(", main_grads_dtype: bfloat16").gradients == 2 * WHOLE
+    assert narrowed().checkpoint == 12 * WHOLE  # which knows float32 only
+
+
 def test_checkpoints_beside_training_keep_a_copy_of_the_state(configure: Configure) -> None:
     def copied(*overrides: str) -> ProcessMemory:
         return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))

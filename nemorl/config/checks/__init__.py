@@ -49,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     validation.saved_weights_come_from_a_checkpoint,
     resources.one_node,
     resources.kernels_want_gpus,
+    resources.narrow_optimizer_has_its_kernel,
     resources.offload_wants_generation,
     resources.gpus_for_all_processes,
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -23,6 +23,25 @@ def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[
     if policy.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
         mend = "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto"
         yield Violation("policy.kernels", policy.kernels, mend)
+
+
+def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
+    """Transformer Engine's Adam keeps its tensors in types of fewer bits, on a GPU, beside bfloat16."""
+    optimizer = policy.optimizer
+    if not isinstance(optimizer, AdamConfig):
+        return
+    reasons = {
+        "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, runs on GPUs only": (
+            cluster.gpus_per_node == 0
+        ),
+        "policy.precision is float32, which has no use for it": policy.precision == "float32",
+        "policy.optimizer.on_host is true, and the Adam of the host takes float32 only": optimizer.on_host,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    for field in optimizer.narrow_fields if reason else ():
+        yield Violation(
+            f"policy.optimizer.{field}", getattr(optimizer, field), f"{reason}: set this to float32"
+        )
 
 
 def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
