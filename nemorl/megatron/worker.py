@@ -28,6 +28,8 @@ from nemorl.models.slices import TensorSlice
 from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
 from .collect import from_last_stage, global_figures
+from .decode import CachedModel
+from .decode_copy import DecodingCopy
 from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
 from .kernels import Installed, check_optimizer, choose
 from .lora import Adapters
@@ -231,6 +233,12 @@ class PolicyWorker:
         return TrainStats(
             sums, maxima, step.grad_norm, step.lr, step.skipped, num_tokens, num_computed, experts
         )
+
+    def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
+        """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
+        (model,) = self._modules
+        cached = CachedModel(model, self._maker, self._shape.vocab_size, max_kv_tokens)
+        return DecodingCopy(cached, self._config.layout, self._device)
 
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
