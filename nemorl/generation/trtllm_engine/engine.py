@@ -1,0 +1,194 @@
+"""TensorRT-LLM's AsyncLLM behind `AsyncBackend`, and calls of the extension in its workers.
+
+host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
+     └──────── collective_rpc ──▶ workers 0..n ─ extension: hold, load, finish, release
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorrt_llm import AsyncLLM
+
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.generation.async_engine import Chunk
+from nemorl.generation.errors import EngineFailed
+from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
+from nemorl.generation.types import GenerationRequest
+from nemorl.rollout.types import StopReason
+
+from .arguments import Place, engine_arguments, memory_tags, sampled_logprobs, sampling_params
+
+_STOPS = {
+    "stop": StopReason.STOP,
+    "length": StopReason.LENGTH,
+    "timeout": StopReason.ABORT,
+    "cancelled": StopReason.ABORT,
+}
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A request in the engine."""
+
+    versions: list[tuple[int, int]]  # (first token, version) of each version that samples it
+    received: int = 0  # tokens
+    finder: StopStringFinder | None = None
+
+    def version_of(self, index: int) -> int:
+        """Of the weights that sampled a token."""
+        return next(version for first, version in reversed(self.versions) if index >= first)
+
+
+@dataclass(eq=False)
+class TrtllmEngine:
+    """One engine with all its workers. Belongs to one event loop; `start` comes first."""
+
+    config: TrtllmGenerationConfig
+    limits: RequestLimits
+    name: str
+    decode: Decode | None
+    llm: AsyncLLM
+    version: int = 0
+    _flights: dict[int, _Flight] = field(default_factory=dict)  # by the engine's id of the request
+    _counts: dict[int, int] = field(default_factory=dict)  # tokens of each when the engine was last held
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @classmethod
+    def create(
+        cls,
+        config: TrtllmGenerationConfig,
+        model_path: Path,
+        limits: RequestLimits,
+        *,
+        name: str,
+        precision: str,
+        extension: str,
+        place: Place | None,
+        decode: Decode | None,
+    ) -> "TrtllmEngine":
+        """Make the engine; its workers come up in `start`."""
+        arguments = engine_arguments(
+            config,
+            model_path,
+            precision=precision,
+            max_sequence_length=limits.max_sequence_length,
+            extension=extension,
+            place=place,
+        )
+        return cls(config, limits, name, decode, AsyncLLM(**arguments))
+
+    async def start(self) -> None:
+        """Start the workers and load the model."""
+        await self.llm.setup_async()
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of the engine, each with a GPU."""
+        return self.config.ranks_per_replica
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for what can never be served."""
+        self.limits.check(request)
+
+    async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks of a request; closing the generator before its end aborts it."""
+        params = sampling_params(request, self.limits.max_sequence_length)
+        output = self.llm.generate_async(
+            {"prompt_token_ids": request.prompt.tolist()}, params, streaming=True
+        )
+        flight = self._flights[output.request_id] = _Flight([(0, self.version)])
+        if request.stop_strings and self.decode is not None:
+            before = request.prompt[: len(request.prompt) - request.sampled_before].tolist()
+            flight.finder = StopStringFinder(request.stop_strings, before, self.decode)
+            for token in request.prompt[len(before) :].tolist():
+                flight.finder.push(token)
+        stop = None
+        try:
+            async for partial in output:
+                chunk = _new_chunk(flight, partial.outputs[0])
+                stop = chunk.stop
+                if chunk.tokens or stop is not None:
+                    yield chunk
+                if stop is not None:
+                    return
+        finally:
+            del self._flights[output.request_id]
+            if stop is None or not output.finished:
+                self._abort(output)
+
+    async def freeze(self) -> None:
+        """Stand between two steps."""
+        self._counts = (await self.call("nemorl_hold"))[0]
+
+    async def thaw(self) -> None:
+        """Step again."""
+        await self.call("nemorl_release")
+
+    def switch(self, version: int) -> None:
+        """What is sampled after the engine's standing comes from weights of `version`."""
+        self.version = version
+        for number, flight in self._flights.items():
+            # Who is not among the active has all its tokens from before, or none: while the engine stood,
+            # what it had sampled has come.
+            flight.versions.append((self._counts.get(number, flight.received), version))
+
+    async def release_memory(self) -> None:
+        """Give the GPU back: weights go to host memory, the KV cache is lost. Nothing may be in flight."""
+        await self.call("reset_prefix_cache")  # else its index speaks of memory that is gone
+        await self.call("sleep", memory_tags(()))
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take `weights`, `kv_cache` or both back."""
+        await self.call("wakeup", memory_tags(tags))
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """A method on every worker; answers by rank. Raises EngineFailed, which names dead ranks."""
+        try:
+            answers: list[Any] = await self.llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise EngineFailed(
+                f"{self.name}: {await self._who_failed()} in {method}: {type(error).__name__}: {error}"
+            ) from error
+        return answers
+
+    def close(self) -> None:
+        """End the workers."""
+        self.llm.shutdown()
+
+    async def _who_failed(self) -> str:
+        """The workers that do not answer any more, or all, where they do."""
+        asked = [
+            self.llm.collective_rpc("nemorl_device", unique_reply_rank=rank)
+            for rank in range(self.num_workers)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        dead = [rank for rank, answer in enumerate(answers) if isinstance(answer, BaseException)]
+        if not dead:
+            return "its workers failed"
+        return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {self.num_workers} died"
+
+    def _abort(self, output: Any) -> None:
+        """End a request in the engine; nobody waits for that, and the call blocks while the engine stands."""
+        task = asyncio.create_task(asyncio.to_thread(output.abort))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _new_chunk(flight: _Flight, sample: Any) -> Chunk:
+    """What has come since, cut behind the token that completes a stop string."""
+    first = flight.received
+    tokens = list(sample.token_ids[first:])
+    logprobs = sampled_logprobs(tokens, sample.logprobs[first : first + len(tokens)])
+    stop = None if sample.finish_reason is None else _STOPS[sample.finish_reason]
+    if flight.finder is not None:
+        for number, token in enumerate(tokens, start=1):
+            if flight.finder.push(token):
+                tokens, logprobs, stop = tokens[:number], logprobs[:number], StopReason.STOP
+                break
+    flight.received += len(tokens)
+    versions = [flight.version_of(index) for index in range(first, flight.received)]
+    return Chunk(tokens, logprobs, versions, stop)

@@ -1,0 +1,264 @@
+"""What runs in the process of a TensorRT-LLM replica: the engine's front, and its side of the exchange.
+
+handles    exchange ──▶ host memory (sampling goes on) ──commit: CUDA IPC──▶ every worker
+workers    exchange ──▶ a receiver in every worker (the engine stands) ──▶ its loader; commit: the final None
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from tensorrt_llm._torch.utils import get_device_uuid
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.generation.async_engine import AsyncEngineWorker
+from nemorl.generation.backends import text_of
+from nemorl.generation.errors import EngineFailed
+from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.trtllm_engine import TrtllmEngine
+from nemorl.generation.trtllm_engine.arguments import Place
+from nemorl.models.hf_folder import HfFolder
+from nemorl.models.layout import hf_tensors
+from nemorl.models.shape import ModelShape
+from nemorl.weights.arrivals import torch_dtype
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
+from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.whole_tensors import whole_slices
+
+EXTENSION = "nemorl.session.trtllm_extension.NemorlExtension"
+_WATCH_SECONDS = 5.0  # between two looks whether the workers live
+
+
+class TrtllmHost(AsyncEngineWorker):
+    """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: TrtllmGenerationConfig,
+        *,
+        rank: int,
+        device: Literal["cpu", "cuda"],
+        threads: int | None,
+        tokenizer_path: Path,
+        max_sequence_length: int,
+        precision: Literal["float32", "bfloat16"],
+        commit_seconds: float,
+        place: Place | None = None,
+    ) -> None:
+        """Make the engine; its workers, on `place`'s bundles, come up in `start`.
+
+        `commit_seconds` is the most that taking new weights may last.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._config = config
+        self._device = device
+        self._commit_seconds = commit_seconds
+        shape = ModelShape.load(model_path)
+        self._tensors = hf_tensors(shape)
+        self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
+        name = f"TensorRT-LLM engine {rank}"
+        decode = text_of(Path(tokenizer_path))
+        self._engine = TrtllmEngine.create(
+            config,
+            Path(model_path),
+            RequestLimits(shape.vocab_size, max_sequence_length, max_sequence_length, decode is not None),
+            name=name,
+            precision=config.precision or precision,
+            extension=EXTENSION,
+            place=place,
+            decode=decode,
+        )
+        super().__init__(self._engine, name)
+        loop = asyncio.get_running_loop()
+
+        def commit(version: int) -> None:
+            asyncio.run_coroutine_threadsafe(self._hand_over(version), loop).result()
+
+        self._staging: dict[str, Tensor] = {}
+        self._receiver = WeightReceiver(whole_slices(self._tensors), self._staged, commit)
+        self._update = AsyncExitStack()  # the engine stands, while workers receive
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the workers and load the model as version 0."""
+        await self._engine.start()
+        self._watch = asyncio.create_task(self._keep_watch())
+
+    async def describe_weights(self) -> tuple[ReceiverLayout, ...]:
+        """Whole tensors: once for the replica, or once for each of its workers."""
+        if self._config.weight_delivery == "handles":
+            return (self._receiver.describe(),)
+        batch = self._config.bucket_megabytes * 2**20
+        return tuple(
+            await self._engine.call("nemorl_describe", self._tensors, self._dtypes, self._device, batch)
+        )
+
+    async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
+        """Keep the parts of the plan."""
+        if self._config.weight_delivery == "handles":
+            self._receiver.prepare(parts[0])
+        else:
+            await self._engine.call("nemorl_prepare", parts)
+
+    async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
+        """The replica's side of a refit; with `workers` the engine stands from here to the commit."""
+        if self._config.weight_delivery == "handles":
+            return (await asyncio.to_thread(self._receiver.receive, session),)
+        await self._update.enter_async_context(self._standing_for(session.version))
+        return tuple(await self._engine.call("nemorl_receive", session))
+
+    async def commit_weights(self, version: int) -> None:
+        """Sample with what was received. Raises `RefitFailed`; where weights are torn the engine ends."""
+        if self._config.weight_delivery == "handles":
+            await asyncio.to_thread(self._receiver.commit, version)
+            return
+        await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
+        self._engine.switch(version)
+        self.recover()
+        await self._update.aclose()
+
+    async def abandon_refit(self) -> None:
+        """Forget an update that did not finish. An engine that it has written to answers nothing now."""
+        self._receiver.abandon()
+        try:
+            for reason in await self._engine.call("nemorl_give_up"):
+                if reason is not None:
+                    self.fail(EngineFailed(reason))
+            await self._update.aclose()
+        except EngineFailed as error:  # a worker is gone: then nothing can be released
+            self._update.pop_all()
+            self.fail(error)
+
+    async def sleep(self, level: int) -> None:
+        """Leave the GPU: weights are kept in host memory at every level, the KV cache is lost."""
+        await self.pause("wait")
+        await self._engine.release_memory()
+
+    async def wake(self, tags: tuple[str, ...]) -> None:
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling goes on once the cache is there."""
+        await self._engine.resume_memory(tags)
+        if not tags or "kv_cache" in tags:
+            await self.resume()
+
+    async def close(self) -> None:
+        """End the engine; whoever still waits gets EngineFailed."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self.fail(EngineFailed(f"{self._name} was closed"))
+        await asyncio.to_thread(self._engine.close)
+
+    def _staged(self) -> Mapping[str, Tensor]:
+        """The tensors in host memory, made when they are first asked for."""
+        if not self._staging:
+            pinned = self._device == "cuda"
+            for name, extents in self._tensors.items():
+                dtype = torch_dtype(self._dtypes[name])
+                self._staging[name] = torch.empty(extents, dtype=dtype, pin_memory=pinned)
+        return self._staging
+
+    async def _hand_over(self, version: int) -> None:
+        """Give the staged weights to all workers while the engine stands."""
+        async with self._standing_for(version):
+            try:
+                places = self._places(await self._engine.call("nemorl_device"))
+                for batch in _batches(self._staging, self._config.bucket_megabytes * 2**20):
+                    copies = await asyncio.to_thread(_copies, batch, places)
+                    await self._engine.call("nemorl_load", _handles(copies))
+                await self._engine.call("nemorl_finish", self._config.recompute_kv_cache)
+            except Exception as error:
+                torn = (
+                    f"{self._name} was being brought to version {version}, and that did not finish: its "
+                    "weights are of two versions until a whole refit has been done"
+                )
+                self.fail(EngineFailed(torn))
+                await self._engine.call("nemorl_give_up")
+                raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
+            self._engine.switch(version)
+            self.recover()
+
+    def _places(self, names: Sequence[str]) -> dict[str, torch.device]:
+        """Each worker's GPU in this process, which sees them all."""
+        if self._device == "cpu":  # the tests' stand-in
+            return dict.fromkeys(names, torch.device("cpu"))
+        here = {str(get_device_uuid(index)): index for index in range(torch.cuda.device_count())}
+        if missing := sorted(set(names) - here.keys()):
+            raise RefitFailed(
+                f"{self._name} has workers on GPUs that its own process does not see ({', '.join(missing)}): "
+                "they must be of one machine, or set generation.weight_delivery to workers"
+            )
+        return {name: torch.device("cuda", here[name]) for name in names}
+
+    @asynccontextmanager
+    async def _standing_for(self, version: int) -> AsyncIterator[None]:
+        """`standing`, which must begin in time."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._commit_seconds):
+                    await stack.enter_async_context(self.standing(drain=not self._config.in_flight_updates))
+            except TimeoutError as error:
+                raise RefitDeadline(
+                    f"refit to version {version}: {self._name} did not come to a stand within "
+                    f"{self._commit_seconds:g} s (cluster.deadlines.refit)"
+                ) from error
+            yield
+
+    async def _keep_watch(self) -> None:
+        """Notice workers that die; calls wait their turn behind whatever a worker does."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                await self._engine.call("nemorl_device")
+            except EngineFailed as error:
+                self.fail(error)
+                return
+
+
+def _copies(batch: Mapping[str, Tensor], places: Mapping[str, torch.device]) -> dict[str, dict[str, Tensor]]:
+    """The tensors on each GPU, by its name."""
+    return {
+        name: {key: tensor.to(device, copy=True) for key, tensor in batch.items()}
+        for name, device in places.items()
+    }
+
+
+def _handles(copies: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[tuple[str, Any]]]:
+    """By GPU, how its worker opens each tensor: torch's own reduction, which is TensorRT-LLM's format."""
+    return {
+        device: [(name, reductions.reduce_tensor(tensor)) for name, tensor in tensors.items()]
+        for device, tensors in copies.items()
+    }
+
+
+def _batches(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors of `most_bytes` together, or one that is larger."""
+    batch: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if batch and sum(there.nbytes for there in batch.values()) + tensor.nbytes > most_bytes:
+            yield batch
+            batch = {}
+        batch[name] = tensor
+    yield batch
+
+
+def _kept_types(model_path: Path, tensors: Mapping[str, tuple[int, ...]], precision: str) -> dict[str, str]:
+    """The type of each tensor on the wire: `precision`, or float32 where only some of the folder are that."""
+    folder = HfFolder(model_path)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name in tensors:
+        by_file[folder.file(name)].append(name)
+    stored: dict[str, str] = {}
+    for path, names in by_file.items():
+        with safe_open(path, "pt") as file:
+            stored |= {name: file.get_slice(name).get_dtype() for name in names}
+    mixed = set(stored.values()) != {"F32"}
+    return {name: "float32" if mixed and kind == "F32" else precision for name, kind in stored.items()}

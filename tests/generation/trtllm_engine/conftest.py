@@ -1,0 +1,86 @@
+"""One replica of two workers for all tests of a module: workers take seconds to start."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.models.shape import ModelShape
+from tests.generation.trtllm_engine.setup import Loop, Setup
+
+STANDIN = Path(__file__).parent / "standin"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def standin() -> Iterator[None]:
+    """tensorrt_llm is the stand-in, here and in processes that Ray starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(STANDIN))
+        patch.setenv("PYTHONPATH", f"{STANDIN}:{ROOT}")
+        from tensorrt_llm.standin_handles import reduce_tensor
+        from torch.multiprocessing import reductions
+
+        patch.setattr(reductions, "reduce_tensor", reduce_tensor)
+        with ClusterRuntime(ClusterConfig(object_store_megabytes=100), []):
+            yield
+    ours = ("tensorrt_llm", "nemorl.generation.trtllm_engine", "nemorl.session.trtllm_")
+    for name in [name for name in sys.modules if name.startswith(ours)]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture(scope="module")
+def make(standin, loop, hf_models):
+    """Starts replicas; they end with the module."""
+    from nemorl.session import trtllm_host
+
+    trtllm_host._WATCH_SECONDS = 0.2
+    hosts = []
+
+    def start(**fields) -> Setup:
+        folder = hf_models["llama"].folder
+        config = TrtllmGenerationConfig(backend="trtllm", bucket_megabytes=1, **fields)
+
+        async def begin() -> trtllm_host.TrtllmHost:
+            host = trtllm_host.TrtllmHost(
+                folder,
+                config,
+                rank=0,
+                device="cpu",
+                threads=1,
+                tokenizer_path=folder,
+                max_sequence_length=250,
+                precision="float32",
+                commit_seconds=20.0,
+            )
+            hosts.append(host)
+            await host.start()
+            return host
+
+        return Setup(loop, loop.run(begin()), ModelShape.load(folder))
+
+    yield start
+    for host in hosts:
+        loop.run(host.close())
+
+
+@pytest.fixture(scope="module")
+def replica(make) -> Setup:
+    """Two workers."""
+    return make(tensor_parallel_size=2)
+
+
+@pytest.fixture(params=["handles", "workers"])
+def delivery(request, replica) -> Setup:
+    """The replica with each way of taking weights; updates wait for what is in flight."""
+    replica.configure(weight_delivery=request.param, in_flight_updates=False, recompute_kv_cache=False)
+    return replica

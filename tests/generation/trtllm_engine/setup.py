@@ -1,0 +1,121 @@
+"""A replica over the stand-in, with its event loop in a thread, and policies that hand it weights."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import hf_tensors, policy_rank, policy_slices
+from nemorl.models.local_view import local_view
+from nemorl.models.shape import ModelShape
+from nemorl.weights.endpoints import WeightSender
+from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
+from nemorl.weights.session import RefitSession
+from tests.generation.examples import GREEDY, Prompts, request
+from tests.weights.ranks import Threads, allocate, box
+
+T = TypeVar("T")
+SECONDS = 60.0
+
+
+class Loop:
+    """An event loop that lives as long as the tests of a module."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
+
+
+class PolicySide:
+    """One rank of a tensor-parallel policy."""
+
+    def __init__(self, shape: ModelShape, rank: int) -> None:
+        layout = LayoutConfig(tensor_parallel_size=2)
+        self._slices = policy_slices(shape, policy_rank(layout, rank))
+        self._parameters = allocate(self._slices, torch.float32)
+        self.exchange = WeightSender(self._slices, lambda: self._parameters)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        for part in self._slices:
+            local_view(self._parameters, part).copy_(tensors[part.name][box(part)])
+
+
+class Receivers:
+    """The replica as the driver calls it."""
+
+    def __init__(self, loop: Loop, host: Any) -> None:
+        self._loop, self._host = loop, host
+
+    def describe(self) -> Sequence[ReceiverLayout]:
+        return self._loop.run(self._host.describe_weights())
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        self._loop.run(self._host.prepare_refit(tuple(parts)))
+
+    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
+        return self._loop.run(self._host.receive_weights(session))
+
+    def commit(self, version: int) -> None:
+        self._loop.run(self._host.commit_weights(version))
+
+    def abandon(self) -> None:
+        self._loop.run(self._host.abandon_refit())
+
+
+class Setup:
+    """A replica of TensorRT-LLM and a policy of TP2."""
+
+    def __init__(self, loop: Loop, host: Any, shape: ModelShape) -> None:
+        self.loop, self.host, self.shape = loop, host, shape
+        self.policy = [PolicySide(shape, rank) for rank in range(2)]
+        self.version = 0
+        self.rewire()
+
+    def rewire(self, bucket_bytes: int = 8192, deadline_seconds: float = 30.0) -> None:
+        """As after a change of the layout."""
+        self.exchange = WeightExchange(
+            Threads(self.policy), Receivers(self.loop, self.host), bucket_bytes, deadline_seconds
+        )
+
+    def configure(self, **fields: Any) -> None:
+        """Other settings, where they do not concern how the engine was started."""
+        self.host._config = self.host._config.model_copy(update=fields)
+        self.rewire()
+
+    def refit(self, tensors: Mapping[str, Tensor]) -> int:
+        """Hand the policy's weights over; their version."""
+        for rank in self.policy:
+            rank.take(tensors)
+        self.exchange.refit(self.version + 1)
+        self.version += 1
+        return self.version
+
+    def weights(self, seed: int) -> dict[str, Tensor]:
+        """HF tensors whose greedy answers differ from seed to seed."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: torch.randn(extents, generator=generator) * 0.3 + (1.0 if len(extents) == 1 else 0.0)
+            for name, extents in hf_tensors(self.shape).items()
+        }
+
+    def serve(self, requests: Sequence[Any]) -> dict[str, Any]:
+        async def collect() -> dict[str, Any]:
+            return {one.id: one async for one in self.host.generate_many(requests)}
+
+        return self.loop.run(collect())
+
+
+def group(name: str, count: int = 3, max_new_tokens: int = 8, **fields: Any) -> list[Any]:
+    prompts = Prompts(5).several(count, 3, 12)
+    return [
+        request(prompt, f"{name}{number}", fields.get("sampling", GREEDY), max_new_tokens, seed=number)
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,15 @@
+"""The decorator of worker methods that want the engine to stand still."""
+
+import functools
+
+
+def control_action_decorator(function=None, *, drain=True):
+    def decorate(wrapped):
+        @functools.wraps(wrapped)
+        def with_engine_held(self, *args, **kwargs):
+            with self.engine.control_action(drain=drain):
+                return wrapped(self, *args, **kwargs)
+
+        return with_engine_held
+
+    return decorate if function is None else decorate(function)

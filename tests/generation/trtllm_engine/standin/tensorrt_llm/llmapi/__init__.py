@@ -1,0 +1,3 @@
+from .llm_args import ExecutorMemoryType, KvCacheConfig
+
+__all__ = ["ExecutorMemoryType", "KvCacheConfig"]
