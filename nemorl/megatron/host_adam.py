@@ -1,8 +1,10 @@
 """AdamW in host memory: float32 weights and moments lie there, and the step is taken on the CPU.
 
 The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down, torch's
-fused AdamW goes over it, and the weight goes up in the model's precision. In place of Megatron's
-HybridDeviceOptimizer, which keeps a float32 copy of the weights on the device too.
+fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus lies in two
+pinned buffers, as large as the largest parameter; the states are ordinary memory, as torch rounds pinned
+memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a float32 copy of the
+weights on the device too.
 """
 
 from typing import Any
@@ -27,16 +29,16 @@ class HostAdam(torch.optim.Optimizer):
         super().__init__([torch.zeros(())], {"lr": config.lr, "weight_decay": config.weight_decay, "step": 0})
         self._config = config
         self._kind: DeviceKind = kind
-        self._arriving = torch.empty(0)  # a gradient, on its way from a GPU
+        # Of one parameter, on the way from and to a GPU.
+        self._gradient, self._weight = torch.empty(0), torch.empty(0)
 
     def allocate(self, param: Tensor) -> None:
-        """Room for the state of a parameter, pinned where its values come from a GPU; moments are zero."""
-        like = param.detach().float()
-        weight, first, second = (host_buffer(self._kind, like) for _ in range(3))
-        weight.copy_(like)
-        self.state[param] = {WEIGHT: weight, "exp_avg": first.zero_(), "exp_avg_sq": second.zero_()}
-        if self._kind != "cpu" and param.numel() > self._arriving.numel():
-            self._arriving = host_buffer(self._kind, like)
+        """Room for the state of a parameter, with the weight that it has; moments are zero."""
+        weight = torch.empty(param.shape).copy_(param.detach())
+        moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[param] = {WEIGHT: weight, **moments}
+        if self._kind != "cpu" and param.numel() > self._gradient.numel():
+            self._gradient, self._weight = (host_buffer(self._kind, like) for like in (weight, param))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -64,12 +66,19 @@ class HostAdam(torch.optim.Optimizer):
             lr=group["lr"],
             weight_decay=group["weight_decay"],
         )
-        param.copy_(state[WEIGHT].to(param.dtype))  # rounded here, so that half the bytes go up
+        self._to_device(state[WEIGHT], param)
 
     def _on_host(self, gradient: Tensor) -> Tensor:
-        """Valid until the next one."""
+        """Valid until the next one. The weight before it has then gone up."""
         if self._kind == "cpu":
             return gradient
-        arrived = self._arriving[: gradient.numel()].copy_(gradient, non_blocking=True)
+        arrived = self._gradient[: gradient.numel()].copy_(gradient, non_blocking=True)
         finish_copies(self._kind)
         return arrived
+
+    def _to_device(self, weight: Tensor, param: Tensor) -> None:
+        """Rounded here, so that half the bytes go up."""
+        if self._kind == "cpu":
+            param.copy_(weight)
+        else:
+            param.copy_(self._weight[: weight.numel()].copy_(weight), non_blocking=True)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from nemorl.config.policy import AdamConfig, LoraConfig, PolicyConfig
+from nemorl.megatron import host_adam
+from nemorl.megatron.device import DeviceKind
 from nemorl.megatron.host_adam import HostAdam
 from nemorl.megatron.worker import TrainStats
 from tests.megatron.cases import LOSS, partition, share, start_worker
@@ -16,6 +18,43 @@ from tests.megatron.examples import layout, policy_config, ragged_batch
 ADAM = AdamConfig(lr=3e-3, weight_decay=0.1, beta2=0.99)
 ON_HOST = ADAM.model_copy(update={"on_host": True})
 CLIPPED = 0.1  # below every norm
+
+
+def steps_of(kind: DeviceKind) -> tuple[list[Tensor], list[Tensor]]:
+    """Three steps of shards of bfloat16 weights, and their float32 ones."""
+    torch.manual_seed(0)
+    params = [torch.randn(length).bfloat16() for length in (7, 100, 33)]
+    adam = HostAdam(ADAM, kind)
+    adam.param_groups = [{**adam.defaults, "params": params}]
+    for param in params:
+        adam.allocate(param)
+    for _ in range(3):
+        for param in params:
+            param.decoupled_grad = torch.randn(param.shape)
+        adam.step()
+    return params, [adam.state[param]["weight"] for param in params]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_its_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, kind: DeviceKind) -> None:
+    """By way of the buffers that stand between it and a GPU too, which are not pinned here."""
+    monkeypatch.setattr(host_adam, "host_buffer", lambda _, like: torch.empty_like(like))
+    monkeypatch.setattr(host_adam, "finish_copies", lambda _: None)
+    torch.manual_seed(0)
+    mains = [torch.randn(length).bfloat16().float().requires_grad_() for length in (7, 100, 33)]
+    torchs = torch.optim.AdamW(
+        mains, ADAM.lr, (ADAM.beta1, ADAM.beta2), ADAM.eps, ADAM.weight_decay, fused=True
+    )
+    for _ in range(3):
+        for main in mains:
+            main.grad = torch.randn(main.shape)
+        torchs.step()
+
+    params, weights = steps_of(kind)
+
+    for param, weight, main in zip(params, weights, mains, strict=True):
+        assert torch.equal(weight, main)
+        assert torch.equal(param, main.bfloat16())
 
 
 @dataclass(frozen=True)
