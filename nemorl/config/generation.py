@@ -6,6 +6,7 @@ from pydantic import Field
 
 from .base import default_variant
 from .generation_base import GenerationBase
+from .generation_openai import OpenAIGenerationConfig
 from .generation_vllm import VllmGenerationConfig
 
 
@@ -20,7 +21,7 @@ class TorchGenerationConfig(GenerationBase):
 
 
 GenerationConfig = Annotated[
-    TorchGenerationConfig | VllmGenerationConfig,
+    TorchGenerationConfig | OpenAIGenerationConfig | VllmGenerationConfig,
     Field(discriminator="backend"),
     default_variant(TorchGenerationConfig, by="backend"),
 ]

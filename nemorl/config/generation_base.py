@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import Config
+from .endpoint import EndpointConfig
 
 
 class SamplingConfig(Config):
@@ -39,6 +40,13 @@ class GenerationBase(Config):
     """Size of one of the two buckets through which weights travel."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; the cores divided by the engines when not given."""
+    endpoint: EndpointConfig | None = None
+    """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether refits reach the engine."""
+        return True
 
     @property
     def ranks_per_replica(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from nemorl.rollout.types import Float32Array, Int32Array, StopReason
 
 from .engine_thread import PauseMode
-from .errors import EngineFailed
+from .errors import EngineFailed, RequestRefused
 from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Progress, Report
 
 
@@ -267,7 +267,9 @@ class AsyncEngineWorker:
         """Answer a request whose task has ended."""
         if task.cancelled():
             sequence.end(StopReason.ABORT)
-        elif error := task.exception():
+        elif isinstance(error := task.exception(), RequestRefused):
+            sequence.reports.put_nowait(error)  # of a server that refuses late: nobody else is concerned
+        elif error:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             sequence.end(task.result())

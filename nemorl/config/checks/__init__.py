@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from nemorl.errors import Violation
 
-from . import batches, data, lengths, resources, rewards, sampling, schedule, validation
+from . import batches, data, lengths, resources, rewards, sampling, schedule, servers, validation
 
 Check = Callable[..., Iterator[Violation]]
 
@@ -47,6 +47,8 @@ CHECKS: tuple[Check, ...] = (
     validation.best_checkpoint_is_measured,
     validation.checkpoints_are_written,
     validation.saved_weights_come_from_a_checkpoint,
+    servers.samples_can_be_learnt,
+    servers.endpoint_has_a_key,
     resources.one_node,
     resources.kernels_want_gpus,
     resources.narrow_optimizer_has_its_kernel,

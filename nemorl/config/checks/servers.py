@@ -1,0 +1,31 @@
+"""Servers that somebody else runs, and our own endpoint."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.errors import Violation
+
+
+def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """What is learnt are tokens, with the logprobs at which they were sampled."""
+    if not isinstance(generation, OpenAIGenerationConfig) or generation.token_ids:
+        return
+    if isinstance(algorithm, GrpoConfig):
+        mend = (
+            "samples that come as text alone cannot be learnt from: take a server that returns token ids and "
+            "logprobs (vLLM's, `nemorl serve`) and set it to true, or use this one with `nemorl eval`"
+        )
+        yield Violation("generation.token_ids", False, mend)
+
+
+def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:
+    """Who is reached from other machines does not make up the key."""
+    endpoint = generation.endpoint
+    if endpoint is not None and not endpoint.on_this_machine_only and endpoint.api_key_env is None:
+        mend = (
+            "other machines reach this address, so the key must be yours: name its environment variable in "
+            "generation.endpoint.api_key_env, or listen on 127.0.0.1"
+        )
+        yield Violation("generation.endpoint.host", endpoint.host, mend)

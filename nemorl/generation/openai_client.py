@@ -1,0 +1,167 @@
+"""A client of OpenAI-compatible servers that tries again where that may help, and counts it."""
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from .errors import EngineFailed, RequestRefused
+
+FIRST_WAIT_SECONDS = 0.5
+LONGEST_WAIT_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+_SHOWN_CHARACTERS = 300
+# Statuses that another attempt may change: too many requests, conflicts and timeouts, failures of the server.
+_PASSING = frozenset({408, 409, 425, 429, *range(500, 600)})
+
+
+class MissingKey(ValueError):
+    """The environment variable of the key is not set; the message names it."""
+
+
+@dataclass
+class ClientFigures:
+    """What a client did since it was last asked."""
+
+    requests: int = 0
+    retries: int = 0
+
+
+class OpenAIClient:
+    """Sends requests, again where that may help, and says what came of them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key_env: str | None = None,
+        max_concurrent: int = 64,
+        max_retries: int = 6,
+        first_wait_seconds: float = FIRST_WAIT_SECONDS,
+    ) -> None:
+        """`base_url` goes up to `/v1`. Raises MissingKey."""
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
+        self._max_retries = max_retries
+        self._first_wait = first_wait_seconds
+        self._places = asyncio.Semaphore(max_concurrent)
+        self._http: aiohttp.ClientSession | None = None
+        self._figures = ClientFigures()
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON that the server answers. The caller sets the deadline (`asyncio.timeout`).
+
+        Raises RequestRefused when the server will not have the request, and EngineFailed when it does not
+        answer after all retries.
+        """
+        async with self._places:
+            self._figures.requests += 1
+            for attempt in range(self._max_retries + 1):
+                if attempt:
+                    self._figures.retries += 1
+                try:
+                    return await self._attempt(path, body)
+                except _Passing as failure:
+                    last = failure
+                if attempt < self._max_retries:
+                    await asyncio.sleep(self._wait(attempt, last.retry_after))
+        raise EngineFailed(
+            f"{self.base_url}{path} has not answered in {self._max_retries + 1} attempts; the last: {last}"
+        )
+
+    async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of one answer to a conversation, as judges want it. Raises like `post`."""
+        body = {"model": model, "messages": list(messages), **options}
+        answer = await self.post("/chat/completions", body)
+        try:
+            return str(answer["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineFailed(
+                f"{self.base_url}/chat/completions answered without a message: {_cut(str(answer))}"
+            ) from error
+
+    def take_figures(self) -> ClientFigures:
+        """What was done since the last call."""
+        figures, self._figures = self._figures, ClientFigures()
+        return figures
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def _attempt(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            async with self._session().post(f"{self.base_url}{path}", json=dict(body)) as response:
+                if response.status == 200:
+                    answer = await response.json()
+                    if not isinstance(answer, dict):
+                        raise RequestRefused(f"{self.base_url}{path} answered what is no JSON object")
+                    return answer
+                told = _message(await response.text())
+                if response.status in _PASSING:
+                    retry_after = response.headers.get("Retry-After", "")
+                    raise _Passing(f"status {response.status}: {told}", _seconds(retry_after))
+                raise RequestRefused(f"{self.base_url}{path} answered status {response.status}: {told}")
+        except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
+            if isinstance(error, RequestRefused):
+                raise
+            raise _Passing(f"{type(error).__name__}: {error}", None) from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            # The whole of a request has the caller's deadline.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            self._http = aiohttp.ClientSession(
+                headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+            )
+        return self._http
+
+    def _wait(self, attempt: int, retry_after: float | None) -> float:
+        """Seconds before the next attempt: as the server says, else longer each time, and not in step."""
+        if retry_after is not None:
+            return min(retry_after, LONGEST_WAIT_SECONDS)
+        return min(self._first_wait * 2.0**attempt, LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
+
+
+class _Passing(Exception):
+    """A failure that another attempt may not meet."""
+
+    def __init__(self, message: str, retry_after: float | None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise MissingKey(
+            f"generation.api_key_env = {variable}: this environment variable is not set, or empty; it holds "
+            "the key of the server"
+        )
+    return key
+
+
+def _message(text: str) -> str:
+    """What an error says, in OpenAI's shape or any other."""
+    try:
+        return _cut(str(json.loads(text)["error"]["message"]))
+    except (ValueError, KeyError, TypeError):
+        return _cut(text)
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return max(0.0, float(text))
+    except ValueError:  # absent, or a date
+        return None

@@ -1,0 +1,123 @@
+"""A server somewhere else as a generation back end: requests out, completions with their tokens back."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.rollout.types import StopReason
+
+from .async_engine import Chunk
+from .errors import EngineFailed, RequestRefused
+from .openai_client import OpenAIClient
+from .types import GenerationRequest
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
+_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": StopReason.STOP}
+
+
+class OpenAIBackend:
+    """An `AsyncBackend` that asks a server. Its weights are nobody's but its own: all tokens have version 0.
+
+    With `token_ids` prompts go as ids, and `return_token_ids`, which vLLM's server and ours know, asks for
+    those of the answer. Without, text goes both ways and is encoded here: for evaluation only, where tokens
+    and logprobs are not learnt from.
+    """
+
+    version = 0
+
+    def __init__(
+        self,
+        config: OpenAIGenerationConfig,
+        client: OpenAIClient,
+        encode: Encode,
+        decode: Decode,
+        max_sequence_length: int,
+    ) -> None:
+        self._config, self._client = config, client
+        self._encode, self._decode = encode, decode
+        self._max_sequence_length = max_sequence_length
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for what can never be served; what else the server minds, it says."""
+        if len(request.prompt) == 0 or request.max_new_tokens < 1:
+            raise RequestRefused(
+                f"request {request.id!r} has {len(request.prompt)} prompt tokens and "
+                f"max_new_tokens={request.max_new_tokens}; both must be at least 1"
+            )
+        if len(request.prompt) >= self._max_sequence_length:
+            raise RequestRefused(
+                f"request {request.id!r} has a prompt of {len(request.prompt)} tokens, which leaves nothing "
+                f"to sample below policy.max_sequence_length={self._max_sequence_length}"
+            )
+
+    async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """The whole answer as one chunk.
+
+        Raises RequestRefused with what the server objects to or does not tell, and EngineFailed when it does
+        not answer.
+        """
+        yield self._read(request, await self._client.post("/completions", self._body(request)))
+
+    async def freeze(self) -> None:
+        """Nothing here steps; a server that somebody else runs goes on."""
+
+    async def thaw(self) -> None:
+        """Nothing stood still."""
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling, tokens = request.sampling, request.prompt.tolist()
+        body: dict[str, Any] = {
+            "model": self._config.model,
+            "prompt": tokens if self._config.token_ids else self._decode(tokens),
+            "max_tokens": min(request.max_new_tokens, self._max_sequence_length - len(tokens)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": request.seed,
+        }
+        if request.stop_strings:
+            body["stop"] = list(request.stop_strings)
+        if self._config.token_ids:
+            body |= {
+                "logprobs": 0,
+                "return_token_ids": True,
+                "stop_token_ids": sorted(request.stop_token_ids),
+            }
+        beyond = {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
+        return body | {name: value for name, value in beyond.items() if value is not None}
+
+    def _read(self, request: GenerationRequest, answer: dict[str, Any]) -> Chunk:
+        try:
+            (choice,) = answer["choices"]
+            stop = _STOPS.get(choice["finish_reason"], StopReason.ABORT)
+            text = choice["text"]
+            told = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(f"{self._client.base_url}/completions answered without a choice") from error
+        if not self._config.token_ids:
+            tokens = self._encode(text)
+            return Chunk(tokens, [0.0] * len(tokens), [0] * len(tokens), stop)
+        sampled = _with_logprobs(choice)
+        if sampled is None:
+            raise RequestRefused(
+                f"the server at {self._client.base_url} does not return token ids with a logprob for each, "
+                "so nothing can be learnt from its samples: take one that knows `return_token_ids` (vLLM's "
+                "server, `nemorl serve`), or set generation.token_ids: false to evaluate by its text"
+            )
+        if told is not None and told != request.prompt.tolist():
+            raise RequestRefused(
+                f"the server at {self._client.base_url} has read other tokens than it was sent: does it "
+                "serve the model of policy.model_path?"
+            )
+        tokens, logprobs = sampled
+        return Chunk(tokens, logprobs, [0] * len(tokens), stop)
+
+
+def _with_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]] | None:
+    """Token ids and their logprobs; None where either is not told for every token."""
+    tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if not isinstance(tokens, list) or not isinstance(values, list):
+        return None
+    return (tokens, values) if len(tokens) == len(values) and None not in values else None
