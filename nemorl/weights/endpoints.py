@@ -4,6 +4,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from nemorl.models.local_view import local_view
@@ -11,8 +12,9 @@ from nemorl.models.slices import TensorSlice
 
 from .arrivals import arriving, pieces_of
 from .channel import sending_channel
+from .delta import LastSent, apply
 from .fingerprint import combine, fingerprint
-from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from .process_group import Membership
 from .session import CorruptWeights, RefitFailed, RefitSession
 
@@ -24,6 +26,7 @@ class WeightSender:
         self._slices = tuple(slices)
         self._parameters = parameters
         self._part: Part | None = None
+        self._last: LastSent | None = None
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
@@ -32,11 +35,12 @@ class WeightSender:
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
-        self._part = part
+        self._part, self._last = part, LastSent(part)
 
     def send(self, session: RefitSession) -> SendReport:
         """Send all buckets, converted to the receivers' types. Raises `RefitFailed`."""
-        part = _prepared(self._part)
+        part, last = _prepared(self._part), self._last
+        assert last is not None
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
         parameters = self._parameters()
@@ -49,12 +53,17 @@ class WeightSender:
                     values.copy_(local_view(parameters, piece))
                     of_pieces.append(fingerprint(values, piece.start, piece.shape))
                     sums[bucket.peer, piece.name].append(of_pieces[-1])
-                channel.publish(number, bucket.num_bytes)
+                changes = last.changes(number, slot.cpu(), session.base) if session.keep else None
+                if changes is not None:
+                    slot[: len(changes)] = torch.frombuffer(changes, dtype=torch.uint8)
+                channel.publish(number, bucket.num_bytes if changes is None else len(changes))
             channel.drain()
             extra_bytes = channel.num_bytes
+        last.version = session.version if session.keep else None
         if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, extra_bytes, tuple(of_pieces))
-        return SendReport({key: combine(found) for key, found in sums.items()}, extra_bytes)
+            return SendReport({}, extra_bytes, of_pieces=tuple(of_pieces))
+        combined = {key: combine(found) for key, found in sums.items()}
+        return SendReport(combined, extra_bytes, last.num_bytes)
 
 
 class WeightReceiver:
@@ -76,12 +85,16 @@ class WeightReceiver:
         commit: Callable[[int], None],
         *,
         in_place: bool = False,
+        takes_changes: bool = True,
     ) -> None:
+        """`takes_changes`: after `commit`, `weights` still hold what was committed."""
         self._slices = tuple(slices)
         self._weights = weights
         self._commit = commit
         self._in_place = in_place
+        self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
+        self._held: int | None = None  # version of all that `weights` hold
         self._part: Part | None = None
         self._member = Membership()
         self._received: int | None = None
@@ -97,7 +110,7 @@ class WeightReceiver:
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
-            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node_name())
+            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node_name(), self._takes_changes)
         return self._layout
 
     def prepare(self, part: Part) -> None:
@@ -108,14 +121,22 @@ class WeightReceiver:
         """Write all buckets and read back what then lies there. Raises `RefitFailed`."""
         part, layout = _prepared(self._part), self.describe()
         weights = self._weights()
-        self._received = None
-        num_bytes = 0
+        held, self._held, self._received = self._held, None, None
+
+        def change(bucket: PartBucket, content: Tensor) -> None:
+            if held is None or held != session.base:
+                raise RefitFailed(
+                    f"{self._name} got what changed since version {session.base}, and holds "
+                    f"{'no whole version' if held is None else f'version {held}'}"
+                )
+            self._about_to_write(session.version)
+            apply(bucket, content, weights)
+
         sums: dict[str, list[int]] = defaultdict(list)
-        with arriving(part, layout, session, self._member) as pieces:
+        with arriving(part, layout, session, self._member, change) as pieces:
             for piece, values in pieces:
                 self._about_to_write(session.version)
                 local_view(weights, piece).copy_(values)
-                num_bytes += values.nbytes
                 if session.transport == "files":  # no sender will tell
                     sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
         found = self._fingerprints(weights)
@@ -125,7 +146,7 @@ class WeightReceiver:
                     f"{self._name} read {name} for version {session.version}, and holds else"
                 )
         self._received = session.version
-        return ReceiveReport({} if sums else found, num_bytes)
+        return ReceiveReport({} if sums else found, pieces.num_bytes)
 
     def commit(self, version: int) -> None:
         """Make what was received the weights in use. Raises `RefitFailed` where another version was."""
@@ -135,7 +156,7 @@ class WeightReceiver:
                 f"{'nothing' if self._received is None else f'version {self._received}'} to use"
             )
         self._commit(version)
-        self._received, self._torn = None, None
+        self._held, self._received, self._torn = version, None, None
 
     def abandon(self) -> None:
         """Forget an update that did not finish; weights in use that it has written to stay `torn`."""

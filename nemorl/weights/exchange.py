@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nemorl.errors import NemorlError
@@ -39,8 +39,10 @@ class RefitStats:
     seconds: float  # all of it
     seconds_transfer: float  # sending and receiving
     num_bytes: int  # that came, over all receivers
+    num_bytes_whole: int  # of a full refit
     num_buckets: int
     extra_bytes: int  # memory for buckets, of all senders together
+    kept_bytes: int  # host memory of all senders for what they sent last
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -89,10 +91,11 @@ class WeightExchange:
         self._deadline_seconds = deadline_seconds
         self._options = options or TransportOptions()
         self._route: _Route | None = None
+        self._committed: int | None = None  # the version that all hold, if the last refit succeeded
 
     def layout_changed(self) -> None:
-        """Ask both sides anew before the next refit."""
-        self._route = None
+        """Ask both sides anew before the next refit, which is a full one."""
+        self._route = self._committed = None
 
     def refit(self, version: int) -> RefitStats:
         """Bring all generation ranks to `version`, whole, or leave all at the version they had.
@@ -109,6 +112,7 @@ class WeightExchange:
             seconds_transfer = time.perf_counter() - transfer_began
             _compare(version, sent, received)
             self._receivers.commit(version)
+            self._committed = version
         except Exception as error:
             self._abandon(error)
             raise
@@ -117,8 +121,10 @@ class WeightExchange:
             seconds=time.perf_counter() - began,
             seconds_transfer=seconds_transfer,
             num_bytes=sum(report.num_bytes for report in received),
+            num_bytes_whole=route.num_bytes,
             num_buckets=sum(len(part.buckets) for part in route.sender_parts),
             extra_bytes=sum(report.extra_bytes for report in sent),
+            kept_bytes=sum(report.kept_bytes for report in sent),
         )
 
     def _find_route(self) -> "_Route":
@@ -134,10 +140,12 @@ class WeightExchange:
         sender_parts = [plan.sender_part(rank) for rank in range(len(held))]
         self._senders.prepare(sender_parts)
         self._receivers.prepare(receiver_parts)
-        return _Route(venue, sender_parts, len(layouts))
+        delta = self._options.delta and all(layout.takes_changes for layout in layouts)
+        return _Route(venue, sender_parts, len(layouts), plan.num_bytes, delta)
 
     def _abandon(self, cause: Exception) -> None:
         """Have the receivers forget what came. Those that are gone cannot; `cause` tells of that."""
+        self._committed = None
         if self._route is not None:
             self._route.venue.meet_anew()
         try:
@@ -155,7 +163,8 @@ class WeightExchange:
                 venue.complete(session, route.sender_parts, sent)
                 return sent, self._receivers.receive(session)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            with route.session(version) as session:
+            with route.session(version) as met:
+                session = replace(met, keep=route.delta, base=self._committed if route.delta else None)
                 sending = pool.submit(self._senders.send, session)
                 receiving = pool.submit(self._receivers.receive, session)
                 calls: list[Future[Any]] = [sending, receiving]
@@ -172,6 +181,8 @@ class _Route:
     venue: Venue
     sender_parts: Sequence[Part]
     num_receivers: int
+    num_bytes: int  # of a full refit
+    delta: bool
 
     def session(self, version: int) -> AbstractContextManager[RefitSession]:
         return self.venue.session(version, len(self.sender_parts), self.num_receivers)

@@ -27,6 +27,7 @@ class ReceiverLayout:
     slices: tuple[TensorSlice, ...]
     dtypes: tuple[str, ...]  # of each slice, by torch's name: "bfloat16"
     node: str = ""
+    takes_changes: bool = True  # it keeps what came, so that a refit may bring only what changed since
 
     def __post_init__(self) -> None:
         if len(self.dtypes) != len(self.slices):
@@ -71,6 +72,7 @@ class SendReport:
 
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
+    kept_bytes: int = 0  # host memory for what was sent, from refit to refit
     of_pieces: tuple[int, ...] = ()  # fingerprints in the order of the part's slices, for files
 
 

@@ -51,6 +51,8 @@ class RefitSession:
     attempt: int = 0  # number of this refit, among all that failed and succeeded
     num_senders: int = 0
     num_receivers: int = 0
+    keep: bool = False  # senders keep what they send, for the next refit to bring changes only
+    base: int | None = None  # the version that all receivers hold, to bring only the changes from there
 
     def socket_path(self, sender: int) -> Path:
         """Where a sender listens, of shared memory."""

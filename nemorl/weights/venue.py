@@ -20,6 +20,7 @@ class TransportOptions:
 
     transport: Transport | Literal["auto"] = "auto"
     folder: Path = Path("weights")  # of versions, for files
+    delta: bool = False  # bring only what changed, where the receivers hold the version before
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
 

@@ -103,7 +103,7 @@ class WholeTensorReceiver:
 
     def describe(self) -> ReceiverLayout:
         """All tensors, whole."""
-        return ReceiverLayout(self._slices, self._dtypes, node_name())
+        return ReceiverLayout(self._slices, self._dtypes, node_name(), takes_changes=False)
 
     def prepare(self, part: Part) -> None:
         """Keep this rank's part of the plan."""
@@ -116,11 +116,9 @@ class WholeTensorReceiver:
             raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
         self._received, self.peak_bytes = None, 0
         under_way, batch = _Arriving(self._device), dict[str, Tensor]()
-        num_bytes = 0
         fingerprints: dict[str, int] = {}
         with arriving(part, self.describe(), session, self._member) as pieces:
             for piece, values in pieces:
-                num_bytes += values.nbytes
                 tensor = under_way.take(piece, values)
                 if tensor is None:
                     continue
@@ -134,7 +132,7 @@ class WholeTensorReceiver:
                 f"generation rank {part.rank}, first {min(under_way.missing)}"
             )
         self._received = session.version
-        return ReceiveReport({} if session.transport == "files" else fingerprints, num_bytes)
+        return ReceiveReport({} if session.transport == "files" else fingerprints, pieces.num_bytes)
 
     def commit(self, version: int) -> None:
         """Make what was loaded the weights in use. Raises `RefitFailed` where another version was."""

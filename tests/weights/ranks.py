@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -86,6 +86,16 @@ class PolicySide:
         tensors = model(seed)
         for part in self._slices:
             local_view(self._parameters, part).copy_(tensors[part.name][box(part)])
+
+    def step(self, size: float) -> None:
+        """Move every weight by `size`, up or down; copies alike."""
+        directions = model(seed=99)
+        for part in self._slices:
+            local_view(self._parameters, part).add_(directions[part.name][box(part)].sign(), alpha=size)
+
+    def held(self) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """Every slice and its values."""
+        return ((part, local_view(self._parameters, part)) for part in self._slices)
 
 
 class EngineSide:

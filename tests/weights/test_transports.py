@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,15 +74,18 @@ def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
 
 
 def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, "gloo", deadline_seconds=1.0)
+    setup = Setup(tmp_path, "gloo")
     setup.refit(1)
+    assert setup.exchange._route is not None
+    venue: Any = setup.exchange._route.venue
+    venue._deadline_seconds = 0.5
     released = threading.Event()
     undo = before_taken(GroupReceiver, 3, lambda: released.wait(5.0))
     publish = GroupSender.publish
 
     def stall(self: GroupSender, number: int, num_bytes: int) -> None:
         if number == 5:
-            released.wait(1.2)
+            released.wait(5.0)
         publish(self, number, num_bytes)
 
     GroupSender.publish = stall  # type: ignore[method-assign]
@@ -95,6 +99,7 @@ def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_p
         GroupSender.publish = publish  # type: ignore[method-assign]
         released.set()
     assert setup.engines[0].version == 1
+    venue._deadline_seconds = 30.0
     setup.refit(3)
     setup.assert_holds(3)
 

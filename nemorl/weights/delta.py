@@ -1,0 +1,136 @@
+"""Refits that carry only what changed.
+
+A small optimizer step moves few weights far enough to change their bfloat16: one to three in a hundred. A
+sender keeps what it sent last, in the type that travels, and sends of each bucket the places that changed and
+how far:
+
+    places         gaps between them, one byte each (255: the gap goes on)
+    differences    of the bits as integers, mod 2^bits, so exact; mostly plus or minus one step of the type
+    both           the bytes of equal weight together, zlib at level 1
+
+Measured on Adam's steps this is 1.3 bytes for each changed element of bfloat16 (positions 0.9). zstd takes as
+many and is eight times faster, which a refit would hardly show: finding the changes costs ten times as much
+as zlib, so the standard library does. A bucket of which half has changed goes whole; in float32 that is every
+bucket.
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .messages import ITEM_BYTES, Part, PartBucket
+
+_HEADER = struct.Struct("<qq")  # changed elements, bytes of their gaps
+_INTEGERS = {4: torch.int32, 2: torch.int16}  # by bytes of an element
+_LEVEL = 1
+_LONGEST_GAP = 255
+
+
+class LastSent:
+    """What a sender sent last, in host memory. Buckets alike for several receivers are kept once."""
+
+    def __init__(self, part: Part) -> None:
+        self._buckets = part.buckets
+        firsts: dict[tuple[object, ...], int] = {}
+        self._key = [firsts.setdefault((b.dtype, b.slices), i) for i, b in enumerate(part.buckets)]
+        self._last_use = {key: number for number, key in enumerate(self._key)}
+        self._content: dict[int, Tensor] = {}
+        self.version: int | None = None  # of all of it
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory."""
+        return sum(content.numel() for content in self._content.values())
+
+    def changes(self, number: int, content: Tensor, base: int | None) -> bytearray | None:
+        """What differs in bucket `number` ([bytes] uint8) from `base`, and keep it as it is now.
+
+        None where the bucket has to go whole: `base` is not what was sent last, or too much differs.
+        """
+        key, itemsize = self._key[number], ITEM_BYTES[self._buckets[number].dtype]
+        found = None
+        if base is not None and base == self.version:
+            found = encode(self._content[key], content, itemsize)
+        if self._last_use[key] == number:
+            if key not in self._content:
+                self._content[key] = torch.empty_like(content)
+            self._content[key].copy_(content)
+        return found
+
+
+def encode(old: Tensor, new: Tensor, itemsize: int) -> bytearray | None:
+    """How to make `new` of `old` ([bytes] uint8 both, of elements of `itemsize` bytes).
+
+    None where it is better to take `new` whole.
+    """
+    before, after = old.view(_INTEGERS[itemsize]), new.view(_INTEGERS[itemsize])
+    places = (before != after).nonzero().squeeze(1)
+    if 2 * places.numel() > after.numel():
+        return None
+    gaps = _gap_bytes(places.numpy())
+    differences = _zigzag((after[places] - before[places]).numpy())
+    planes = differences.view(np.uint8).reshape(-1, itemsize).T
+    packed = zlib.compress(gaps.tobytes() + planes.tobytes(), _LEVEL)
+    encoded = bytearray(_HEADER.pack(places.numel(), gaps.size) + packed)
+    return encoded if len(encoded) < new.numel() else None
+
+
+def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
+    """Of what `encode` made ([bytes] uint8): the places, ascending, and the differences, as integers."""
+    encoded = content.cpu().numpy().tobytes()
+    count, gap_bytes = _HEADER.unpack_from(encoded)
+    unpacked = np.frombuffer(zlib.decompress(encoded[_HEADER.size :]), np.uint8)
+    planes = unpacked[gap_bytes:].reshape(itemsize, count)
+    zigzag = np.ascontiguousarray(planes.T).view(f"<u{itemsize}").reshape(-1)
+    sign = -(zigzag & 1).astype(zigzag.dtype)
+    differences = ((zigzag >> 1) ^ sign).view(f"<i{itemsize}")
+    return torch.from_numpy(_places(unpacked[:gap_bytes])), torch.from_numpy(differences)
+
+
+def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) -> None:
+    """Add the changes of a bucket to the weights, which hold what they were taken from."""
+    places, differences = decode(content, ITEM_BYTES[bucket.dtype])
+    ends = np.cumsum([part.num_elements for part in bucket.slices])
+    cuts = np.searchsorted(places.numpy(), ends)
+    first_place = first = 0
+    for part, end, cut in zip(bucket.slices, ends.tolist(), cuts.tolist(), strict=True):
+        inside = places[first:cut] - first_place
+        offsets = torch.full_like(inside, part.offset)
+        for extent, stride in zip(reversed(part.size), reversed(part.strides), strict=True):
+            offsets += inside % extent * stride
+            inside = inside // extent
+        flat = _bits(weights[part.param])
+        offsets = offsets.to(flat.device)
+        flat[offsets] += differences[first:cut].to(flat.device)
+        first_place, first = end, cut
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """[elements from the parameter's first on] as integers, over its memory."""
+    bits = parameter.detach().view(_INTEGERS[parameter.element_size()])
+    length = bits.untyped_storage().nbytes() // bits.element_size() - bits.storage_offset()
+    return bits.as_strided((length,), (1,), bits.storage_offset())
+
+
+def _gap_bytes(places: NDArray[np.int64]) -> NDArray[np.uint8]:
+    gaps = np.diff(places, prepend=-1) - 1  # unchanged elements before each
+    more, last = np.divmod(gaps, _LONGEST_GAP)
+    coded = np.full(gaps.size + int(more.sum()), _LONGEST_GAP, np.uint8)
+    coded[np.cumsum(more + 1) - 1] = last
+    return coded
+
+
+def _places(coded: NDArray[np.uint8]) -> NDArray[np.int64]:
+    ends = coded != _LONGEST_GAP
+    return np.cumsum(coded, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
+
+
+def _zigzag(differences: NDArray[np.signedinteger]) -> NDArray[np.unsignedinteger]:  # type: ignore[type-arg]
+    """Small numbers of either sign as small numbers."""
+    bits = 8 * differences.itemsize
+    return ((differences << 1) ^ (differences >> (bits - 1))).view(f"<u{differences.itemsize}")
