@@ -90,7 +90,7 @@ class Bookkeeper:
 
     async def _validate(self, step: int) -> dict[str, float]:
         await self._session.hand_over(step)
-        async with self._session.learner.away():
+        async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
                 values, groups = await validate(
                     self._session, self._experiment, self._num_validation_tasks, stage.advance

@@ -46,7 +46,7 @@ class OnlineLoop:
             await self.collector.close()
 
     async def _step(self, step: int) -> None:
-        async with self.session.learner.away():
+        async with self.session.generating():
             self.collector.advance(self.books.done)
             groups = await self._sample()
         sequences = self.algorithm.score(groups)

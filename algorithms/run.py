@@ -253,7 +253,7 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or name another run_dir."):
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
-    async with _session(apart, policy=False, sampling=True) as session:
+    async with _session(apart, policy=False, sampling=True) as session, session.generating():
         figures, groups = await validate(session, apart, num_validation_tasks(apart))
     writer = SampleWriter(samples)
     writer.write(list(samples_of(0, groups, "validation")))
@@ -268,6 +268,7 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
 @asynccontextmanager
 async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
     """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
+    policy = policy or not experiment.generation.has_engines  # which then samples by itself
     wanted = {"policy": policy, "generation": sampling, "rollout": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:

@@ -195,6 +195,54 @@ class AsyncHost(_Host):
         return self._whereabouts()
 
 
+@ray.remote(concurrency_groups={"control": 1, "beside": 1, "serving": 1000})
+class ServingHost(_Host):
+    """A `SyncHost` that serves: what it is asked beside its methods runs in another thread's event loop."""
+
+    async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
+        """Import the class and make its instance."""
+        with _Running(self, invocation):
+            self._make_target(path, kwargs)
+
+    async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the hosted instance: one at a time, since it blocks this thread's event loop."""
+        with _Running(self, invocation):
+            if invocation.resolve:
+                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
+            return getattr(self.target, invocation.method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="beside")
+    async def call_beside(self, invocation: Invocation, *args: Any) -> Any:
+        """Run a method of the hosted instance while other calls go on."""
+        with _Running(self, invocation):
+            return getattr(self.target, invocation.method)(*args)
+
+    @ray.method(concurrency_group="serving")
+    async def ask(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
+        """Run a quick or an async method of the hosted instance while other calls go on."""
+        with _Running(self, invocation):
+            answer = getattr(self.target, invocation.method)(*args, **kwargs)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    @ray.method(concurrency_group="serving")
+    async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Run an async generator of the hosted instance and hand out each item as it comes."""
+        with _Running(self, invocation):
+            async for item in getattr(self.target, invocation.method)(*args, **kwargs):
+                yield item
+
+    async def close(self, invocation: Invocation) -> None:
+        """Let the hosted instance release what it holds."""
+        with _Running(self, invocation):
+            if isinstance(self.target, Closable):
+                self.target.close()
+
+    @ray.method(concurrency_group="control")
+    async def whereabouts(self) -> str:
+        """What this process is doing now; answered while a method runs."""
+        return self._whereabouts()
+
+
 def _resolved(args: Any, kwargs: Any, seconds: float) -> tuple[Any, Any]:
     """The arguments with every object reference inside them replaced by its value."""
     references = references_in((args, kwargs))

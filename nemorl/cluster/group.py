@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import ray
 
-from .actor import AsyncHost, Identity, Invocation, SyncHost
+from .actor import AsyncHost, Identity, Invocation, ServingHost, SyncHost
 from .errors import ClusterError, GroupEnded, WorkerDied
 from .logs import log_path
 from .mesh import Mesh
@@ -90,6 +90,7 @@ class WorkerGroup:
         deadline_seconds: float,
         mesh: Mesh | None = None,
         concurrent: bool = False,
+        serving: bool = False,
         environment: Mapping[str, str] = NOTHING,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
@@ -97,13 +98,14 @@ class WorkerGroup:
         `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
         it. `name` is the group of the placement. `threads` is each process's number of CPU threads. The mesh
         is data-parallel only when not given. `concurrent` workers run their methods in an event loop and may
-        stream. Output goes to `run_dir/logs/<name>-<rank>.log`.
+        stream; `serving` ones do so beside methods that run one at a time (`Worker.serving`).
+        Output goes to `run_dir/logs/<name>-<rank>.log`.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)
         if mesh.world_size != ranks:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
-        host: Any = AsyncHost if concurrent else SyncHost
+        host: Any = AsyncHost if concurrent else ServingHost if serving else SyncHost
         variables = {**_thread_environment(threads), **placement.environment, **environment}
         launch = _Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
         group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)

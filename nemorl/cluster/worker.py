@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,12 @@ class Worker:
     group: str
     rank: int
     log: Path
-    actor: Any  # Ray's handle of a SyncHost or an AsyncHost
+    actor: Any  # Ray's handle of a SyncHost, an AsyncHost or a ServingHost
+    entrance: str = "call"  # the actor's method by which methods are called
+
+    def serving(self) -> "Worker":
+        """The same process of a `ServingHost`, asked beside what runs in it."""
+        return replace(self, entrance="ask")
 
     async def call_async(
         self,
@@ -38,7 +43,7 @@ class Worker:
         `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
         """
         invocation = Invocation(method, stage, deadline_seconds, resolve)
-        reference = self.actor.call.remote(invocation, *args, **kwargs)
+        reference = getattr(self.actor, self.entrance).remote(invocation, *args, **kwargs)
         return (await answers({reference: self}, stage, deadline_seconds))[0]
 
     async def stream(

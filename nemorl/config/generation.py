@@ -6,6 +6,7 @@ from pydantic import Field
 
 from .base import default_variant
 from .generation_base import GenerationBase
+from .generation_megatron import MegatronGenerationConfig
 from .generation_openai import OpenAIGenerationConfig
 from .generation_vllm import VllmGenerationConfig
 
@@ -21,7 +22,7 @@ class TorchGenerationConfig(GenerationBase):
 
 
 GenerationConfig = Annotated[
-    TorchGenerationConfig | OpenAIGenerationConfig | VllmGenerationConfig,
+    TorchGenerationConfig | MegatronGenerationConfig | OpenAIGenerationConfig | VllmGenerationConfig,
     Field(discriminator="backend"),
     default_variant(TorchGenerationConfig, by="backend"),
 ]

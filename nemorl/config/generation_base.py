@@ -49,6 +49,11 @@ class GenerationBase(Config):
         return True
 
     @property
+    def has_engines(self) -> bool:
+        """Whether engines sample, in processes of their own; otherwise the policy's processes do."""
+        return True
+
+    @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return 1

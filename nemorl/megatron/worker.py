@@ -290,6 +290,11 @@ class PolicyWorker:
         parallel.leave()
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
     def _modules(self) -> list[PolicyModel]:
         return [chunk.module for chunk in self._chunks]
 

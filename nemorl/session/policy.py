@@ -1,11 +1,14 @@
 """The driver's handle on the policy: batches laid over its ranks, one call for every stage."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
@@ -14,6 +17,10 @@ from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.models.shape import ModelShape
 
 from .shard import SequencePlace, make_shards
+
+
+# Beyond the deadline of sampling itself, which names the groups that did not finish.
+_GRACE_SECONDS = 30.0
 
 
 class Policy:
@@ -101,6 +108,30 @@ class Policy:
             yield
         finally:
             await self.group.call_async("onload", stage="onload", deadline_seconds=seconds)
+
+    @property
+    def samplers(self) -> list[Worker]:
+        """Of a policy that samples by itself: who answers requests, one for each data-parallel copy."""
+        return [self.group.workers[rank].serving() for rank in self.group.mesh.output_ranks]
+
+    @asynccontextmanager
+    async def sampling(self, version: int) -> AsyncIterator[None]:
+        """Inside, the policy samples by itself; its weights are of `version`. It does nothing else there."""
+        seconds = self._deadlines.generation + _GRACE_SECONDS
+        serving = asyncio.ensure_future(
+            self.group.call_async("serve", version, stage="generation", deadline_seconds=seconds)
+        )
+        try:
+            yield
+        finally:
+            with suppress(ClusterError):  # what ended a rank ended `serve` too, which tells of it
+                await asyncio.gather(
+                    *(
+                        worker.call_async("stop_serving", stage="generation", deadline_seconds=seconds)
+                        for worker in self.samplers
+                    )
+                )
+            await serving
 
     async def save(self, folder: Path) -> list[FileRecord]:
         """Write model, optimizer, schedule and random states into a folder."""

@@ -40,6 +40,7 @@ class Session:
     exchange: WeightExchange | None = None
     pool: GenerationPool | None = None
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
+    policy_samples: bool = False  # by itself, without engines
 
     @property
     def learner(self) -> Policy:
@@ -49,6 +50,8 @@ class Session:
 
     async def hand_over(self, version: int) -> dict[str, float]:
         """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
+        if self.policy_samples:
+            self.version = version
         if self.exchange is None or version == self.version:
             return {}
         assert self.pool is not None, "weights are handed over to engines"
@@ -69,6 +72,16 @@ class Session:
                 if not await pool.lost_in_refit():
                     raise
                 logger.warning("the refit to version %d begins anew: %s", version, error)
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[None]:
+        """Inside, generation samples: engines, to which the policy may leave its devices, or the policy."""
+        async with AsyncExitStack() as stack:
+            if self.policy is not None:
+                await stack.enter_async_context(self.policy.away())
+            if self.policy_samples:
+                await stack.enter_async_context(self.learner.sampling(self.version))
+            yield
 
     async def generation_figures(self) -> dict[str, float]:
         """How the engines are; nothing of a session that samples nothing."""
@@ -91,9 +104,10 @@ async def open_session(
     async with AsyncExitStack() as stack:
         rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
         starter = _Starter(experiment, placement)
+        session.policy_samples = sampling and not experiment.generation.has_engines
         learner, engines = await asyncio.gather(
-            starter.policy(Path(rendezvous)) if policy else _nothing(),
-            starter.generation() if sampling else _nothing(),
+            starter.policy(Path(rendezvous)) if policy or session.policy_samples else _nothing(),
+            starter.generation() if sampling and not session.policy_samples else _nothing(),
         )
         if learner is not None:
             stack.push_async_exit(_end(learner))
@@ -107,9 +121,11 @@ async def open_session(
             stack.push_async_exit(_end(rollout))
             pool.serve(rollout)
             pool.start_watch()
-            session.rollout = [
-                groups_of(worker, experiment.cluster.deadlines.generation) for worker in rollout.workers
-            ]
+            session.rollout = starter.run_groups(rollout)
+        elif session.policy_samples:
+            rollout = await starter.rollout(session.learner.samplers)
+            stack.push_async_exit(_end(rollout))
+            session.rollout = starter.run_groups(rollout)
         if session.policy is not None and session.generation is not None:
             session.exchange = starter.exchange(session.policy.group, session.generation)
             pool.on_change(session.exchange.layout_changed)
@@ -159,12 +175,15 @@ class _Starter:
             "keep_reference": isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
         }
+        options = {"threads": threads, "mesh": Mesh.of(config.layout)}
+        host = "nemorl.session.policy_host:PolicyHost"
+        if not self.experiment.generation.has_engines:
+            host = "nemorl.session.megatron_host:SamplingPolicyHost"
+            shared["generation"] = self.experiment.generation
+            shared["tokenizer_path"] = (config.tokenizer.path or config.model_path).absolute()
+            options["serving"] = True
         return await self._start(
-            "policy",
-            "nemorl.session.policy_host:PolicyHost",
-            [{**shared, "rank": rank} for rank in range(ranks)],
-            threads=threads,
-            mesh=Mesh.of(config.layout),
+            "policy", host, [{**shared, "rank": rank} for rank in range(ranks)], **options
         )
 
     async def generation(self) -> WorkerGroup:
@@ -197,6 +216,11 @@ class _Starter:
             threads=1,
             concurrent=True,
         )
+
+    def run_groups(self, rollout: WorkerGroup) -> list[RunGroups]:
+        """Its workers as the collector calls them."""
+        seconds = self.experiment.cluster.deadlines.generation
+        return [groups_of(worker, seconds) for worker in rollout.workers]
 
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
         """The way from the one to the other."""

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 from nemorl.errors import Violation
 
-from . import batches, data, lengths, resources, rewards, sampling, schedule, servers, validation
+from . import (
+    batches,
+    data,
+    lengths,
+    megatron_generation,
+    resources,
+    rewards,
+    sampling,
+    schedule,
+    servers,
+    validation,
+)
 
 Check = Callable[..., Iterator[Violation]]
 
@@ -54,6 +65,8 @@ CHECKS: tuple[Check, ...] = (
     resources.narrow_optimizer_has_its_kernel,
     resources.offload_wants_generation,
     resources.gpus_for_all_processes,
+    megatron_generation.policy_can_sample,
+    megatron_generation.policy_samples_as_it_is,
 )
 
 
