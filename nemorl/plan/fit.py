@@ -31,7 +31,11 @@ class Plan:
 
 
 def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
-    """Look at the model folder, the files and the machine; `training=False` plans an evaluation."""
+    """Look at the model folder, the files and the machine; `training=False` plans an evaluation.
+
+    There a policy is started only where it samples by itself.
+    """
+    starts_policy = training or not experiment.generation.has_engines
     violations = list(file_violations(experiment))
     try:
         shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
@@ -45,7 +49,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     violations += moe_violations(shape, experiment.policy.moe, samples=generates(experiment.algorithm))
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
-    refused_layout = list(_layout_violations(experiment, shape)) if training else []
+    refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*violations, *refused_layout))
     processes = estimate_memory(experiment, shape, training)

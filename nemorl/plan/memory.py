@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
-from nemorl.models.layout import PolicyRank
+from nemorl.models.layout import PolicyRank, stage_layers
 from nemorl.models.shape import ModelShape
 
 from .activations import kept_elements
@@ -64,16 +65,17 @@ def memory_parts() -> tuple[str, ...]:
 
 
 def estimate_memory(experiment: Experiment, shape: ModelShape, training: bool) -> tuple[ProcessMemory, ...]:
-    """Every group of processes that the run starts; without `training` there is no policy.
+    """Every group of processes that the run starts; without `training` a policy only where it samples.
 
     The layout must divide the model (see `nemorl.plan.fit`).
     """
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
-    if training:
+    if training or not experiment.generation.has_engines:
         groups.append(policy_memory(experiment, shape))
     if not training or generates(experiment.algorithm):
-        groups.append(_generation(experiment, shape))
+        if experiment.generation.has_engines:
+            groups.append(_generation(experiment, shape))
         groups.append(ProcessMemory("rollout", experiment.cluster.rollout_workers, runtime=_ROLLOUT_RUNTIME))
     return tuple(groups)
 
@@ -107,6 +109,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0 and policy.lora is None
     )
     is_last = stage == layout.pipeline_parallel_size - 1
+    sends = generates(algorithm) and experiment.generation.has_engines
     kept = kept_elements(shape, policy, stage, own_tokens, -(-whole_tokens // tokens))
     return ProcessMemory(
         "policy",
@@ -116,14 +119,39 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         optimizer=0 if on_host else updated * _optimizer_bytes(policy),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
-        logits=chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
+        logits=max(
+            chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES,
+            _sampling_logits(experiment, shape),
+        )
         if is_last
         else 0,
-        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if generates(algorithm) else 0,
+        kv_cache=_own_cache(experiment, shape, stage) * item,
+        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if sends else 0,
         optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
         checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
         runtime=_POLICY_RUNTIME,
     )
+
+
+def _sampling_logits(experiment: Experiment, shape: ModelShape) -> int:
+    """Bytes on a leader of a policy that samples by itself."""
+    config = experiment.generation
+    if not isinstance(config, MegatronGenerationConfig):
+        return 0
+    return config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
+
+
+def _own_cache(experiment: Experiment, shape: ModelShape, stage: int) -> int:
+    """Elements of the KV cache of a rank of a policy that samples by itself."""
+    config, policy = experiment.generation, experiment.policy
+    if not isinstance(config, MegatronGenerationConfig):
+        return 0
+    cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
+    heads, dim = shape.num_key_value_heads, shape.head_dim
+    if shape.mla is not None:  # kept as attention sees it, values as wide as keys
+        heads, dim = shape.num_attention_heads, shape.mla.head_dim + shape.mla.rotary_dim
+    layers = stage_layers(shape.num_layers, policy.layout, stage)
+    return 2 * len(layers) * -(-heads // policy.layout.tensor_parallel_size) * dim * cached
 
 
 def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:

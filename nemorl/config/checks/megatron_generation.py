@@ -38,6 +38,7 @@ def policy_samples_as_it_is(policy: PolicyConfig, generation: GenerationConfig) 
         "precision": "it computes in policy.precision",
         "bucket_megabytes": "no weights travel",
         "threads": "its processes have cluster.policy_threads",
+        "endpoint": "between two stages of sampling it answers nobody",
     }
     for name, why in instead.items():
         value = getattr(generation, name)
