@@ -149,7 +149,7 @@ def _is_narrow(config: PolicyConfig) -> bool:
     return isinstance(config.optimizer, AdamConfig) and bool(config.optimizer.narrow_fields)
 
 
-def _prepare_groups(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> None:
+def _prepare_groups(config: PolicyConfig, optimizer: Any) -> None:
     """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
     is_torch_adam = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:

@@ -7,12 +7,16 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.models.rope import RotaryTable
+from nemorl.models.shape import ModelShape, Rope
 
 from .context import ContextShare
-from .device import AttentionKernel
+from .device import DTYPES, AttentionKernel, packed_attention_kernel
+from .kernels import Kernels
 from .packing import PackedLayout, packed_layout
+from .parallel import context_share
 from .routing import TokenRouting
 
 
@@ -131,6 +135,32 @@ def _routing(
 def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
     """[size] with the values at their places and 0 elsewhere."""
     return values.new_zeros(size).index_copy(0, places, values)
+
+
+def micro_batch_maker(
+    shape: ModelShape, config: PolicyConfig, kernels: Kernels, device: torch.device
+) -> MicroBatchMaker:
+    """That of a policy process which has joined the others."""
+    layout = config.layout
+
+    def rotary(rope: Rope) -> RotaryTable:
+        return RotaryTable(
+            shape.rotary_dim,
+            rope,
+            max_positions=config.max_sequence_length,
+            dtype=DTYPES[config.precision],
+            device=device,
+        )
+
+    return MicroBatchMaker(
+        rotary=rotary(shape.rope),
+        local_rotary=rotary(shape.local_rope) if shape.local_rope else None,
+        kernel=packed_attention_kernel(kernels.attention),
+        multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
+        share=context_share(),
+        device=device,
+        routes=shape.moe is not None,
+    )
 
 
 def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:

@@ -21,26 +21,26 @@ from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
-from nemorl.models.rope import RotaryTable
-from nemorl.models.shape import ModelShape, Rope
+from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
-from .collect import from_last_stage, global_figures
+from .collect import global_figures
 from .decode import CachedModel
 from .decode_copy import DecodingCopy
-from .device import DTYPES, DeviceKind, packed_attention_kernel, select_device
+from .device import DeviceKind, select_device
 from .kernels import Installed, check_optimizer, choose
 from .lora import Adapters
-from .micro_batch import MicroBatch, MicroBatchMaker, check_batch
+from .micro_batch import MicroBatch, check_batch, micro_batch_maker
 from .model import PolicyModel, build_model
 from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
+from .outputs import batch_outputs, logprob_gap, value_figures
 from .pipeline import recompute_notes
 from .reference import ReferenceWeights
 from .routing import Routers
-from .schedule import run_outputs, run_training
+from .schedule import run_training
 from .stats import LogprobStats, TrainStats, ValueStats
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class PolicyWorker:
         self._adapters = Adapters(self._shape, config.lora, self._place) if config.lora else None
         self._chunks = build_model(self._shape, config, device, self._device, self._kernels, self._adapters)
         self.optimizer = PolicyOptimizer(config, self._chunks, device, self._trained)
-        self._maker = self._micro_batch_maker()
+        self._maker = micro_batch_maker(self._shape, config, self._kernels, self._device)
         self._routers = Routers(self._modules, self._shape.num_moe_layers, config.moe)
         self._reference: ReferenceWeights | Adapters | None = None
         self._batch: PackedBatch | None = None
@@ -194,7 +194,7 @@ class PolicyWorker:
         if old:
             batch = replace(batch, old_logprobs=self._logprobs(batch, made))
         self._batch = batch
-        return self._gap(batch, batch.old_logprobs if old else None)
+        return logprob_gap(batch, batch.old_logprobs if old else None, self._device)
 
     def compute_values(self, micro_batches: list[list[int]]) -> ValueStats:
         """Fill `values` of these sequences: what the scalar head says after each token."""
@@ -202,13 +202,8 @@ class PolicyWorker:
         self._require_head("scalar", "compute_values")
         made = self._make(self.batch, micro_batches)
         everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
-        values = self._outputs(self.batch, made, everywhere)
-        self._batch = replace(self.batch, values=values)
-        mask = self.batch.loss_mask
-        sums = torch.stack((values[mask].double().sum(), mask.sum().double())).to(self._device)
-        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        total, count = sums.tolist()
-        return ValueStats(total / max(count, 1.0), int(count))
+        self._batch = replace(self.batch, values=self._outputs(self.batch, made, everywhere))
+        return value_figures(self._batch, self._device)
 
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
@@ -318,54 +313,12 @@ class PolicyWorker:
         return self._outputs(batch, made, [micro.scored for micro in made])
 
     def _outputs(self, batch: PackedBatch, made: list[MicroBatch], wanted: list[Tensor]) -> Tensor:
-        """What the head gives [N], on the CPU, at the wanted places of each micro-batch; 0 elsewhere."""
-        values = torch.zeros(batch.num_tokens)
-        outputs = run_outputs(self._chunks, made, self._temperature)
-        places = [micro.places[mine.cpu()] for micro, mine in zip(made, wanted, strict=True)]
-        flat = torch.zeros(sum(map(len, places)), device=self._device)
-        if outputs:
-            flat = torch.cat([out[mine] for out, mine in zip(outputs, wanted, strict=True)])
-        values[torch.cat(places)] = from_last_stage(flat).cpu()
-        return values
+        return batch_outputs(
+            self._chunks, batch, made, wanted, temperature=self._temperature, device=self._device
+        )
 
     def _require_head(self, head: str, method: str) -> None:
         if self._shape.head != head:
             raise RuntimeError(
                 f"{method} wants a model with policy.head {head!r}, and this one has {self._shape.head!r}"
             )
-
-    def _gap(self, batch: PackedBatch, trainer: Tensor | None) -> LogprobStats:
-        gaps = torch.zeros(0)
-        if trainer is not None and batch.logprobs is not None:
-            gaps = (trainer - batch.logprobs)[batch.loss_mask].abs()
-        sums = torch.tensor(
-            [gaps.double().sum(), batch.loss_mask.sum()], dtype=torch.float64, device=self._device
-        )
-        largest = torch.tensor([gaps.max() if len(gaps) else 0.0], device=self._device)
-        group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        total, count = sums.tolist()
-        return LogprobStats(total / max(count, 1.0), float(largest), int(count))
-
-    def _micro_batch_maker(self) -> MicroBatchMaker:
-        layout = self._config.layout
-        local_rope = self._shape.local_rope
-        return MicroBatchMaker(
-            rotary=self._rotary_table(self._shape.rope),
-            local_rotary=self._rotary_table(local_rope) if local_rope else None,
-            kernel=packed_attention_kernel(self._kernels.attention),
-            multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
-            share=parallel.context_share(),
-            device=self._device,
-            routes=self._shape.moe is not None,
-        )
-
-    def _rotary_table(self, rope: Rope) -> RotaryTable:
-        return RotaryTable(
-            self._shape.rotary_dim,
-            rope,
-            max_positions=self._config.max_sequence_length,
-            dtype=DTYPES[self._config.precision],
-            device=self._device,
-        )
