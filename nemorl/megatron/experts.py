@@ -102,7 +102,7 @@ class ExpertLayer(MoELayer):
         Its weights of the experts lead by way of autograd to Megatron's gradient hooks, which hold the model:
         a cycle through C++ that is never collected. A worker would keep its memory and threads after `close`.
         """
-        kept = vars(self.token_dispatcher)
+        kept: dict[str, Any] = self.token_dispatcher.__dict__
         kept.update(
             {name: None for name, value in kept.items() if isinstance(value, Tensor) and value.requires_grad}
         )

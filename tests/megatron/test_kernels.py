@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from nemorl.config.policy import AdamConfig, MuonConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, MuonConfig, NoRecompute, SelectiveRecompute, SgdConfig
 from nemorl.megatron.kernels import (
     Installed,
     Kernels,
@@ -14,6 +14,11 @@ from nemorl.megatron.kernels import (
     choose,
     optimizer_kernel,
 )
+from nemorl.megatron.pipeline import recompute_notes
+from nemorl.models.shape import ModelShape
+from tests.plan.models import CONFIG
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 NOTHING = Installed({})
 EVERYTHING = Installed(
@@ -118,6 +123,22 @@ def test_types_that_only_transformer_engine_takes_want_it():
     check_optimizer(AdamConfig(), NOTHING)
     with pytest.raises(KernelsNotFound, match=r"policy.optimizer.exp_avg_dtype is bfloat16, .*set float32"):
         check_optimizer(narrow, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "told"),
+    [
+        (CONFIG, "transformer_engine", True),
+        (CONFIG, "local", False),
+        (CONFIG | MIXTRAL, "transformer_engine", False),  # its router has a norm of its own before it
+    ],
+)
+def test_the_header_says_where_norms_are_not_recomputed(config, layers, told):
+    shape = ModelShape.from_config(config, "config.json")
+    recompute = SelectiveRecompute(name="selective", modules=("core_attn", "layernorm"))
+
+    assert bool(recompute_notes(shape, recompute, layers)) == told
+    assert not recompute_notes(shape, NoRecompute(), layers)
 
 
 def test_megatron_looks_for_adam_in_transformer_engine_first():
