@@ -50,12 +50,23 @@ def load_experiment(
     return experiment
 
 
+class _Dumper(yaml.SafeDumper):
+    """One that quotes what it would take for the end of a line when it reads it again."""
+
+
+def _quoted_where_broken(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    breaks = any(character in text for character in "\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _quoted_where_broken)
+
+
 def to_yaml(experiment: Experiment) -> str:
     """The whole experiment, defaults included, as a file that `load_experiment` reads back."""
     # JSON's types turn paths into texts; a literal `${` must not be taken for a reference.
-    text = yaml.safe_dump(
-        experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=2**31
-    )
+    tree = experiment.model_dump(mode="json")
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
     return text.replace("${", "$${")
 
 

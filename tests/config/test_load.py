@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemorl.config.experiment import Experiment
@@ -118,6 +118,8 @@ def test_the_resolved_experiment_reads_back_the_same(sound: Path, tmp_path: Path
 
 
 @settings(max_examples=40, deadline=None)
+@example(text="\x85")
+@example(text="a\u2028\u2029b")
 @given(text=st.text(min_size=1))
 def test_any_text_survives_the_resolved_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("text")
