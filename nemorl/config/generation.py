@@ -8,6 +8,7 @@ from .base import default_variant
 from .generation_base import GenerationBase
 from .generation_megatron import MegatronGenerationConfig
 from .generation_openai import OpenAIGenerationConfig
+from .generation_trtllm import TrtllmGenerationConfig
 from .generation_vllm import VllmGenerationConfig
 
 
@@ -22,7 +23,11 @@ class TorchGenerationConfig(GenerationBase):
 
 
 GenerationConfig = Annotated[
-    TorchGenerationConfig | MegatronGenerationConfig | OpenAIGenerationConfig | VllmGenerationConfig,
+    TorchGenerationConfig
+    | MegatronGenerationConfig
+    | OpenAIGenerationConfig
+    | VllmGenerationConfig
+    | TrtllmGenerationConfig,
     Field(discriminator="backend"),
     default_variant(TorchGenerationConfig, by="backend"),
 ]

@@ -199,7 +199,7 @@ class AsyncEngineWorker:
         self._paused = False
         if self._frozen:
             self._frozen = False
-            await self._backend.thaw()
+            await self._thaw()
         self._set_gate()
 
     @asynccontextmanager
@@ -219,7 +219,7 @@ class AsyncEngineWorker:
                 yield
             finally:
                 if not self._frozen:
-                    await self._backend.thaw()
+                    await self._thaw()
         finally:
             self._standing = False
             self._set_gate()
@@ -306,6 +306,13 @@ class AsyncEngineWorker:
         self._idle.clear()
         self._figures.prompt_tokens += len(request.prompt)
         self._figures.peak = max(self._figures.peak, len(self._running))
+
+    async def _thaw(self) -> None:
+        try:
+            await self._backend.thaw()
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _set_gate(self) -> None:
         if self._paused or self._standing:

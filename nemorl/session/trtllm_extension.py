@@ -37,9 +37,10 @@ class NemorlExtension(WorkerExtension):
 
     def nemorl_hold(self) -> dict[int, int]:
         """Stand between two steps; the tokens sampled so far of every request in the batch."""
-        control = self.engine.control_action(drain=False)
-        control.__enter__()
-        self._nemorl_control = control
+        if self._nemorl_control is None:  # else it stands since an update that never came to its end
+            control = self.engine.control_action(drain=False)
+            control.__enter__()
+            self._nemorl_control = control
         return {
             request.py_client_id: request.get_num_tokens(0) - request.py_orig_prompt_len
             for request in self.engine.active_requests

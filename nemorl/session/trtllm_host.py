@@ -131,9 +131,9 @@ class TrtllmHost(AsyncEngineWorker):
         """Forget an update that did not finish. An engine that it has written to answers nothing now."""
         self._receiver.abandon()
         try:
-            for reason in await self._engine.call("nemorl_give_up"):
-                if reason is not None:
-                    self.fail(EngineFailed(reason))
+            torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
+            if torn:
+                self.fail(EngineFailed(torn[0]))
             await self._update.aclose()
         except EngineFailed as error:  # a worker is gone: then nothing can be released
             self._update.pop_all()

@@ -150,8 +150,9 @@ class TrtllmEngine:
         try:
             answers: list[Any] = await self.llm.collective_rpc(method, args=args)
         except Exception as error:
+            cause = getattr(error, "cause", error)  # Ray's wrapping tells the whole stack
             raise EngineFailed(
-                f"{self.name}: {await self._who_failed()} in {method}: {type(error).__name__}: {error}"
+                f"{self.name}: {await self._who_failed()} in {method}: {type(cause).__name__}: {cause}"
             ) from error
         return answers
 

@@ -1,4 +1,4 @@
-"""One replica of two workers for all tests of a module: workers take seconds to start."""
+"""One replica of two workers for all tests of this folder: workers take seconds to start."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ STANDIN = Path(__file__).parent / "standin"
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def standin() -> Iterator[None]:
     """tensorrt_llm is the stand-in, here and in processes that Ray starts."""
     with pytest.MonkeyPatch.context() as patch:
@@ -33,14 +33,14 @@ def standin() -> Iterator[None]:
         del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def loop() -> Loop:
     return Loop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def make(standin, loop, hf_models):
-    """Starts replicas; they end with the module."""
+    """Starts replicas; they end with the folder."""
     from nemorl.session import trtllm_host
 
     trtllm_host._WATCH_SECONDS = 0.2
@@ -73,7 +73,7 @@ def make(standin, loop, hf_models):
         loop.run(host.close())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def replica(make) -> Setup:
     """Two workers."""
     return make(tensor_parallel_size=2)

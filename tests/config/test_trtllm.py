@@ -1,0 +1,69 @@
+"""What is refused of TensorRT-LLM's settings."""
+
+import pytest
+from pydantic import TypeAdapter
+
+from nemorl.config.checks.trtllm import (
+    OWN_ARGUMENTS,
+    trtllm_arguments_are_free,
+    trtllm_experts_fit,
+    trtllm_updates_in_flight,
+    trtllm_wants_gpus,
+)
+from nemorl.config.generation import GenerationConfig, TorchGenerationConfig
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.run import ClusterConfig
+
+
+def config(**fields):
+    return TrtllmGenerationConfig(backend="trtllm", **fields)
+
+
+def fields_of(violations):
+    return [violation.field for violation in violations]
+
+
+def test_the_backend_is_chosen_by_its_name():
+    read = TypeAdapter(GenerationConfig).validate_python({"backend": "trtllm", "tensor_parallel_size": 4})
+    assert isinstance(read, TrtllmGenerationConfig)
+    assert read.ranks_per_replica == 4
+
+
+def test_it_wants_gpus():
+    assert fields_of(trtllm_wants_gpus(ClusterConfig(), config())) == ["generation.backend"]
+    assert not list(trtllm_wants_gpus(ClusterConfig(gpus_per_node=8), config()))
+    assert not list(trtllm_wants_gpus(ClusterConfig(), TorchGenerationConfig()))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "sound"), [(None, None, True), (2, 4, True), (None, 8, True), (2, 2, False)]
+)
+def test_expert_sizes_multiply_to_the_tensor_parallel_size(tensor, expert, sound):
+    sizes = config(tensor_parallel_size=8, moe_tensor_parallel_size=tensor, moe_expert_parallel_size=expert)
+    assert (not list(trtllm_experts_fit(sizes))) == sound
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({}, []),
+        ({"recompute_kv_cache": True}, ["generation.recompute_kv_cache"]),
+        ({"in_flight_updates": True}, ["generation.prefix_caching"]),
+        ({"in_flight_updates": True, "prefix_caching": False}, []),
+        ({"in_flight_updates": True, "recompute_kv_cache": True}, []),
+        (
+            {"in_flight_updates": True, "recompute_kv_cache": True, "pipeline_parallel_size": 2},
+            ["generation.in_flight_updates"],
+        ),
+    ],
+)
+def test_updates_in_flight_keep_versions_and_caches_apart(fields, wrong):
+    assert fields_of(trtllm_updates_in_flight(config(**fields))) == wrong
+
+
+def test_arguments_that_follow_from_fields_are_not_given_twice():
+    given = {"dtype": "float16", "cuda_graph_config": None}
+    assert fields_of(trtllm_arguments_are_free(config(trtllm_kwargs=given))) == [
+        "generation.trtllm_kwargs.dtype"
+    ]
+    assert "trust_remote_code" not in OWN_ARGUMENTS

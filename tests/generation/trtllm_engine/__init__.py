@@ -1,0 +1,1 @@
+"""Tests over a stand-in of TensorRT-LLM; they share one replica."""

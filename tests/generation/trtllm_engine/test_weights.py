@@ -1,0 +1,246 @@
+"""Refits of a TensorRT-LLM replica in both ways of delivery, and what failures leave behind."""
+
+import asyncio
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from nemorl.generation.errors import EngineFailed
+from nemorl.rollout.types import StopReason
+from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from tests.generation.trtllm_engine.setup import group
+from tests.generation.trtllm_engine.test_requests import greedy
+
+SMALL_BATCH = 0.02  # MiB: a model takes about ten of them
+
+
+@pytest.fixture
+def network_of(hf_models):
+    """transformers' model with given weights, as a fresh engine would have them."""
+
+    def load(tensors):
+        network = copy.deepcopy(hf_models["llama"].network)
+        missing, unexpected = network.load_state_dict(tensors, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}
+        network.tie_weights()
+        return network
+
+    return load
+
+
+def parameters(replica):
+    """The weights in use of every worker."""
+    return replica.loop.run(replica.host._engine.call("standin_parameters"))
+
+
+def assert_samples_with(replica, network, version, name):
+    requests = group(name)
+    answers = replica.serve(requests)
+    for one in requests:
+        tokens, logprobs = greedy(network, one.prompt.tolist(), 8)
+        assert answers[one.id].tokens.tolist() == tokens
+        np.testing.assert_allclose(answers[one.id].logprobs, logprobs, atol=1e-4)
+        assert set(answers[one.id].versions) == {version}
+
+
+def test_tokens_after_a_refit_are_a_fresh_engines(delivery, network_of):
+    delivery.configure(bucket_megabytes=SMALL_BATCH)
+    for seed in (1, 2):
+        tensors = delivery.weights(seed)
+        version = delivery.refit(tensors)
+        assert delivery.host.version == version
+        assert_samples_with(delivery, network_of(tensors), version, f"{version}-")
+        for worker in parameters(delivery):
+            for name, tensor in tensors.items():
+                assert torch.equal(worker[name], tensor), name
+
+
+def test_receivers_get_each_tensor_once(delivery):
+    layouts = delivery.loop.run(delivery.host.describe_weights())
+    assert len(layouts) == (1 if delivery.host._config.weight_delivery == "handles" else 2)
+    tensors = delivery.weights(3)
+    for rank in delivery.policy:
+        rank.take(tensors)
+    stats = delivery.exchange.refit(delivery.version + 1)
+    delivery.version += 1
+    assert stats.num_bytes == len(layouts) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_what_is_in_flight_ends_before_an_update(delivery):
+    delivery.refit(delivery.weights(4))
+    old = delivery.version
+    (long,) = group("long", count=1, max_new_tokens=150)
+
+    async def begin():
+        return asyncio.ensure_future(anext(delivery.host.generate_many([long])))
+
+    under_way = delivery.loop.run(begin())
+    delivery.refit(delivery.weights(5))
+    assert under_way.done()
+    assert len(under_way.result().tokens) == 150
+    assert set(under_way.result().versions) == {old}
+
+
+def test_an_update_in_flight_lets_every_token_carry_its_version(delivery, network_of):
+    delivery.configure(
+        weight_delivery=delivery.host._config.weight_delivery, in_flight_updates=True, recompute_kv_cache=True
+    )
+    before, after = delivery.weights(6), delivery.weights(7)
+    old = delivery.refit(before)
+    requests = [replace(one, progress_tokens=5) for one in group("flying", count=3, max_new_tokens=200)]
+
+    async def begin():
+        """Return when each request has some tokens."""
+        stream = delivery.host.generate_batches(requests)
+        seen = set()
+        while len(seen) < len(requests):
+            seen |= {report.id for report in await anext(stream)}
+
+        async def rest():
+            return {report.id: report async for batch in stream for report in batch}
+
+        return asyncio.ensure_future(rest())
+
+    rest = delivery.loop.run(begin())
+    new = delivery.refit(after)
+
+    async def end():
+        return await rest
+
+    answers = delivery.loop.run(end())
+    networks = {old: network_of(before), new: network_of(after)}
+    for one in requests:
+        answer = answers[one.id]
+        assert answer.stop is StopReason.LENGTH
+        changes = np.flatnonzero(np.diff(answer.versions))
+        assert [answer.versions[0], answer.versions[-1], len(changes)] == [old, new, 1]
+        whole = torch.tensor([[*one.prompt, *answer.tokens]])
+        with torch.no_grad():
+            rows = {version: net(whole).logits[0].log_softmax(-1) for version, net in networks.items()}
+        for place, (token, version) in enumerate(zip(answer.tokens, answer.versions, strict=True)):
+            row = rows[int(version)][len(one.prompt) - 1 + place]
+            assert answer.logprobs[place] == pytest.approx(float(row[int(token)]), abs=1e-3)
+            assert float(row.max() - row[int(token)]) < 1e-3  # greedy under the weights it is said to be of
+
+
+def break_sender(replica, monkeypatch):
+    """The second policy rank fails when it is to send."""
+
+    def send(session: RefitSession):
+        raise RefitFailed("the policy's disk is full")
+
+    monkeypatch.setattr(replica.policy[1].exchange, "send", send)
+
+
+def test_a_transfer_that_fails_leaves_the_old_version(replica, network_of, monkeypatch):
+    replica.configure(weight_delivery="handles", in_flight_updates=False)
+    tensors = replica.weights(8)
+    replica.refit(tensors)
+    with monkeypatch.context() as patch:
+        break_sender(replica, patch)
+        with pytest.raises(RefitFailed, match="disk is full"):
+            replica.refit(replica.weights(9))
+    assert_samples_with(replica, network_of(tensors), replica.version, "kept")
+    assert not replica.host.health().paused
+    replica.refit(replica.weights(9))  # and the next one works
+
+
+def test_workers_that_were_written_to_answer_nothing_until_a_whole_refit(replica, network_of):
+    replica.configure(weight_delivery="workers", bucket_megabytes=SMALL_BATCH)
+    replica.refit(replica.weights(10))
+
+    def lose_one_rank(version, sent, received):
+        raise RefitFailed("a tensor did not arrive as it was sent")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemorl.weights.exchange._compare", lose_one_rank)
+        with pytest.raises(RefitFailed, match="did not arrive"):
+            replica.refit(replica.weights(11))
+    torn = "generation rank . was being brought to version .* two versions until a whole refit"
+    with pytest.raises(EngineFailed, match=torn):
+        replica.host.health()
+    with pytest.raises(EngineFailed, match=torn):
+        replica.serve(group("torn"))
+    tensors = replica.weights(12)
+    replica.refit(tensors)
+    assert_samples_with(replica, network_of(tensors), replica.version, "mended")
+
+
+def test_workers_that_were_not_written_to_stay_on_the_old_version(replica, network_of, monkeypatch):
+    replica.configure(weight_delivery="workers")  # batches larger than what comes before the failure
+    tensors = replica.weights(13)
+    replica.refit(tensors)
+    with monkeypatch.context() as patch:
+        break_sender(replica, patch)
+        with pytest.raises(RefitFailed, match="disk is full"):
+            replica.refit(replica.weights(14))
+    assert_samples_with(replica, network_of(tensors), replica.version, "kept-too")
+
+
+@pytest.mark.parametrize("way", ["handles", "workers"])
+def test_a_missing_final_none_is_noticed(replica, network_of, monkeypatch, way):
+    replica.configure(weight_delivery=way)
+    engine = replica.host._engine
+    call = engine.call
+
+    async def without_the_end(method, *args):
+        if method in ("nemorl_finish", "nemorl_commit"):
+            return [None, None]
+        if method == "nemorl_give_up":  # nor does anybody tell that there was no end
+            return [None, None]
+        return await call(method, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "call", without_the_end)
+        with pytest.raises(EngineFailed, match="the final None did not follow"):
+            replica.refit(replica.weights(15))
+    with pytest.raises(EngineFailed):
+        replica.host.health()
+    tensors = replica.weights(16)
+    replica.refit(tensors)
+    assert_samples_with(replica, network_of(tensors), replica.version, f"after-{way}")
+
+
+def test_an_engine_that_does_not_come_to_a_stand_is_named(replica):
+    replica.configure(weight_delivery="handles", in_flight_updates=False)
+    (long,) = group("endless", count=1, max_new_tokens=200)
+    replica.host._commit_seconds = 0.05
+
+    async def begin():
+        return asyncio.ensure_future(anext(replica.host.generate_many([long])))
+
+    under_way = replica.loop.run(begin())
+    try:
+        with pytest.raises(
+            RefitDeadline, match=r"TensorRT-LLM engine 0 did not come to a stand within 0\.05 s"
+        ):
+            replica.refit(replica.weights(17))
+    finally:
+        replica.host._commit_seconds = 20.0
+
+    async def end():
+        return await under_way
+
+    assert set(replica.loop.run(end()).versions) == {replica.version}
+    replica.refit(replica.weights(17))
+
+
+def test_a_dead_worker_is_named_and_ends_what_waits(replica):
+    """Last in the module: the engine is gone after it."""
+    (long,) = group("bereaved", count=1, max_new_tokens=200)
+
+    async def die():
+        waiting = asyncio.ensure_future(anext(replica.host.generate_many([long])))
+        await asyncio.sleep(0.05)
+        ray.kill(replica.host._engine.llm.workers[1])
+        return await waiting
+
+    with pytest.raises(EngineFailed, match="worker of rank 1 of 2 died"):
+        replica.loop.run(die())
+    with pytest.raises(EngineFailed, match="worker of rank 1 of 2 died"):
+        replica.host.health()
