@@ -32,7 +32,6 @@ class Bookkeeper:
         self._observer = observer
         self._checkpoints = checkpoints
         self.done = start.step  # steps whose line is written
-        self.compared = False  # whether this process has held engine and trainer side by side
         self._skipped = start.skipped_updates
 
     def steps(self, num_steps: int) -> Iterator[int]:

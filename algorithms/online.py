@@ -8,6 +8,7 @@ With `max_staleness` 0 the collector starts nothing before the weights have been
 lets it run ahead. Nothing else differs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import GrpoConfig
@@ -20,6 +21,7 @@ from nemorl.session.shard import SequencePlace
 
 from .bookkeeping import Bookkeeper
 from .figures import environment_share, rollout_figures
+from .gate import LogprobGate, gap_figures, versions_of
 from .grpo import Grpo
 from .losses import finish_metrics
 
@@ -34,6 +36,10 @@ class OnlineLoop:
     collector: Collector
     observer: Observer
     books: Bookkeeper
+    gate: LogprobGate
+
+    def __post_init__(self) -> None:
+        self._versions = range(0)  # that sampled the tokens of the present batch
 
     async def run(self) -> None:
         """All steps that are left. Raises RunError when a limit of the config is passed."""
@@ -50,7 +56,8 @@ class OnlineLoop:
             self.collector.advance(self.books.done)
             groups = await self._sample()
         sequences = self.algorithm.score(groups)
-        values = rollout_figures(groups) | await self._learn(sequences)
+        self._versions = versions_of(groups)
+        values = rollout_figures(groups) | await self._learn(step, sequences)
         with self.observer.stage("refit"):
             values |= await self.session.hand_over(step)
         values |= await self.session.generation_figures()
@@ -71,10 +78,10 @@ class OnlineLoop:
             )
         return groups
 
-    async def _learn(self, sequences: list[SequencePlace]) -> dict[str, float]:
+    async def _learn(self, step: int, sequences: list[SequencePlace]) -> dict[str, float]:
         """One update for each minibatch; figures are means over them."""
         with self.observer.stage("logprobs"):
-            gap = await self._prepare(sequences)
+            gap = await self._prepare(step, sequences)
         with self.observer.stage("training", total=self.config.num_minibatches, unit="updates") as stage:
             updates = []
             for minibatch in range(self.config.num_minibatches):
@@ -82,11 +89,11 @@ class OnlineLoop:
                 stage.advance(tokens=updates[-1].num_tokens)
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]} | gap
-        self._check_gap(values["logprob_gap/mean"])
+        self._check_gap(values)
         packing = self.session.learner.packing_figures()
         return values | self.books.optimizer_figures(updates) | packing
 
-    async def _prepare(self, sequences: list[SequencePlace]) -> dict[str, float]:
+    async def _prepare(self, step: int, sequences: list[SequencePlace]) -> dict[str, float]:
         """Load the batch with the logprobs that its updates need; the gap, if it was measured on the way.
 
         A single update sees the weights that sampled, so its own logprobs are the old ones and tell the gap.
@@ -94,12 +101,9 @@ class OnlineLoop:
         several = self.config.num_minibatches > 1
         learner, gap = self.session.learner, {}
         await self._load(sequences)
-        if several or not self.books.compared:
-            stats = await learner.logprobs(old=True, reference=False)
-            gap = {"logprob_gap/mean": stats.gap_mean, "logprob_gap/max": stats.gap_max}
-            # The first batch of a process is compared before anything is learnt from it.
-            self._check_gap(stats.gap_mean)
-            self.books.compared = True
+        if several or self.gate.due(step):
+            gap = gap_figures(await learner.logprobs(old=True, reference=False))
+            self._check_gap(gap)
             if not several:
                 await self._load(sequences)  # without the old logprobs, as in every other step
         if self.config.loss.kl.coefficient > 0:
@@ -111,11 +115,5 @@ class OnlineLoop:
             sequences, kind="trajectories", num_minibatches=self.config.num_minibatches
         )
 
-    def _check_gap(self, gap: float) -> None:
-        if not gap <= self.config.max_logprob_gap:
-            raise RunError(
-                f"engine and trainer disagree: the mean difference of their logprobs is {gap:.4g}, the limit "
-                f"algorithm.max_logprob_gap is {self.config.max_logprob_gap:g}. Likely causes: generation in "
-                "another precision than the policy, weights that did not arrive, or an update so large that "
-                "the policy broke down (see grad_norm and entropy of the steps before in metrics.jsonl)."
-            )
+    def _check_gap(self, figures: Mapping[str, float]) -> None:
+        self.gate.check(figures, self._versions, self.books.done)

@@ -40,6 +40,7 @@ from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
 from .evaluate import num_validation_tasks, validate
 from .full_disk import full_disk_named
+from .gate import LogprobGate
 from .grpo import Grpo
 from .online import OnlineLoop
 from .origin import Origin
@@ -243,7 +244,8 @@ def _loop(
     )
     seconds = experiment.cluster.deadlines.generation
     collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done)
-    return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books)
+    gate = LogprobGate(algorithm, experiment.generation)
+    return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books, gate)
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:
@@ -269,7 +271,7 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
 async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
     """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
     policy = policy or not experiment.generation.has_engines  # which then samples by itself
-    wanted = {"policy": policy, "generation": sampling, "rollout": sampling}
+    wanted = {"policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
         _end_at_sigterm()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nemorl
-from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, train
+from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, serve, train
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import complain
 from nemorl.errors import ConfigError, NemorlError
@@ -21,6 +21,7 @@ COMMANDS = {
     "train": train,
     "check": check,
     "eval": evaluate,
+    "serve": serve,
     "models": models,
     "plan": plan,
     "report": report,

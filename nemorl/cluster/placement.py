@@ -54,6 +54,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
         WorkerRequest("policy", experiment.policy.layout.world_size, gpus),
         *engines,
         WorkerRequest("rollout", experiment.cluster.rollout_workers),
+        *([WorkerRequest("endpoint", 1)] if experiment.generation.endpoint is not None else []),
     )
 
 

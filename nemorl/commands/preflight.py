@@ -23,9 +23,16 @@ class Ready:
 
 
 def prepare(
-    path: Path, overrides: Sequence[str], machine: Machine, *, training: bool = True, new_run: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    machine: Machine,
+    *,
+    training: bool = True,
+    measuring: bool = True,
+    new_run: bool = False,
 ) -> Ready:
-    """Load and check an experiment; `new_run` wants its run folder to be free.
+    """Load and check an experiment; `new_run` wants its run folder to be free, `measuring` without training
+    wants tasks to measure on.
 
     Raises `ConfigError` with everything that is wrong.
     """
@@ -36,7 +43,7 @@ def prepare(
         yield from plans[0].violations
         yield from reward_violations(experiment)
         yield from _run_folder(experiment, new_run)
-        if not training and experiment.data.validation is None:
+        if measuring and not training and experiment.data.validation is None:
             mend = "an evaluation measures on these tasks: name a dataset"
             yield Violation("data.validation", ABSENT, mend)
 

@@ -87,8 +87,12 @@ class GrpoConfig(Config):
     """The policy's loss."""
     validation: ValidationConfig = ValidationConfig()
     """Measuring on `data.validation`."""
-    max_logprob_gap: float = Field(1.0, gt=0)
+    max_logprob_gap: float = Field(0.2, gt=0)
     """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
+    max_token_logprob_gap: float | None = Field(None, gt=0)
+    """Stop when that difference is larger at any token; not looked at when not given."""
+    logprob_gap_period: int | None = Field(None, ge=1)
+    """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @property
     def trajectories_per_step(self) -> int:

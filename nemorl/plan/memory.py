@@ -156,6 +156,8 @@ def _own_cache(experiment: Experiment, shape: ModelShape, stage: int) -> int:
 
 def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     config, policy = experiment.generation, experiment.policy
+    if config.backend == "openai":
+        return ProcessMemory("generation", config.replicas, runtime=_GENERATION_RUNTIME)
     item = ITEM_SIZE[config.precision or policy.precision]
     weights = stage_parameters(shape, LayoutConfig(), 0).total * item
     cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
@@ -19,6 +20,14 @@ logger = logging.getLogger(__name__)
 # Of one replica in a run: what dies more often has a cause that starting it again does not mend.
 MOST_RESTARTS = 3
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
+
+
+class Routers(Protocol):
+    """Some routers: a `WorkerGroup` whose workers have one each, or what answers like it."""
+
+    async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
+        """`take_router_figures()` and `add_engine(worker)`."""
+        ...
 
 
 def hanging(health: EngineHealth, step_seconds: float) -> str | None:
@@ -43,7 +52,7 @@ class GenerationPool:
     def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig) -> None:
         self.group = group
         self._deadlines = deadlines
-        self._routers: list[WorkerGroup] = []
+        self._routers: list[Routers] = []
         self._layout_changed: Callable[[], None] = _nothing
         self._lock = asyncio.Lock()  # held while the engines must not change
         self._losses: list[tuple[str, str]] = []  # replica and cause
@@ -58,8 +67,13 @@ class GenerationPool:
         """Each loss so far: the replica's name and the cause."""
         return tuple(self._losses)
 
-    def serve(self, routers: WorkerGroup) -> None:
-        """Tell the workers of this group, which have a router each, of engines that come back."""
+    @property
+    def hopeless(self) -> bool:
+        """Whether no engine answers, and none is coming."""
+        return not self.group.workers and not self._coming
+
+    def serve(self, routers: Routers) -> None:
+        """Tell these routers of engines that come back."""
         self._routers.append(routers)
 
     def on_change(self, layout_changed: Callable[[], None]) -> None:

@@ -29,6 +29,12 @@ from .refit import GenerationReceivers, PolicySenders
 
 logger = logging.getLogger(__name__)
 
+# What runs in the process of an engine.
+HOSTS = {
+    "torch": "nemorl.session.generation_host:GenerationHost",
+    "openai": "nemorl.session.openai_host:OpenAIHost",
+}
+
 
 @dataclass
 class Session:
@@ -43,6 +49,12 @@ class Session:
     policy_samples: bool = False  # by itself, without engines
 
     @property
+    def engines(self) -> GenerationPool:
+        """The engines, of a session that has any."""
+        assert self.pool is not None, "this session was started without engines"
+        return self.pool
+
+    @property
     def learner(self) -> Policy:
         """The policy, of a session that has one."""
         assert self.policy is not None, "this session was started without a policy"
@@ -54,9 +66,8 @@ class Session:
             self.version = version
         if self.exchange is None or version == self.version:
             return {}
-        assert self.pool is not None, "weights are handed over to engines"
-        async with self.pool.refitting():
-            stats = await self._refit(self.exchange, self.pool, version)
+        async with self.engines.refitting():
+            stats = await self._refit(self.exchange, self.engines, version)
             self.version = version
         return {
             "refit/gigabytes": stats.num_bytes / 1e9,
@@ -117,6 +128,11 @@ async def open_session(
             stack.push_async_exit(_end(engines))
             session.pool = pool = GenerationPool(engines, experiment.cluster.deadlines)
             stack.push_async_callback(pool.close)
+            if experiment.generation.endpoint is not None:
+                endpoint = await starter.endpoint(engines.workers)
+                stack.push_async_exit(_end(endpoint))
+                pool.serve(endpoint)
+                await _tell_endpoint(endpoint, experiment.cluster.deadlines.start)
             rollout = await starter.rollout(engines.workers)
             stack.push_async_exit(_end(rollout))
             pool.serve(rollout)
@@ -126,10 +142,30 @@ async def open_session(
             rollout = await starter.rollout(session.learner.samplers)
             stack.push_async_exit(_end(rollout))
             session.rollout = starter.run_groups(rollout)
-        if session.policy is not None and session.generation is not None:
+        takes_weights = experiment.generation.takes_weights
+        if session.policy is not None and session.generation is not None and takes_weights:
             session.exchange = starter.exchange(session.policy.group, session.generation)
             pool.on_change(session.exchange.layout_changed)
         yield session
+
+
+@asynccontextmanager
+async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIterator[GenerationPool]:
+    """Start the engines alone, and end them when the block ends."""
+    async with AsyncExitStack() as stack:
+        engines = await _Starter(experiment, placement).generation()
+        stack.push_async_exit(_end(engines))
+        pool = GenerationPool(engines, experiment.cluster.deadlines)
+        stack.push_async_callback(pool.close)
+        pool.start_watch()
+        yield pool
+
+
+async def _tell_endpoint(endpoint: WorkerGroup, seconds: float) -> None:
+    """Let it listen, and say where: a key that was made for this run is told nowhere else."""
+    (at,) = await endpoint.call_async("listen", stage="start", deadline_seconds=seconds)
+    key = f", key {at.api_key}" if at.generated else ""
+    logger.warning("the engines answer at %s%s", at.url, key)
 
 
 def _end(group: WorkerGroup) -> Callable[..., Coroutine[Any, Any, None]]:
@@ -201,9 +237,18 @@ class _Starter:
         }
         return await self._start(
             "generation",
-            "nemorl.session.generation_host:GenerationHost",
+            HOSTS[config.backend],
             [{**shared, "rank": rank} for rank in range(config.replicas)],
             threads=threads,
+            concurrent=True,
+        )
+
+    async def endpoint(self, engines: Sequence[Worker]) -> WorkerGroup:
+        return await self._start(
+            "endpoint",
+            "nemorl.session.serving:EndpointHost",
+            [{"experiment": self.experiment, "engines": list(engines)}],
+            threads=1,
             concurrent=True,
         )
 
