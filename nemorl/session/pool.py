@@ -13,7 +13,7 @@ from nemorl.cluster.worker import Worker
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.errors import EngineFailed, NoReplicaLeft
 from nemorl.generation.router import RouterFigures
-from nemorl.generation.types import EngineHealth
+from nemorl.generation.types import EngineHealth, EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,18 @@ class GenerationPool:
             "generation/requests_moved": float(moved.moved_requests),
             "generation/tokens_kept": float(moved.kept_tokens),
             "generation/requests_failed": float(moved.failed_requests),
+            "generation/retries": float(sum(await asyncio.gather(*map(self._retries, self.group.workers)))),
         }
+
+    async def _retries(self, worker: Worker) -> int:
+        """Of requests to a server that is not ours, since they were last asked for."""
+        try:
+            stats: EngineStats = await worker.call_async(
+                "stats", stage="figures", deadline_seconds=self._deadlines.health
+            )
+        except ClusterError:  # which the next check finds, and names
+            return 0
+        return stats.retries
 
     async def _watch_on(self) -> None:
         while True:

@@ -17,6 +17,7 @@ _SAMPLING = {
     *("time/generation", "time/environment", "time/logprobs"),
     *("generation/replicas", "generation/replicas_lost", "generation/replicas_restarted"),
     *("generation/requests_moved", "generation/tokens_kept", "generation/requests_failed"),
+    "generation/retries",
 }
 _POLICY_LOSS = {
     *("loss/total", "loss/policy", "entropy", "ratio/mean", "clip_fraction/low", "clip_fraction/high"),
