@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,27 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
     for path, dataset in datasets(experiment.data):
         if isinstance(dataset, JsonlDataset):
             yield from _jsonl(path, dataset)
-    if experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
+    if experiment.logger.tensorboard and not _installed("tensorboard"):
         mend = (
             "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         )
         yield Violation("logger.tensorboard", True, mend)
+    yield from _engine_packages(experiment)
+
+
+def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
+    """Packages of an engine that this installation does not bring; a run on other machines may have them."""
+    backend = experiment.generation.backend
+    if backend == "trtllm" and "RAY_ADDRESS" not in os.environ and not _installed("tensorrt_llm"):
+        mend = (
+            "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
+            "(docs/trtllm.md), or take torch or vllm"
+        )
+        yield Violation("generation.backend", backend, mend)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _tokenizer(experiment: Experiment) -> Iterator[Violation]:

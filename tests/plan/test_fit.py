@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nemorl.errors import Violation
+from nemorl.plan.files import file_violations
 from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from tests.plan.conftest import Configure
@@ -283,6 +284,16 @@ def test_an_evaluation_needs_no_layout(configure: Configure) -> None:
 
     assert plan.violations == ()
     assert [process.group for process in plan.processes] == ["driver", "generation", "rollout"]
+
+
+def test_tensorrt_llm_must_be_installed_where_it_samples(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = file_violations(configure("generation.backend=trtllm", "cluster.gpus_per_node=2"))
+    assert [violation.field for violation in found] == ["generation.backend"]
+
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    assert not list(file_violations(configure("generation.backend=trtllm", "cluster.gpus_per_node=2")))
 
 
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,13 @@ from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitSession
+from nemorl.weights.venue import TransportOptions
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.weights.ranks import Threads, allocate, box
 
 T = TypeVar("T")
 SECONDS = 60.0
+BUCKET_BYTES = 8192
 
 
 class Loop:
@@ -79,11 +81,10 @@ class Setup:
         self.version = 0
         self.rewire()
 
-    def rewire(self, bucket_bytes: int = 8192, deadline_seconds: float = 30.0) -> None:
+    def rewire(self, options: TransportOptions | None = None) -> None:
         """As after a change of the layout."""
-        self.exchange = WeightExchange(
-            Threads(self.policy), Receivers(self.loop, self.host), bucket_bytes, deadline_seconds
-        )
+        receivers = Receivers(self.loop, self.host)
+        self.exchange = WeightExchange(Threads(self.policy), receivers, BUCKET_BYTES, SECONDS / 2, options)
 
     def configure(self, **fields: Any) -> None:
         """Other settings, where they do not concern how the engine was started."""

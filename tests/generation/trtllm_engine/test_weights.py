@@ -12,6 +12,7 @@ import torch
 from nemorl.generation.errors import EngineFailed
 from nemorl.rollout.types import StopReason
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.venue import TransportOptions
 from tests.generation.trtllm_engine.setup import group
 from tests.generation.trtllm_engine.test_requests import greedy
 
@@ -69,6 +70,17 @@ def test_receivers_get_each_tensor_once(delivery):
     stats = delivery.exchange.refit(delivery.version + 1)
     delivery.version += 1
     assert stats.num_bytes == len(layouts) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "files"])
+def test_workers_receive_by_every_transport(replica, network_of, transport, tmp_path):
+    replica.configure(weight_delivery="workers", in_flight_updates=False)
+    replica.rewire(TransportOptions(transport, tmp_path))
+    tensors = replica.weights(20)
+    version = replica.refit(tensors)
+    assert_samples_with(replica, network_of(tensors), version, f"{transport}-")
+    for worker in parameters(replica):
+        assert all(torch.equal(worker[name], tensor) for name, tensor in tensors.items())
 
 
 def test_what_is_in_flight_ends_before_an_update(delivery):
