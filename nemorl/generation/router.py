@@ -107,6 +107,7 @@ class Router:
 
     def add(self, replica: Replica) -> None:
         """Let a replica serve, also in the place of a lost one of the same name."""
+        self.lose(replica.name, "another has taken its place")  # of which nothing was heard here yet
         self._lost.pop(replica.name, None)
         self._members[replica.name] = _Member(replica)
 

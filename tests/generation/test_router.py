@@ -176,6 +176,14 @@ def test_a_replica_that_is_given_up_is_not_heard_any_more():
         assert (await router.generate(request("next"))).tokens.tolist() == [8]
         router.add(Replica("replica 0", EchoEngine(lambda r: [9]).generate))
         assert (router.living, router.lost) == (["replica 1", "replica 0"], {})
+        # One that takes the place of another takes its requests, too.
+        stuck = EchoEngine(lambda r: [7], held=asyncio.Event())
+        router.add(Replica("replica 1", stuck.generate))
+        waiting = [asyncio.create_task(router.generate(request(f"w{i}"))) for i in range(2)]
+        await asyncio.sleep(0.01)
+        assert stuck.calls == [["w1"]]
+        router.add(Replica("replica 1", EchoEngine(lambda r: [5]).generate))
+        assert {(await w).tokens.item() for w in waiting} <= {5, 9}
         return answer
 
     assert asyncio.run(main()).tokens.tolist() == [8]
