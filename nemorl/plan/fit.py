@@ -20,6 +20,7 @@ from nemorl.models.shape import ModelShape
 from .files import file_violations
 from .machine import Machine
 from .memory import ProcessMemory, estimate_memory, memory_parts
+from .vllm import vllm_violations
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     violations += moe_violations(shape, experiment.policy.moe, samples=generates(experiment.algorithm))
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
+        violations += vllm_violations(experiment, shape)
     refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*violations, *refused_layout))
@@ -186,8 +188,8 @@ _SMALLER = {
     "optimizer_on_host": "raise policy.layout.data_parallel_size, or take a smaller model",
     "reference": "set algorithm.loss.kl.coefficient to 0, which keeps no reference",
     "activations": "lower policy.micro_batch_tokens",
-    "logits": "lower policy.logprob_chunk_tokens, or generation.max_batch_size",
-    "kv_cache": "lower generation.max_kv_tokens or generation.max_batch_size",
+    "logits": "lower policy.logprob_chunk_tokens, or the engine's batch",
+    "kv_cache": "lower generation.max_kv_tokens, or kv_cache_gigabytes of vLLM",
     "staging": "take a smaller model, or fewer generation.replicas",
     "checkpoint": "set checkpointing.asynchronous to false, which keeps no copy of the training state",
     "runtime": "start fewer processes, or lower cluster.object_store_megabytes",

@@ -6,6 +6,7 @@ from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.layout import PolicyRank, stage_layers
@@ -17,6 +18,7 @@ from .parameters import Parameters, stage_parameters
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000
 _GENERATION_RUNTIME = 400_000_000
+_VLLM_RUNTIME = 600_000_000  # of each of its processes
 _ROLLOUT_RUNTIME = 500_000_000
 _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
@@ -160,6 +162,8 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
         return ProcessMemory("generation", config.replicas, runtime=_GENERATION_RUNTIME)
     item = ITEM_SIZE[config.precision or policy.precision]
     weights = stage_parameters(shape, LayoutConfig(), 0).total * item
+    if isinstance(config, VllmGenerationConfig):
+        return _vllm(experiment, config, shape, weights)
     cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
     return ProcessMemory(
         "generation",
@@ -169,6 +173,24 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
         kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
         staging=2 * weights,  # what is received, and its copy while the old weights still serve
         runtime=_GENERATION_RUNTIME,
+    )
+
+
+def _vllm(
+    experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape, weights: int
+) -> ProcessMemory:
+    """A rank of an engine, with its share of the engine's two processes that hold no weights."""
+    ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
+    copies = {"staged": -(-weights // ranks), "in_place": 0, "reload": weights}
+    return ProcessMemory(
+        "generation",
+        config.replicas * ranks,
+        weights=-(-weights // ranks),
+        logits=config.max_num_seqs * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
+        kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
+        staging=copies[config.update_on("cpu" if on_cpu else "cuda")]
+        + _BUCKETS * config.bucket_megabytes * 2**20,
+        runtime=_VLLM_RUNTIME + 2 * _VLLM_RUNTIME // ranks,
     )
 
 

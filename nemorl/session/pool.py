@@ -100,6 +100,20 @@ class GenerationPool:
             return lost
 
     @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Inside, engines that share their devices have them; they come asleep after it."""
+        await self._call("wake", ())
+        try:
+            yield
+        finally:
+            await self._call("sleep", 1)
+
+    async def _call(self, method: str, argument: object) -> None:
+        await self.group.call_async(
+            method, argument, stage=f"engines {method}", deadline_seconds=self._deadlines.refit
+        )
+
+    @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
         """Around a refit: no engine leaves or comes but by `lost_in_refit`, and those that were started again
         take part. Raises NoReplicaLeft.

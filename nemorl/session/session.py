@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 HOSTS = {
     "torch": "nemorl.session.generation_host:GenerationHost",
     "openai": "nemorl.session.openai_host:OpenAIHost",
+    "vllm": "nemorl.session.vllm_host:VllmHost",
 }
 
 
@@ -47,6 +48,7 @@ class Session:
     pool: GenerationPool | None = None
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
     policy_samples: bool = False  # by itself, without engines
+    engines_sleep: bool = False  # but while they sample
 
     @property
     def engines(self) -> GenerationPool:
@@ -92,6 +94,8 @@ class Session:
                 await stack.enter_async_context(self.policy.away())
             if self.policy_samples:
                 await stack.enter_async_context(self.learner.sampling(self.version))
+            if self.pool is not None and self.engines_sleep:
+                await stack.enter_async_context(self.pool.awake())
             yield
 
     async def generation_figures(self) -> dict[str, float]:
@@ -126,6 +130,7 @@ async def open_session(
         if engines is not None:
             session.generation = engines
             stack.push_async_exit(_end(engines))
+            session.engines_sleep = experiment.generation.shares_devices
             session.pool = pool = GenerationPool(engines, experiment.cluster.deadlines)
             stack.push_async_callback(pool.close)
             if experiment.generation.endpoint is not None:

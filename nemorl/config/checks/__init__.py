@@ -21,6 +21,7 @@ from . import (
     schedule,
     servers,
     validation,
+    vllm,
 )
 
 Check = Callable[..., Iterator[Violation]]
@@ -67,6 +68,10 @@ CHECKS: tuple[Check, ...] = (
     resources.gpus_for_all_processes,
     megatron_generation.policy_can_sample,
     megatron_generation.policy_samples_as_it_is,
+    vllm.vllm_arguments_are_free,
+    vllm.vllm_quantises_by_reload,
+    vllm.vllm_shares_a_cpu,
+    vllm.vllm_quantises_on_gpus,
 )
 
 

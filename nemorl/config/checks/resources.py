@@ -56,7 +56,9 @@ def gpus_for_all_processes(
     cluster: ClusterConfig, policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Violation]:
     """Every policy process and every engine has a GPU of its own, where there are GPUs."""
-    engines = generation.replicas if generates(algorithm) and generation.has_engines else 0
+    engines = generation.replicas * generation.ranks_per_replica
+    if not (generates(algorithm) and generation.has_engines):
+        engines = 0
     wanted = policy.layout.world_size + engines
     there = cluster.num_nodes * cluster.gpus_per_node
     if 0 < there < wanted:

@@ -1,0 +1,60 @@
+"""What vLLM cannot do, and what it would do wrong."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.errors import Violation
+
+# Arguments of AsyncEngineArgs that follow from other fields.
+OWN_ARGUMENTS = frozenset(
+    {
+        *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
+        *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
+        *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
+        *("data_parallel_size", "enable_sleep_mode"),
+    }
+)
+
+
+def vllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]:
+    """What a field of ours decides is not given twice."""
+    if isinstance(generation, VllmGenerationConfig):
+        for name in sorted(OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
+            mend = "this follows from other fields of the experiment (docs/vllm.md): leave it out"
+            yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], mend)
+
+
+def vllm_quantises_by_reload(generation: GenerationConfig) -> Iterator[Violation]:
+    """Quantised weights are made by the loader, from whole tensors."""
+    if not isinstance(generation, VllmGenerationConfig) or generation.quantization is None:
+        return
+    if generation.update not in ("auto", "reload"):
+        mend = "generation.quantization is set, and vLLM's loader makes such weights: set it to reload"
+        yield Violation("generation.update", generation.update, mend)
+
+
+def vllm_shares_a_cpu(
+    generation: GenerationConfig, cluster: ClusterConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """Two processes on one GPU want placement and transport that are not built."""
+    if not isinstance(generation, VllmGenerationConfig) or not generation.colocated:
+        return
+    if cluster.gpus_per_node:
+        mend = "this release shares CPUs only; engines have GPUs of their own: set it to false"
+        yield Violation("generation.colocated", True, mend)
+    if isinstance(algorithm, GrpoConfig) and algorithm.max_staleness:
+        mend = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
+        yield Violation("generation.colocated", True, mend)
+
+
+def vllm_quantises_on_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+    """Its methods that quantise while loading want CUDA."""
+    if not isinstance(generation, VllmGenerationConfig) or generation.quantization is None:
+        return
+    if cluster.gpus_per_node == 0:
+        mend = "quantising while loading wants GPUs, and cluster.gpus_per_node is 0: leave it out"
+        yield Violation("generation.quantization", generation.quantization, mend)

@@ -1,0 +1,91 @@
+"""Our settings as vLLM's arguments, and the environment of its processes. Imports neither vLLM nor torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.generation.types import GenerationRequest
+
+
+PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
+"""Set in the environment of workers whose linear layers must keep weights as they were loaded."""
+
+
+def environment(
+    config: VllmGenerationConfig, *, device: Literal["cpu", "cuda"], threads: int | None
+) -> dict[str, str]:
+    """Variables that must be set before vLLM is imported; its processes inherit them."""
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if device == "cpu":
+        each = max(1, threads // config.ranks_per_replica) if threads else None
+        variables |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gigabytes),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks on one NUMA node are refused otherwise
+            **({"OMP_NUM_THREADS": str(each)} if each else {}),
+        }
+        if config.update_on(device) != "reload":
+            variables[PLAIN_WEIGHTS] = "1"
+    return variables
+
+
+def engine_arguments(
+    config: VllmGenerationConfig,
+    model_path: Path,
+    *,
+    device: Literal["cpu", "cuda"],
+    precision: Literal["float32", "bfloat16"],
+    max_sequence_length: int,
+    extension: str,
+) -> dict[str, Any]:
+    """For `AsyncEngineArgs`; `vllm_kwargs` come last and win."""
+    arguments: dict[str, Any] = {
+        "model": str(model_path),
+        "skip_tokenizer_init": True,  # tokens go in and out
+        "dtype": precision,
+        "max_model_len": max_sequence_length,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "distributed_executor_backend": "mp",
+        "enforce_eager": (device == "cpu") if config.enforce_eager is None else config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled
+        "worker_extension_cls": extension,
+        "disable_log_stats": True,
+        "quantization": config.quantization,
+        "enable_sleep_mode": device == "cuda",
+    }
+    if device == "cuda":
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["kv_cache_memory_bytes"] = config.kv_cache_gigabytes * 2**30
+    if config.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    return arguments | config.vllm_kwargs
+
+
+def sampling_arguments(request: GenerationRequest, max_sequence_length: int) -> Mapping[str, Any]:
+    """For vLLM's `SamplingParams`. Nothing ends a turn but what the request names."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": _seed(request),
+        "max_tokens": min(request.max_new_tokens, max_sequence_length - len(request.prompt)),
+        "stop_token_ids": sorted(request.stop_token_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 0,  # the sampled token's alone
+    }
+
+
+def _seed(request: GenerationRequest) -> int:
+    """vLLM draws a sequence's numbers one after another: what goes on elsewhere begins another stream."""
+    return (request.seed + 0x9E3779B97F4A7C15 * request.sampled_before) % 2**63

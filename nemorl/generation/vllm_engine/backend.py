@@ -1,0 +1,197 @@
+"""vLLM's asynchronous engine behind `AsyncBackend`.
+
+this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ workers 0..n (TP x PP), each with the extension
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from nemorl.generation.async_engine import Chunk
+from nemorl.generation.errors import EngineFailed, RequestRefused
+from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
+from nemorl.generation.types import GenerationRequest
+from nemorl.rollout.types import StopReason
+
+from .arguments import sampling_arguments
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+
+
+class VllmBackend:
+    """One engine with all its workers. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        limits: RequestLimits,
+        *,
+        name: str,
+        decode: Decode | None,
+        recompute_kv_cache: bool,
+    ) -> None:
+        """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's."""
+        os.environ.update(environment)
+        self._arguments = dict(arguments)
+        self._limits = limits
+        self._name = name
+        self._decode = decode
+        self._recompute = recompute_kv_cache
+        self._version = 0
+        self._engine: AsyncLLM | None = None
+        self.workers: tuple[int, ...] = ()  # their processes, by rank
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that sample."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start the engine's processes and load the model as version 0."""
+        from vllm.engine.arg_utils import AsyncEngineArgs  # seconds, and it reads the environment
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._engine = await asyncio.to_thread(
+            lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        )
+        await self._engine.update_weight_version("0")
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for what can never be served."""
+        self._limits.check(request)
+
+    async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """A chunk for every token; closing the generator before its end ends the request."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._running
+        arguments = sampling_arguments(request, self._limits.max_sequence_length)
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        prompt = TokensPrompt(prompt_token_ids=request.prompt.tolist())
+        if not self._recompute:  # else what comes after new weights might find the cache of the old ones
+            prompt["cache_salt"] = f"version {self._version}"
+        finder = self._finder(request)
+        received = 0
+        try:
+            async with aclosing(engine.generate(prompt, params, request.id)) as outputs:
+                async for output in outputs:
+                    new = output.outputs[0]
+                    tokens = list(new.token_ids)
+                    logprobs = _sampled_logprobs(tokens, new.logprobs)
+                    versions = self._versions_of(request.id, new, received, len(tokens))
+                    received += len(tokens)
+                    found = _end_of_stop_string(finder, tokens)
+                    if found is not None:
+                        yield Chunk(tokens[:found], logprobs[:found], versions[:found], StopReason.STOP)
+                        return
+                    stop = _STOPS.get(new.finish_reason) if new.finish_reason else None
+                    yield Chunk(tokens, logprobs, versions, stop)
+                    if stop is not None:
+                        return
+        except ValueError as error:
+            raise RequestRefused(f"request {request.id!r}: {error}") from error
+
+    async def freeze(self) -> None:
+        """Stand still between two steps; sequences in flight keep their places."""
+        await self._running.pause_generation(mode="keep", clear_cache=False)
+
+    async def thaw(self) -> None:
+        """Step again."""
+        await self._running.resume_generation()
+
+    async def switch(self, version: int) -> None:
+        """New weights are in use: forget what the old ones read. The engine stands still meanwhile."""
+        engine = self._running
+        await engine.reset_prefix_cache(reset_running_requests=self._recompute)
+        await engine.update_weight_version(str(version))
+        self._version = version
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call the extension of every worker; answers by rank."""
+        return list(await self._running.collective_rpc(method, args=args))
+
+    async def sleep(self, level: int) -> None:
+        """Leave the device, as far as it can be left: a CPU keeps everything."""
+        await self._running.sleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take the device back."""
+        await self._running.wake_up(list(tags) or None)
+
+    def failure(self) -> str | None:
+        """Why the engine is dead, as far as its processes tell; None if it lives."""
+        if self._engine is None or not self._engine.errored:
+            return None
+        dead = [f"worker {rank} (process {pid})" for rank, pid in enumerate(self.workers) if not _lives(pid)]
+        cause = f"{' and '.join(dead)} ended" if dead else "its EngineCore process ended"
+        return f"{self._name} has ended: {cause}; its log says more"
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    @property
+    def _running(self) -> "AsyncLLM":
+        if self._engine is None:
+            raise EngineFailed(f"{self._name} has not been started")
+        return self._engine
+
+    def _finder(self, request: GenerationRequest) -> StopStringFinder | None:
+        if not request.stop_strings or self._decode is None:
+            return None
+        tokens = request.prompt.tolist()
+        own = len(tokens) - request.sampled_before
+        finder = StopStringFinder(request.stop_strings, tokens[:own], self._decode)
+        for token in tokens[own:]:  # a stop string may have begun in what was sampled before
+            finder.push(token)
+        return finder
+
+    def _versions_of(self, request_id: str, new: Any, first: int, count: int) -> list[int]:
+        """Of the weights that sampled each of `count` tokens from `first` on."""
+        spans = new.weight_versions
+        if spans is not None:
+            starts = [(span.version, span.start) for span in spans]
+        else:
+            # The spans so far: an output has them when it is the last one only.
+            processor = self._running.output_processor
+            states = [processor.request_states.get(name) for name in processor.external_req_ids[request_id]]
+            starts = [start for state in states if state is not None for start in state.weight_version_starts]
+        return [_version_at(index, starts, self._version) for index in range(first, first + count)]
+
+
+def _version_at(index: int, starts: Sequence[tuple[str, int]], otherwise: int) -> int:
+    return next((int(version) for version, first in reversed(starts) if first <= index), otherwise)
+
+
+def _sampled_logprobs(tokens: Sequence[int], logprobs: Any) -> list[float]:
+    return [float(at[token].logprob) for token, at in zip(tokens, logprobs or (), strict=True)]
+
+
+def _end_of_stop_string(finder: StopStringFinder | None, tokens: Sequence[int]) -> int | None:
+    """Tokens up to the one that completes a stop string."""
+    if finder is not None:
+        for index, token in enumerate(tokens):
+            if finder.push(token):
+                return index + 1
+    return None
+
+
+def _lives(process: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

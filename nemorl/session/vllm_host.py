@@ -1,0 +1,248 @@
+"""What runs in the process of a vLLM replica: the engine's front, and its side of the weight exchange.
+
+staged      workers receive beside the weights in use, sampling goes on ──commit: engine stands──▶ copied over
+in place    engine stands ──▶ workers receive into the weights in use ──commit──▶ engine goes on
+reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them
+"""
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.generation.async_engine import AsyncEngineWorker
+from nemorl.generation.backends import text_of
+from nemorl.generation.errors import EngineFailed
+from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.vllm_engine.arguments import engine_arguments, environment
+from nemorl.generation.vllm_engine.backend import VllmBackend
+from nemorl.models.shape import ModelShape
+from nemorl.weights import session as refits
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
+from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+
+from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+
+logger = logging.getLogger(__name__)
+
+EXTENSION = "nemorl.session.vllm_worker.VllmWorkerExtension"
+_WATCH_SECONDS = 1.0  # between two looks whether the engine's processes live
+_GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
+
+
+class VllmHost(AsyncEngineWorker):
+    """A vLLM replica as the driver and the rollout workers call it. Lives in an event loop."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: VllmGenerationConfig,
+        *,
+        rank: int,
+        device: Literal["cpu", "cuda"],
+        threads: int | None,
+        tokenizer_path: Path,
+        max_sequence_length: int,
+        precision: Literal["float32", "bfloat16"],
+        commit_seconds: float,
+    ) -> None:
+        """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last."""
+        self._update = config.update_on(device)
+        self._commit_seconds = commit_seconds
+        self._device = device
+        name = f"generation engine {rank}"
+        decode = text_of(Path(tokenizer_path))
+        vocabulary = ModelShape.load(model_path).vocab_size
+        arguments = engine_arguments(
+            config,
+            Path(model_path),
+            device=device,
+            precision=config.precision or precision,
+            max_sequence_length=max_sequence_length,
+            extension=EXTENSION,
+        )
+        self._vllm = VllmBackend(
+            arguments,
+            environment(config, device=device, threads=threads),
+            RequestLimits(vocabulary, max_sequence_length, max_sequence_length, decode is not None),
+            name=name,
+            decode=decode,
+            recompute_kv_cache=config.recompute_kv_cache,
+        )
+        super().__init__(self._vllm, name)
+        self._layouts: tuple[ReceiverLayout, ...] = ()
+        self._stand = AsyncExitStack()  # the engine stands still, from an update's beginning to its end
+        self._watch: asyncio.Task[None] | None = None
+        self._died = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start vLLM's processes, load the model as version 0 and learn what its workers hold."""
+        await self._vllm.start()
+        answers = [json.loads(one) for one in await self._vllm.call("nemorl_open", self._update, os.getpid())]
+        self._vllm.workers = tuple(answer["pid"] for answer in answers)
+        self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
+        for parameter, reason in answers[0]["reasons"].items():
+            logger.info("%s comes in whole tensors and is loaded anew: %s", parameter, reason)
+        self._watch = asyncio.create_task(self._keep_watch())
+
+    def describe_weights(self) -> tuple[ReceiverLayout, ...]:
+        """What each rank of the engine needs, for the plan of the exchange."""
+        return self._layouts
+
+    async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
+        """Keep the ranks' parts of the plan."""
+        await self._vllm.call("nemorl_prepare", PARTS.dump_json(parts).decode())
+
+    async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
+        """The engine's side of a refit; but in place it goes on sampling meanwhile. Raises `RefitFailed`."""
+        if self._update == "in_place":
+            await self._stand.enter_async_context(self._standing_for(session.version))
+        with tempfile.TemporaryDirectory(prefix="nemorl-vllm-") as folder:  # of mode 0700
+            address = Path(folder) / "reports"
+            async with _Reports(address, len(self._layouts)) as reports:
+                await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), str(address))
+                found = await self._all_of(reports, session)
+        return tuple(REPORT.validate_python(answer["report"]) for answer in found)
+
+    async def commit_weights(self, version: int) -> None:
+        """Sample with what was received, from the next step on."""
+        async with AsyncExitStack() as stack:
+            if self._update == "in_place":
+                await stack.enter_async_context(self._stand.pop_all())
+            else:
+                await stack.enter_async_context(self._standing_for(version))
+            try:
+                await self._vllm.call("nemorl_commit", version)
+            except Exception as error:
+                torn = f"{self._name} has weights of no version, since it failed to take version {version}"
+                self.fail(EngineFailed(f"{torn}: {error}"))
+                raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
+            await self._vllm.switch(version)
+        self.recover()
+
+    async def abandon_refit(self) -> None:
+        """Stay on the version in use; an engine into whose weights was written answers nothing now."""
+        if self._died.is_set():
+            self._stand.pop_all()  # nothing is left to go on
+            return
+        for torn in await self._vllm.call("nemorl_abandon"):
+            if torn is not None:
+                self.fail(EngineFailed(torn))
+        await self._stand.aclose()
+
+    async def sleep(self, level: int) -> None:
+        """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.
+
+        A CPU has nothing to leave: sequences in flight end, and sampling waits.
+        """
+        await self.pause("wait")
+        if self._device == "cuda":
+            await self._vllm.sleep(level)
+
+    async def wake(self, tags: tuple[str, ...]) -> None:
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling goes on once the cache is there."""
+        if self._device == "cuda":
+            await self._vllm.wake(tags)
+        if not tags or "kv_cache" in tags:
+            await self.resume()
+
+    async def close(self) -> None:
+        """End the engine; whoever still waits gets EngineFailed."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self.fail(EngineFailed(f"{self._name} was closed"))
+        await asyncio.to_thread(self._vllm.close)
+
+    async def _all_of(self, reports: "_Reports", session: RefitSession) -> list[dict[str, Any]]:
+        """Every worker's report; the worst of their errors, if any."""
+        gathered = asyncio.create_task(reports.all())
+        died = asyncio.create_task(self._died.wait())
+        try:
+            seconds = session.deadline_seconds + _GRACE_SECONDS
+            await asyncio.wait({gathered, died}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if gathered.done():
+                found = gathered.result()
+            elif died.done():
+                raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
+            else:
+                raise RefitDeadline(
+                    f"refit to version {session.version}: {self._name} heard nothing of its workers "
+                    f"{reports.missing} within {seconds:g} s"
+                )
+        finally:
+            gathered.cancel()
+            died.cancel()
+        errors = [answer for answer in found if "error" in answer]
+        if errors:
+            # A rank whose peer closed is mostly a consequence.
+            worst = min(errors, key=lambda answer: answer["error"] == "PeerClosed")
+            raise _error(worst)
+        return sorted(found, key=lambda answer: int(answer["rank"]))
+
+    @asynccontextmanager
+    async def _standing_for(self, version: int) -> AsyncIterator[None]:
+        """`standing`, which must begin in time."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._commit_seconds):
+                    await stack.enter_async_context(self.standing(drain=False))
+            except TimeoutError as error:
+                raise RefitDeadline(
+                    f"refit to version {version}: {self._name} did not come to a stand within "
+                    f"{self._commit_seconds:g} s (cluster.deadlines.refit)"
+                ) from error
+            yield
+
+    async def _keep_watch(self) -> None:
+        """Notice an engine whose processes died, also while nobody asks it for anything."""
+        while (failure := self._vllm.failure()) is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+        self._died.set()
+        self.fail(EngineFailed(failure))
+
+
+class _Reports:
+    """A socket on which each of `count` workers says once what came of its part."""
+
+    def __init__(self, address: Path, count: int) -> None:
+        self._address = address
+        self._answers: list[dict[str, Any]] = []
+        self._count = count
+        self._complete = asyncio.Event()
+
+    async def __aenter__(self) -> "_Reports":
+        self._server = await asyncio.start_unix_server(self._take, self._address)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have said nothing."""
+        return sorted(set(range(self._count)) - {answer["rank"] for answer in self._answers})
+
+    async def all(self) -> list[dict[str, Any]]:
+        """What all have said."""
+        await self._complete.wait()
+        return self._answers
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._answers.append(json.loads(await reader.read()))
+        writer.close()
+        if len(self._answers) == self._count:
+            self._complete.set()
+
+
+def _error(answer: dict[str, Any]) -> RefitFailed:
+    """A worker's error, of its own kind where that is one of the exchange's."""
+    kind = getattr(refits, answer["error"], None)
+    if isinstance(kind, type) and issubclass(kind, RefitFailed):
+        return kind(answer["message"])
+    return RefitFailed(f"{answer['error']}: {answer['message']}")

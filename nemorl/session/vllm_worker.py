@@ -1,0 +1,124 @@
+"""What is mixed into vLLM's worker class: the receiving side of the weight exchange, in every worker process.
+
+vLLM names it by `worker_extension_cls` and imports it before the model is loaded. Its methods are called by
+`collective_rpc` with texts and numbers, JSON where it is more; a refit runs in a thread beside the engine's
+steps, and its report goes to the socket of the process that asked.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import _custom_ops
+from vllm.model_executor.model_loader import base_loader
+
+from nemorl.config.generation_vllm import Update
+from nemorl.generation.vllm_engine.arguments import PLAIN_WEIGHTS
+from nemorl.generation.vllm_engine.trace import LoaderTrace
+from nemorl.generation.vllm_engine.weights import Learned, WorkerWeights, layout_of, learn
+from nemorl.models.layout import hf_tensors
+from nemorl.models.shape import ModelShape
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.session import RefitSession
+
+from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+
+_PR_SET_PDEATHSIG = 1
+_process = base_loader.process_weights_after_loading
+_NOTHING = Learned(LoaderTrace((), {}), {}, "its loading was not watched")
+_learned: dict[str, Learned] = {}  # one entry: of the model of this process
+
+
+def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
+    """In the place of vLLM's post-processing, which it does."""
+    tensors = hf_tensors(ModelShape.load(Path(model_config.model)))
+    _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
+
+
+def _die_with_parent() -> None:
+    """A worker whose engine was killed ends too. Linux only, as vLLM's workers are."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_engine_with(process: int) -> None:
+    """Kill the engine, this worker's parent, when the replica's own process is gone; nobody else would."""
+    watched = os.pidfd_open(process)
+    select.select([watched], [], [])
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+_die_with_parent()
+if os.environ.get(PLAIN_WEIGHTS):
+    # oneDNN's linear layers keep a packed copy and drop the weights, into which nothing could be written.
+    _custom_ops._supports_onednn = False
+    base_loader.process_weights_after_loading = _process_and_learn
+
+
+class VllmWorkerExtension:
+    """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
+
+    def nemorl_open(self, update: Update, owner: int) -> str:
+        """Get ready; JSON with the process, the layout, and why some parameters come by reload.
+
+        `owner` is the process to which the engine belongs.
+        """
+        worker: Any = self
+        threading.Thread(target=_end_engine_with, args=(owner,), name="owner watch", daemon=True).start()
+        config = worker.model_runner.model_config
+        tensors = hf_tensors(ModelShape.load(Path(config.model)))
+        layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
+
+        def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
+            worker.model_runner.reload_weights(weights_iterator=weights)
+
+        weights = WorkerWeights(
+            worker.model_runner.get_model(), layout, reload, update == "in_place", config.dtype
+        )
+        worker.nemorl = WeightReceiver(
+            layout.slices, weights.tensors, lambda version: weights.commit(), in_place=update == "in_place"
+        )
+        described = LAYOUT.dump_python(worker.nemorl.describe(), mode="json")
+        return json.dumps({"pid": os.getpid(), "layout": described, "reasons": dict(layout.reasons)})
+
+    def nemorl_prepare(self, parts: str) -> None:
+        """Keep this rank's part of the plan, of those of all ranks."""
+        worker: Any = self
+        worker.nemorl.prepare(PARTS.validate_json(parts)[worker.rank])
+
+    def nemorl_receive(self, session: str, reports: str) -> None:
+        """Begin to receive; the report, or the error, goes to the socket at `reports`."""
+        worker: Any = self
+        arguments = (worker.nemorl, worker.rank, SESSION.validate_json(session), reports)
+        threading.Thread(target=_receive, args=arguments, name="weight receiver", daemon=True).start()
+
+    def nemorl_commit(self, version: int) -> None:
+        """Sample with what was received, from the next step on."""
+        worker: Any = self
+        worker.nemorl.commit(version)
+
+    def nemorl_abandon(self) -> str | None:
+        """Forget an update that did not finish; why the weights in use are of no version, if they are."""
+        worker: Any = self
+        worker.nemorl.abandon()
+        torn: str | None = worker.nemorl.torn
+        return torn
+
+
+def _receive(receiver: WeightReceiver, rank: int, session: RefitSession, reports: str) -> None:
+    answer: dict[str, Any] = {"rank": rank}
+    try:
+        answer["report"] = REPORT.dump_python(receiver.receive(session), mode="json")
+    except Exception as error:  # noqa: BLE001 - told to the process that asked
+        answer |= {"error": type(error).__name__, "message": str(error)}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(reports)
+        connection.sendall(json.dumps(answer).encode())
