@@ -8,17 +8,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
+from nemorl.rollout.types import StopReason
 
-from nemorl.rollout.types import Float32Array, Int32Array, StopReason
-
+from .async_request import Figures, OpenRequest
 from .engine_thread import PauseMode
 from .errors import EngineFailed, RequestRefused
-from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Progress, Report
+from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
 
 
 @dataclass(frozen=True)
@@ -56,63 +55,6 @@ class AsyncBackend(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """One request under way."""
-
-    request: GenerationRequest
-    reports: asyncio.Queue[Report | Exception]  # of its call
-    task: asyncio.Task[StopReason] | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    num_told: int = 0  # tokens that progress has reported
-
-    def __post_init__(self) -> None:
-        self._began = time.monotonic()
-
-    def take(self, chunk: Chunk) -> None:
-        self.tokens += chunk.tokens
-        self.logprobs += chunk.logprobs
-        self.versions += chunk.versions
-        every = self.request.progress_tokens
-        if chunk.stop is None and every and len(self.tokens) - self.num_told >= every:
-            self.reports.put_nowait(Progress(self.request.id, *self._arrays(self.num_told)))
-            self.num_told = len(self.tokens)
-
-    def end(self, stop: StopReason) -> None:
-        seconds = time.monotonic() - self._began
-        self.reports.put_nowait(Completion(self.request.id, *self._arrays(0), stop=stop, seconds=seconds))
-
-    def abort(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-
-    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
-        return (
-            np.array(self.tokens[first:], np.int32),
-            np.array(self.logprobs[first:], np.float32),
-            np.array(self.versions[first:], np.int32),
-        )
-
-
-@dataclass
-class _Figures:
-    """What was done since they were last asked for."""
-
-    peak: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    seconds_busy: float = 0.0
-    _counted: float = field(default_factory=time.monotonic)
-
-    def count(self, num_running: int) -> None:
-        """Let the time until now be busy if anything ran."""
-        now = time.monotonic()
-        self.seconds_busy += (now - self._counted) if num_running else 0.0
-        self._counted = now
-
-
 class AsyncEngineWorker:
     """What callers know as `GenerationWorker`, over an `AsyncBackend`. Belongs to one event loop."""
 
@@ -120,7 +62,7 @@ class AsyncEngineWorker:
         """`name` is what errors call the engine."""
         self._backend = backend
         self._name = name
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, OpenRequest] = {}
         self._running: set[str] = set()  # of them those that have passed the gate
         self._gate = asyncio.Event()
         self._gate.set()
@@ -129,7 +71,7 @@ class AsyncEngineWorker:
         self._idle.set()
         self._failure: EngineFailed | None = None
         self._last_chunk = time.monotonic()
-        self._figures = _Figures()
+        self._figures = Figures()
 
     @property
     def version(self) -> int:
@@ -159,7 +101,7 @@ class AsyncEngineWorker:
             if request.id in self._sequences:
                 raise ValueError(f"a request named {request.id!r} is in flight already")
         reports: asyncio.Queue[Report | Exception] = asyncio.Queue()
-        own = [_Sequence(request, reports) for request in requests]
+        own = [OpenRequest(request, reports) for request in requests]
         for sequence in own:
             self._sequences[sequence.request.id] = sequence
             sequence.task = asyncio.create_task(self._sample(sequence))
@@ -192,14 +134,16 @@ class AsyncEngineWorker:
             await self.abort(list(self._sequences))
         elif not self._frozen:
             self._frozen = True
-            await self._backend.freeze()
+            if not self._standing:  # else it stands already, and will after it
+                await self._backend.freeze()
 
     async def resume(self) -> None:
         """Go on sampling."""
         self._paused = False
         if self._frozen:
             self._frozen = False
-            await self._thaw()
+            if not self._standing:
+                await self._thaw()
         self._set_gate()
 
     @asynccontextmanager
@@ -241,7 +185,7 @@ class AsyncEngineWorker:
 
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
-        done, self._figures = self._figures, _Figures(peak=len(self._running))
+        done, self._figures = self._figures, Figures(peak=len(self._running))
         done.count(len(self._running))
         return EngineStats(
             version=self.version,
@@ -263,7 +207,7 @@ class AsyncEngineWorker:
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
         )
 
-    def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
+    def _finish(self, sequence: OpenRequest, task: asyncio.Task[StopReason]) -> None:
         """Answer a request whose task has ended."""
         if task.cancelled():
             sequence.end(StopReason.ABORT)
@@ -279,7 +223,7 @@ class AsyncEngineWorker:
         if not self._running:
             self._idle.set()
 
-    async def _sample(self, sequence: _Sequence) -> StopReason:
+    async def _sample(self, sequence: OpenRequest) -> StopReason:
         request = sequence.request
         try:
             async with asyncio.timeout(request.deadline_seconds) as deadline:
@@ -287,7 +231,9 @@ class AsyncEngineWorker:
                 self._enter(request)
                 async with aclosing(self._backend.sample(request)) as chunks:
                     async for chunk in chunks:
-                        sequence.take(chunk)
+                        sequence.take(
+                            chunk.tokens, chunk.logprobs, chunk.versions, last=chunk.stop is not None
+                        )
                         self._figures.tokens += len(chunk.tokens)
                         self._last_chunk = time.monotonic()
                         if chunk.stop is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from ray.util.placement_group import get_current_placement_group
 from safetensors import safe_open
 from tensorrt_llm._torch.utils import get_device_uuid
 from torch import Tensor
@@ -52,11 +53,11 @@ class TrtllmHost(AsyncEngineWorker):
         max_sequence_length: int,
         precision: Literal["float32", "bfloat16"],
         commit_seconds: float,
-        place: Place | None = None,
+        bundle: int | None = None,
     ) -> None:
-        """Make the engine; its workers, on `place`'s bundles, come up in `start`.
+        """Make the engine; its workers come up in `start`, in this bundle of the process's placement group.
 
-        `commit_seconds` is the most that taking new weights may last.
+        `commit_seconds` is the most that coming to a stand for new weights may last.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -75,7 +76,7 @@ class TrtllmHost(AsyncEngineWorker):
             name=name,
             precision=config.precision or precision,
             extension=EXTENSION,
-            place=place,
+            place=None if bundle is None else _place(config, bundle),
             decode=decode,
         )
         super().__init__(self._engine, name)
@@ -221,6 +222,11 @@ class TrtllmHost(AsyncEngineWorker):
             except EngineFailed as error:
                 self.fail(error)
                 return
+
+
+def _place(config: TrtllmGenerationConfig, bundle: int) -> Place:
+    """One bundle has the GPUs of all workers."""
+    return Place(get_current_placement_group(), (bundle,) * config.ranks_per_replica)
 
 
 def _copies(batch: Mapping[str, Tensor], places: Mapping[str, torch.device]) -> dict[str, dict[str, Tensor]]:

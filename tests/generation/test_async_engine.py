@@ -1,0 +1,208 @@
+"""The worker over engines that sample by themselves, with one that samples when it is told."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
+from nemorl.generation.errors import EngineFailed, RequestRefused
+from nemorl.generation.types import Completion, GenerationRequest, Progress
+from nemorl.rollout.types import StopReason
+from tests.generation.examples import Prompts, request
+
+
+class Engine:
+    """Samples one token for each permit; token and logprob are their number."""
+
+    def __init__(self) -> None:
+        self.version = 3
+        self.permits = asyncio.Semaphore(0)
+        self.closed: list[str] = []
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    def check(self, request: GenerationRequest) -> None:
+        if len(request.prompt) > 5:
+            raise RequestRefused("too long")
+
+    async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        try:
+            for number in range(1, request.max_new_tokens + 1):
+                await self.permits.acquire()
+                if self.error is not None:
+                    raise self.error
+                stop = StopReason.LENGTH if number == request.max_new_tokens else None
+                yield Chunk([number], [-number], [self.version], stop)
+        finally:
+            self.closed.append(request.id)
+
+    async def freeze(self) -> None:
+        self.calls.append("freeze")
+
+    async def thaw(self) -> None:
+        self.calls.append("thaw")
+
+    def allow(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self.permits.release()
+
+
+def run(test: Any) -> None:
+    """In an event loop, with an engine and its worker."""
+
+    async def inside() -> None:
+        engine = Engine()
+        await asyncio.wait_for(test(engine, AsyncEngineWorker(engine, "engine 7")), 20)
+
+    asyncio.run(inside())
+
+
+def ask(name: str, tokens: int = 4, **fields: Any) -> GenerationRequest:
+    return replace(request(Prompts().one(3), name, max_new_tokens=tokens), **fields)
+
+
+async def turns(count: int = 5) -> None:
+    """Let others go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def later(worker: AsyncEngineWorker, one: GenerationRequest) -> asyncio.Task[Completion]:
+    async def first() -> Completion:
+        return await anext(worker.generate_many([one]))
+
+    return asyncio.create_task(first())
+
+
+def test_progress_is_told_in_parts_and_the_answer_has_all() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.allow(7)
+        reports = [
+            report
+            async for batch in worker.generate_batches([ask("a", 7, progress_tokens=3)])
+            for report in batch
+        ]
+        told, answer = reports[:-1], reports[-1]
+        assert [report.tokens.tolist() for report in told] == [[1, 2, 3], [4, 5, 6]]
+        assert all(isinstance(report, Progress) for report in told)
+        assert isinstance(answer, Completion)
+        assert answer.tokens.tolist() == list(range(1, 8))
+        assert answer.logprobs.tolist() == [-float(number) for number in range(1, 8)]
+        np.testing.assert_array_equal(answer.versions, 3)
+
+    run(test)
+
+
+def test_an_abort_before_the_first_step_is_answered_too() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        stream = worker.generate_batches([ask("a")])
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)  # the request's own task has not begun
+        await worker.abort(["a"])
+        (answer,) = await reading
+        assert isinstance(answer, Completion)
+        assert (answer.stop, len(answer.tokens)) == (StopReason.ABORT, 0)
+
+    run(test)
+
+
+def test_a_caller_that_leaves_ends_its_requests() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        stream = worker.generate_batches([ask("a", progress_tokens=1), ask("b", progress_tokens=1)])
+        engine.allow(2)
+        await anext(stream)
+        await stream.aclose()
+        await turns()
+        assert sorted(engine.closed) == ["a", "b"]
+        assert worker.health().running == 0
+
+    run(test)
+
+
+def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        with pytest.raises(RequestRefused):
+            await anext(worker.generate_batches([ask("a"), ask("b", prompt=Prompts().one(9))]))
+        waiting = later(worker, ask("a"))
+        await turns()
+        with pytest.raises(ValueError, match="'a' is in flight"):
+            await anext(worker.generate_batches([ask("a")]))
+        engine.allow(4)
+        assert (await waiting).stop is StopReason.LENGTH
+
+    run(test)
+
+
+def test_deadlines_hold_before_the_gate_too() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        await worker.pause("keep")
+        answer = await later(worker, ask("a", deadline_seconds=0.01))
+        assert (answer.stop, len(answer.tokens)) == (StopReason.ABORT, 0)
+        assert engine.closed == []
+
+    run(test)
+
+
+def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        running = later(worker, ask("a"))
+        await turns()
+        pausing = asyncio.create_task(worker.pause("wait"))
+        held = later(worker, ask("b"))
+        await turns()
+        assert not pausing.done()
+        await worker.resume()
+        await pausing
+        engine.allow(8)
+        assert (await running).stop is (await held).stop is StopReason.LENGTH
+
+    run(test)
+
+
+def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        await worker.pause("wait")
+        async with worker.standing(drain=True):
+            await worker.resume()  # in vain until the block ends
+            held = later(worker, ask("a"))
+            engine.allow(4)
+            await turns()
+            assert not held.done()
+        assert (await held).stop is StopReason.LENGTH
+        assert engine.calls == ["freeze", "thaw"]
+        await worker.pause("keep")
+        async with worker.standing(drain=False):
+            pass
+        assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays frozen
+        async with worker.standing(drain=False):
+            await worker.resume()
+            assert engine.calls[-1] == "freeze"
+        assert engine.calls[-1] == "thaw"
+        assert engine.calls.count("freeze") == engine.calls.count("thaw") == 2
+
+    run(test)
+
+
+def test_an_error_is_told_to_all_and_who_comes_until_it_is_mended() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        both = [later(worker, ask("a")), later(worker, ask("b"))]
+        await turns()
+        engine.error = RuntimeError("out of memory")
+        engine.allow(1)
+        for waiting in both:
+            with pytest.raises(EngineFailed, match="engine 7 has ended: RuntimeError: out of memory"):
+                await waiting
+        with pytest.raises(EngineFailed):
+            worker.health()
+        with pytest.raises(EngineFailed):
+            await later(worker, ask("c"))
+        engine.error = None
+        worker.recover()
+        engine.allow(4)
+        assert (await later(worker, ask("d"))).stop is StopReason.LENGTH
+
+    run(test)
