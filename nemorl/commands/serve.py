@@ -29,8 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Serves until the process is told to end. Raises NemorlError."""
     if arguments.target.is_dir():
-        with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as folder:
-            ready = _prepare(_experiment_of(arguments.target, Path(folder)), arguments.overrides)
+        with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as scratch:
+            ready = _prepare(_experiment_of(arguments.target, Path(scratch)), arguments.overrides)
     else:
         ready = _prepare(arguments.target, arguments.overrides)
     from nemorl.serve.server import Listening  # aiohttp and Ray: not before the checks

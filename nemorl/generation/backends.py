@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation import TorchGenerationConfig
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
@@ -87,7 +87,7 @@ class Engine(SamplingEngine, Protocol):
 
 
 def create_engine(
-    config: GenerationConfig,
+    config: TorchGenerationConfig,
     model_path: Path,
     *,
     device: Literal["cpu", "cuda"],
@@ -95,22 +95,20 @@ def create_engine(
     tokenizer_path: Path,
     max_sequence_length: int,
 ) -> Engine:
-    """The engine that `config.backend` names, with the weights of `model_path` as version 0.
+    """The embedded engine, with the weights of `model_path` as version 0.
 
     `precision` is the policy's, taken where the config names none.
     """
-    match config.backend:
-        case "torch":
-            engine = TorchEngine(
-                ModelShape.load(model_path),
-                config,
-                device=torch.device(device),
-                dtype=_DTYPES[config.precision or precision],
-                max_sequence_length=max_sequence_length,
-                decode=text_of(tokenizer_path),
-            )
-            engine.load(model_path)
-            return engine
+    engine = TorchEngine(
+        ModelShape.load(model_path),
+        config,
+        device=torch.device(device),
+        dtype=_DTYPES[config.precision or precision],
+        max_sequence_length=max_sequence_length,
+        decode=text_of(tokenizer_path),
+    )
+    engine.load(model_path)
+    return engine
 
 
 def text_of(tokenizer_path: Path) -> Callable[[Sequence[int]], str] | None:

@@ -4,13 +4,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemorl.rollout.types import StopReason
+from nemorl.rollout.types import Int32Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress
+
+T = TypeVar("T", bound=np.generic)
 
 OnProgress = Callable[[Progress], None]
 _LEAST_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
@@ -55,7 +58,7 @@ class Flight:
             return replace(request, progress_tokens=progress)
         return replace(
             request,
-            prompt=np.concatenate([request.prompt, self._joined("tokens", np.dtype(np.int32))]),
+            prompt=np.concatenate([request.prompt, self._tokens()]),
             max_new_tokens=request.max_new_tokens - self.num_sampled,
             sampled_before=request.sampled_before + self.num_sampled,
             deadline_seconds=max(_LEAST_SECONDS, request.deadline_seconds - self._seconds),
@@ -111,15 +114,18 @@ class Flight:
         self.answer.set_result(
             Completion(
                 id=self.request.id,
-                tokens=self._joined("tokens", np.dtype(np.int32)),
-                logprobs=self._joined("logprobs", np.dtype(np.float32)),
-                versions=self._joined("versions", np.dtype(np.int32)),
+                tokens=self._tokens(),
+                logprobs=_join([part.logprobs for part in self.parts], np.float32),
+                versions=_join([part.versions for part in self.parts], np.int32),
                 stop=stop,
                 seconds=seconds,
             )
         )
 
-    def _joined(self, name: str, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-        """[n] one field of all parts."""
-        parts = [getattr(part, name) for part in self.parts]
-        return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
+    def _tokens(self) -> Int32Array:
+        """[n] of all parts."""
+        return _join([part.tokens for part in self.parts], np.int32)
+
+
+def _join(parts: list[NDArray[T]], dtype: type[T]) -> NDArray[T]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)

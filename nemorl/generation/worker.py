@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation import TorchGenerationConfig
 from nemorl.models.slices import TensorSlice
 
 from .backends import Engine, SamplingEngine, create_engine
@@ -94,7 +94,7 @@ class GenerationWorker(EngineService):
     def __init__(
         self,
         model_path: Path,
-        config: GenerationConfig,
+        config: TorchGenerationConfig,
         *,
         rank: int,
         device: Literal["cpu", "cuda"],

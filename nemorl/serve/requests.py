@@ -98,8 +98,8 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt
 
 
 class TextPart(_Strict):

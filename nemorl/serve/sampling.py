@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,7 +114,7 @@ async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[
 
 async def stream(
     requests: Sequence[GenerationRequest], router: Router
-) -> AsyncIterator[tuple[int, Progress | Completion]]:
+) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
     """The choice, and what it has to say: progress, every token once, and its completion last.
 
     Raises ApiError.

@@ -18,7 +18,7 @@ def tool_calls(text: str, name: str) -> list[dict[str, Any]] | None:
 
     `name` of the answer makes their ids.
     """
-    calls = []
+    calls: list[dict[str, Any]] = []
     for found in _CALL.finditer(text):
         try:
             call = json.loads(found[1])

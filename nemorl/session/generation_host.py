@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.worker import GenerationWorker
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
@@ -13,7 +13,9 @@ from nemorl.weights.session import RefitDeadline, RefitSession
 class GenerationHost(GenerationWorker):
     """A generation rank as the driver and the rollout workers call it. Lives in an event loop."""
 
-    def __init__(self, config: GenerationConfig, *, rank: int, commit_seconds: float, **options: Any) -> None:
+    def __init__(
+        self, config: TorchGenerationConfig, *, rank: int, commit_seconds: float, **options: Any
+    ) -> None:
         """`commit_seconds` is the most that the swap of staged weights may wait for the engine's step."""
         super().__init__(config=config, rank=rank, **options)
         loop = asyncio.get_running_loop()
