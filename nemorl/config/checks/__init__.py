@@ -60,7 +60,7 @@ CHECKS: tuple[Check, ...] = (
     validation.checkpoints_are_written,
     validation.saved_weights_come_from_a_checkpoint,
     servers.samples_can_be_learnt,
-    servers.endpoint_has_engines_and_a_key,
+    servers.endpoint_has_a_key,
     resources.one_node,
     resources.kernels_want_gpus,
     resources.narrow_optimizer_has_its_kernel,

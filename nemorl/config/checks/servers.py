@@ -20,12 +20,9 @@ def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConf
         yield Violation("generation.token_ids", False, mend)
 
 
-def endpoint_has_engines_and_a_key(generation: GenerationConfig) -> Iterator[Violation]:
-    """Somebody must answer, and who is reached from other machines does not make up the key."""
+def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:
+    """Who is reached from other machines does not make up the key."""
     endpoint = generation.endpoint
-    if endpoint is not None and not generation.has_engines:
-        mend = "there are no engines to answer, since the policy samples by itself: leave it out"
-        yield Violation("generation.endpoint", str(endpoint.port), mend)
     if endpoint is not None and not endpoint.on_this_machine_only and endpoint.api_key_env is None:
         mend = (
             "other machines reach this address, so the key must be yours: name its environment variable in "

@@ -1,0 +1,48 @@
+"""Settings of endpoints and of servers of others."""
+
+from pathlib import Path
+
+import pytest
+
+from nemorl.config.endpoint import EndpointConfig
+from nemorl.config.load import load_experiment
+from tests.config.experiments import violations_of
+
+SERVER = "generation={backend: openai, base_url: 'http://10.0.0.1:8000/v1', model: m, max_new_tokens: 8"
+
+
+def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
+    generation = load_experiment(sound, [SERVER + "}"]).generation
+    assert (generation.takes_weights, generation.ranks_per_replica) == (False, 0)
+    # It takes no GPU of the run.
+    load_experiment(sound, [SERVER + "}", "cluster.gpus_per_node=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "mend"),
+    [
+        (SERVER + ", token_ids: false}", "generation.token_ids", "text alone cannot be learnt from"),
+        (SERVER.replace("http://", "ftp://") + "}", "generation.base_url", ""),
+        ("generation.endpoint={host: 0.0.0.0}", "generation.endpoint.host", "the key must be yours"),
+        ("generation={backend: megatron, endpoint: {}}", "generation.endpoint", "the policy samples by itself"),
+    ],
+)
+def test_it_is_refused(sound: Path, override: str, field: str, mend: str) -> None:
+    found = {violation.field: violation for violation in violations_of(sound, override)}
+    assert field in found
+    assert mend in found[field].mend
+
+
+def test_an_address_for_everyone_is_taken_with_a_key(sound: Path) -> None:
+    load_experiment(sound, ["generation.endpoint={host: 0.0.0.0, api_key_env: SECRET}"])
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
+        ("0.0.0.0", False), ("::", False), ("192.168.1.4", False), ("localhost.example", False),
+    ],
+)  # fmt: skip
+def test_what_only_this_machine_reaches(host: str, here: bool) -> None:
+    assert EndpointConfig(host=host).on_this_machine_only == here
