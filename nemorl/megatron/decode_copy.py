@@ -82,6 +82,7 @@ class DecodingCopy:
         leaders, shared = copy_leaders(layout), copies_that_share_experts(layout)
         copy = parallel_state.get_data_parallel_rank()
         self.leader = leaders[copy]
+        self.leads = dist.get_rank() == self.leader
         self._group = parallel_state.get_model_parallel_group()
         self._peers: dist.ProcessGroup | None = None  # leaders of the copies that share experts
         if shared > 1:
@@ -94,11 +95,6 @@ class DecodingCopy:
     def agrees_alone(self) -> bool:
         """Whether no other copy has to agree."""
         return self._peers is None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank leads."""
-        return dist.get_rank() == self.leader
 
     def follow(self) -> None:
         """Do as the leader says until it ends the stage."""

@@ -1,0 +1,202 @@
+"""What the processes of the pool do to sample: a policy worker drives its own model, as in a run."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.packed import PackedBatch
+from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.megatron.cache import KeyValueCache
+from nemorl.megatron.decode import CachedModel, CachedPrompt
+from nemorl.megatron.decode_copy import DecodingCopy, copy_leaders
+from nemorl.megatron.stats import LogprobStats
+from nemorl.megatron.worker import PolicyWorker
+from nemorl.session.megatron_generation import PolicySampler
+from tests.megatron.cases import partition, start_worker
+
+KV_TOKENS = 4096
+# Fewer than there are requests, so that some join later and rows are moved.
+CONFIG = MegatronGenerationConfig(backend="megatron", max_batch_size=3, max_kv_tokens=KV_TOKENS)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one rank saw."""
+
+    completions: dict[str, Completion]  # of a leader
+    gap: LogprobStats  # between the logprobs sampled and the worker's own
+    kv_tokens: int  # held at the end of the stage
+    leads: bool
+
+
+def request(
+    name: str, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int, **fields: object
+) -> GenerationRequest:
+    """Its seed follows from its name."""
+    plain = GenerationRequest(
+        id=name,
+        prompt=np.array(prompt, np.int32),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=100 + int(name),
+    )
+    return replace(plain, **fields)
+
+
+def sample(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, asked: Sequence[GenerationRequest]
+) -> Sampled:
+    """Every copy samples its share of the requests; then the worker computes the logprobs of all of them."""
+    worker = start_worker(rank, world_size, rendezvous, config, asked[0].sampling.temperature or 1.0)
+    copy = worker.decoding_copy(KV_TOKENS)
+    number = copy_leaders(config.layout).index(copy.leader)
+    mine = asked[number :: config.layout.data_parallel_size]
+    completions = {c.id: c for c in _stage(copy, config, mine)}
+    kv_tokens = copy.cache.num_tokens
+    gap = _gap(worker, mine, completions, copy.leader)
+    worker.close()
+    return Sampled(completions, gap, kv_tokens, copy.leads)
+
+
+def two_stages(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, asked: GenerationRequest
+) -> tuple[list[int], list[int]]:
+    """Tokens and versions of a request that is under way when the first stage ends; of a leader."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    copy = worker.decoding_copy(KV_TOKENS)
+    if not copy.leads:
+        copy.follow()
+        copy.follow()
+        worker.close()
+        return [], []
+    sampler = _sampler(copy, config)
+    some = threading.Event()
+
+    async def call() -> Completion:
+        async for reports in sampler.generate_batches([asked]):
+            for report in reports:
+                if isinstance(report, Completion):
+                    return report
+                some.set()
+        raise AssertionError("no completion")
+
+    async def callers() -> Completion:
+        answer = asyncio.create_task(call())
+        await asyncio.to_thread(some.wait, 20)
+        await sampler.stop()
+        return await answer
+
+    found: list[Completion] = []
+    caller = threading.Thread(target=lambda: found.append(asyncio.run(callers())))
+    caller.start()
+    sampler.serve(version=3)
+    assert copy.cache.num_tokens > 0, "what is in flight keeps its keys and values"
+    ended = threading.Thread(target=lambda: (caller.join(), asyncio.run(sampler.stop())))
+    ended.start()
+    sampler.serve(version=4)
+    ended.join()
+    worker.close()
+    return found[0].tokens.tolist(), found[0].versions.tolist()
+
+
+def logits_with_and_without_cache(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, tokens: Sequence[int], known: int
+) -> tuple[Tensor, Tensor]:
+    """Logits [tokens - known + 1, vocabulary] after the first `known` tokens and each further one: token by
+    token from the cache, and of every beginning by itself.
+    """
+    worker = start_worker(rank, world_size, rendezvous, config)
+    model = CachedModel(worker._modules[0], worker._maker, worker._shape.vocab_size, KV_TOKENS)
+    model.cache.reserve(2, known)
+    other = [1] * (known + 5)  # in the row before, longer and read in the same pass
+    model.cache.reserve(2, len(other))
+    both = model.prefill([CachedPrompt(tokens[:known], [1]), CachedPrompt(other, [0])])
+    assert both is not None
+    cached = [both[0]]
+    for place in range(known, len(tokens)):
+        model.cache.reserve(2, len(other) + place)
+        step = model.decode([2, tokens[place]], [len(other) + place - known, place])
+        assert step is not None
+        cached.append(step[1])
+    model.cache.release()
+    model.cache.reserve(1, len(tokens))
+    alone = [model.prefill([CachedPrompt(tokens[:n], [0])]) for n in range(known, len(tokens) + 1)]
+    worker.close()
+    return torch.stack(cached), torch.cat([a for a in alone if a is not None])
+
+
+def _stage(copy: DecodingCopy, config: PolicyConfig, asked: Sequence[GenerationRequest]) -> list[Completion]:
+    """One stage of sampling, as a run has it: callers in one thread, the model in another."""
+    if not copy.leads:
+        copy.follow()
+        return []
+    sampler = _sampler(copy, config)
+
+    async def callers() -> list[Completion]:
+        found = [completion async for completion in sampler.generate_many(asked)]
+        await sampler.stop()
+        return found
+
+    found: list[list[Completion]] = []
+    caller = threading.Thread(target=lambda: found.append(asyncio.run(callers())))
+    caller.start()
+    sampler.serve(version=7)
+    caller.join()
+    return found[0]
+
+
+def _sampler(copy: DecodingCopy, config: PolicyConfig) -> PolicySampler:
+    return PolicySampler(
+        copy,
+        config,
+        CONFIG,
+        name="the policy",
+        tokenizer_path=Path(config.model_path),
+        device=torch.device("cpu"),
+    )
+
+
+def _gap(
+    worker: PolicyWorker, mine: Sequence[GenerationRequest], completions: dict[str, Completion], leader: int
+) -> LogprobStats:
+    """All ranks of the copy are given what its leader sampled."""
+    told: list[dict[str, Completion]] = [completions]
+    dist.broadcast_object_list(told, leader, group=parallel_state.get_model_parallel_group())
+    found = [told[0][request.id] for request in mine]
+    lengths = [len(r.prompt) + len(c.tokens) for r, c in zip(mine, found, strict=True)]
+    both = [np.concatenate((r.prompt, c.tokens)) for r, c in zip(mine, found, strict=True)]
+    mask = torch.cat([torch.arange(n) >= len(r.prompt) for n, r in zip(lengths, mine, strict=True)])
+    logprobs = torch.zeros(sum(lengths))
+    logprobs[mask] = torch.from_numpy(np.concatenate([c.logprobs for c in found]))
+    worker.load_batch(
+        PackedBatch(
+            tokens=torch.from_numpy(np.concatenate(both)).long(),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            position_ids=torch.cat([torch.arange(n) for n in lengths]),
+            loss_mask=mask,
+            weights=mask / mask.sum(),
+            advantages=torch.zeros(sum(lengths)),
+            logprobs=logprobs,
+        )
+    )
+    return worker.compute_logprobs(partition(len(mine), 2), old=True, reference=False)
+
+
+def cache_that_grew(rows: int, length: int) -> tuple[Tensor, KeyValueCache]:
+    """A cache of one layer that was made for less, and the keys that its first row got then."""
+    cache = KeyValueCache(KV_TOKENS)
+    cache.reserve(1, 3)
+    kept = torch.randn(3, 2, 4)
+    cache.keep(0, cache.slots(torch.zeros(3, dtype=torch.int64), torch.arange(3)), kept, -kept)
+    cache.reserve(rows, length)
+    return kept, cache
