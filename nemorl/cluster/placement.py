@@ -30,6 +30,7 @@ class WorkerRequest:
     group: str
     count: int
     gpus: int = 0  # of each process
+    for_children: bool = False  # the GPUs are for actors that each process starts in its own place
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -48,7 +49,14 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """
     gpus = 1 if experiment.cluster.gpus_per_node else 0
     generation = experiment.generation
-    engines = [WorkerRequest("generation", generation.replicas, gpus * generation.ranks_per_replica)]
+    engines = [
+        WorkerRequest(
+            "generation",
+            generation.replicas,
+            gpus * generation.ranks_per_replica,
+            for_children=generation.backend == "trtllm",
+        )
+    ]
     if not experiment.generation.has_engines:
         engines = []
     return (
@@ -84,7 +92,8 @@ class Placement:
         request = self.requests[group]
         bundle = self.bundles[group][rank]
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": request.gpus, "scheduling_strategy": strategy}
+        gpus = 0 if request.for_children else request.gpus
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def release(self) -> None:
         """Give the places back; workers that still live there are ended."""

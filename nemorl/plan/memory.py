@@ -6,6 +6,7 @@ from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
@@ -164,6 +165,8 @@ def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     weights = stage_parameters(shape, LayoutConfig(), 0).total * item
     if isinstance(config, VllmGenerationConfig):
         return _vllm(experiment, config, shape, weights)
+    if isinstance(config, TrtllmGenerationConfig):
+        return _trtllm(config, shape, weights)
     cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
     return ProcessMemory(
         "generation",
@@ -181,6 +184,7 @@ def _vllm(
 ) -> ProcessMemory:
     """A rank of an engine, with its share of the engine's two processes that hold no weights."""
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
+    buckets = _BUCKETS * config.bucket_megabytes * 2**20
     copies = {"staged": -(-weights // ranks), "in_place": 0, "reload": weights}
     return ProcessMemory(
         "generation",
@@ -188,9 +192,21 @@ def _vllm(
         weights=-(-weights // ranks),
         logits=config.max_num_seqs * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=copies[config.update_on("cpu" if on_cpu else "cuda")]
-        + _BUCKETS * config.bucket_megabytes * 2**20,
+        staging=copies[config.update_on("cpu" if on_cpu else "cuda")] + buckets,
         runtime=_VLLM_RUNTIME + 2 * _VLLM_RUNTIME // ranks,
+    )
+
+
+def _trtllm(config: TrtllmGenerationConfig, shape: ModelShape, weights: int) -> ProcessMemory:
+    """A worker of an engine, on its GPU; the KV cache takes its fraction of what is left."""
+    ranks = config.ranks_per_replica
+    return ProcessMemory(
+        "generation",
+        config.replicas * ranks,
+        weights=-(-weights // ranks),
+        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
+        staging=_BUCKETS * config.bucket_megabytes * 2**20,
+        runtime=_VLLM_RUNTIME,
     )
 
 

@@ -34,7 +34,10 @@ HOSTS = {
     "torch": "nemorl.session.generation_host:GenerationHost",
     "openai": "nemorl.session.openai_host:OpenAIHost",
     "vllm": "nemorl.session.vllm_host:VllmHost",
+    "trtllm": "nemorl.session.trtllm_host:TrtllmHost",
 }
+# TensorRT-LLM's workers hold a replica's GPUs, not its own process, which must see them nevertheless.
+SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass
@@ -240,13 +243,13 @@ class _Starter:
             "precision": policy.precision,
             "commit_seconds": cluster.deadlines.refit,
         }
-        return await self._start(
-            "generation",
-            HOSTS[config.backend],
-            [{**shared, "rank": rank} for rank in range(config.replicas)],
-            threads=threads,
-            concurrent=True,
-        )
+        ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
+        options: dict[str, Any] = {"threads": threads, "concurrent": True}
+        if config.backend == "trtllm":
+            options["environment"] = SEES_ALL_GPUS
+            for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
+                kwargs["bundle"] = bundle
+        return await self._start("generation", HOSTS[config.backend], ranks, **options)
 
     async def endpoint(self, engines: Sequence[Worker]) -> WorkerGroup:
         return await self._start(

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster.errors import PlacementFailed
 from nemorl.cluster.placement import (
@@ -38,6 +39,18 @@ def test_processes_of_an_experiment_on_the_cpu_and_on_gpus():
     cluster = {"rollout_workers": 5, "gpus_per_node": 8}
     on_gpus = worker_requests(Experiment.model_validate({**EXPERIMENT, "cluster": cluster}))
     assert [r.bundle.get("GPU") for r in on_gpus] == [1.0, 1.0, None]
+
+
+@pytest.mark.parametrize(("backend", "own_gpus"), [("vllm", 4), ("trtllm", 0)])
+def test_an_engine_of_several_ranks_has_its_gpus_in_one_place(backend: str, own_gpus: int):
+    """TensorRT-LLM's workers are actors of their own, so the replica's process leaves the GPUs to them."""
+    generation = {"backend": backend, "tensor_parallel_size": 4}
+    cluster = {"gpus_per_node": 8}
+    experiment = Experiment.model_validate({**EXPERIMENT, "generation": generation, "cluster": cluster})
+    (request,) = (wanted for wanted in worker_requests(experiment) if wanted.group == "generation")
+    assert request.bundle == {"CPU": 1.0, "GPU": 4.0}
+    placement = Placement(PlacementGroup.empty(), {"generation": (6,)}, {"generation": request})
+    assert placement.options("generation", 0)["num_gpus"] == own_gpus
 
 
 def test_threads_are_the_cores_shared_evenly():

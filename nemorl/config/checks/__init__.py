@@ -20,6 +20,7 @@ from . import (
     sampling,
     schedule,
     servers,
+    trtllm,
     validation,
     vllm,
 )
@@ -68,6 +69,10 @@ CHECKS: tuple[Check, ...] = (
     resources.gpus_for_all_processes,
     megatron_generation.policy_can_sample,
     megatron_generation.policy_samples_as_it_is,
+    trtllm.trtllm_wants_gpus,
+    trtllm.trtllm_experts_fit,
+    trtllm.trtllm_updates_in_flight,
+    trtllm.trtllm_arguments_are_free,
     vllm.vllm_arguments_are_free,
     vllm.vllm_quantises_by_reload,
     vllm.vllm_shares_a_cpu,
