@@ -151,3 +151,24 @@ class Streamer:
 
     async def close(self) -> None:
         sys.stdout.write("closed\n")
+
+
+class Blocker:
+    """A worker with a method that runs until it is released from elsewhere."""
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+
+    def block(self) -> int:
+        assert self._released.wait(20)
+        return threading.get_ident()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    async def count(self, items: int) -> AsyncIterator[int]:
+        for item in range(items):
+            yield item
