@@ -59,12 +59,15 @@ def _experiment_of(model: Path, folder: Path) -> Path:
     known = json.loads(config.read_text(encoding="utf-8"))
     positions = known.get("max_position_embeddings", LONGEST_SEQUENCE)
     length = min(positions, LONGEST_SEQUENCE)
+    kept = known.get("dtype", known.get("torch_dtype"))
+    precision = {"precision": kept} if kept in ("float32", "bfloat16") else {}
     tree = {
         "run_dir": "runs/serve",
         "policy": {
             "model_path": str(model),
             "max_sequence_length": length,
             "micro_batch_tokens": length,
+            **precision,
         },
         "generation": {"max_new_tokens": length - 1},
         "data": {"chat": False, "train": {"name": "arithmetic", "digits": 1, "size": 1}},

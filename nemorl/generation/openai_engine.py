@@ -74,15 +74,20 @@ class OpenAIBackend:
             "max_tokens": min(request.max_new_tokens, self._max_sequence_length - len(tokens)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": request.seed,
+            "seed": _seed(request),
         }
         if request.stop_strings:
             body["stop"] = list(request.stop_strings)
         if self._config.token_ids:
-            body |= {
+            # Filters also where they change nothing: vLLM's server takes what is not said from the model's
+            # generation_config.json.
+            return body | {
                 "logprobs": 0,
                 "return_token_ids": True,
                 "stop_token_ids": sorted(request.stop_token_ids),
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
             }
         beyond = {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
         return body | {name: value for name, value in beyond.items() if value is not None}
@@ -112,6 +117,11 @@ class OpenAIBackend:
             )
         tokens, logprobs = sampled
         return Chunk(tokens, logprobs, [0] * len(tokens), stop)
+
+
+def _seed(request: GenerationRequest) -> int:
+    """To a server, what goes on elsewhere is a new request, which must not draw the same numbers again."""
+    return (request.seed + 0x9E3779B97F4A7C15 * request.sampled_before) % 2**63
 
 
 def _with_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]] | None:

@@ -58,10 +58,12 @@ class SamplingRequest(_Strict):
     """Give the token ids of prompt and answer, and the version of the weights that sampled each."""
     user: str | None = None
     """Taken, and used for nothing."""
-    presence_penalty: Literal[0] = 0
+    presence_penalty: float = Field(0.0, ge=0, le=0)
     """Not served but for 0."""
-    frequency_penalty: Literal[0] = 0
+    frequency_penalty: float = Field(0.0, ge=0, le=0)
     """Not served but for 0."""
+    repetition_penalty: float = Field(1.0, ge=1, le=1)
+    """Not served but for 1."""
 
     @property
     def sampling(self) -> SamplingParams:

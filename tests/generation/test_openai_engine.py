@@ -140,6 +140,7 @@ def test_passing_failures_are_tried_again_and_counted(served_tokenizer, monkeypa
     assert server.bodies[0] == {
         "model": "tiny", "prompt": [70, 71, 72], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
         "seed": 0, "logprobs": 0, "return_token_ids": True, "stop_token_ids": [],
+        "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
     }  # fmt: skip
 
 
