@@ -7,11 +7,13 @@ from nemorl.config.checks.trtllm import (
     OWN_ARGUMENTS,
     trtllm_arguments_are_free,
     trtllm_experts_fit,
+    trtllm_step_holds_prompt,
     trtllm_updates_in_flight,
     trtllm_wants_gpus,
 )
 from nemorl.config.generation import GenerationConfig, TorchGenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 
 
@@ -67,3 +69,10 @@ def test_arguments_that_follow_from_fields_are_not_given_twice():
         "generation.trtllm_kwargs.dtype"
     ]
     assert "trust_remote_code" not in OWN_ARGUMENTS
+
+
+@pytest.mark.parametrize(("kwargs", "wrong"), [({}, True), ({"enable_chunked_prefill": True}, False)])
+def test_a_step_holds_a_whole_prompt_unless_it_is_cut(kwargs, wrong):
+    policy = PolicyConfig(model_path="m", max_sequence_length=9000, micro_batch_tokens=9000)
+    violations = trtllm_step_holds_prompt(policy, config(max_num_tokens=8192, trtllm_kwargs=kwargs))
+    assert fields_of(violations) == ["generation.max_num_tokens"] * wrong

@@ -70,6 +70,7 @@ CHECKS: tuple[Check, ...] = (
     megatron_generation.policy_can_sample,
     megatron_generation.policy_samples_as_it_is,
     trtllm.trtllm_wants_gpus,
+    trtllm.trtllm_step_holds_prompt,
     trtllm.trtllm_experts_fit,
     trtllm.trtllm_updates_in_flight,
     trtllm.trtllm_arguments_are_free,

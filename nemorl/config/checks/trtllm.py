@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -31,6 +32,20 @@ def trtllm_wants_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> I
     if isinstance(generation, TrtllmGenerationConfig) and cluster.gpus_per_node == 0:
         mend = "TensorRT-LLM computes on GPUs only, and cluster.gpus_per_node is 0: take torch or vllm"
         yield Violation("generation.backend", generation.backend, mend)
+
+
+def trtllm_step_holds_prompt(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """A prompt is computed in one step, unless the engine may cut it."""
+    if not isinstance(generation, TrtllmGenerationConfig):
+        return
+    length = policy.max_sequence_length
+    if generation.max_num_tokens < length and not generation.trtllm_kwargs.get("enable_chunked_prefill"):
+        yield Violation(
+            "generation.max_num_tokens",
+            generation.max_num_tokens,
+            f"a step must hold a whole prompt: give it policy.max_sequence_length, {length}, or "
+            "trtllm_kwargs.enable_chunked_prefill=true",
+        )
 
 
 def trtllm_experts_fit(generation: GenerationConfig) -> Iterator[Violation]:

@@ -5,12 +5,15 @@ host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tensorrt_llm import AsyncLLM
+from tensorrt_llm.executor import RequestError
 
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.generation.async_engine import Chunk
@@ -21,6 +24,8 @@ from nemorl.generation.types import GenerationRequest
 from nemorl.rollout.types import StopReason
 
 from .arguments import Place, engine_arguments, memory_tags, sampled_logprobs, sampling_params
+
+logger = logging.getLogger(__name__)
 
 _STOPS = {
     "stop": StopReason.STOP,
@@ -95,7 +100,19 @@ class TrtllmEngine:
         self.limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of a request; closing the generator before its end aborts it."""
+        """Chunks of a request; closing the generator before its end aborts it.
+
+        What the engine says is wrong with this request alone ends it with stop reason `error`.
+        """
+        try:
+            async with aclosing(self._sample(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except (RequestError, ValueError) as error:
+            logger.warning("%s: request %s failed: %s", self.name, request.id, error)
+            yield Chunk([], [], [], StopReason.ERROR)
+
+    async def _sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         params = sampling_params(request, self.limits.max_sequence_length)
         output = self.llm.generate_async(
             {"prompt_token_ids": request.prompt.tolist()}, params, streaming=True

@@ -95,6 +95,15 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(replica):
     assert replica.host.health().running == 0
 
 
+def test_what_the_engine_refuses_ends_that_request_alone(replica, monkeypatch):
+    monkeypatch.setattr(replica.host._engine.llm.args, "max_num_tokens", 5)
+    requests = [request(Prompts().one(3), "fits"), request(Prompts().one(9), "does not")]
+    answers = replica.serve(requests)
+    assert answers["fits"].stop is StopReason.LENGTH
+    assert (answers["does not"].stop, len(answers["does not"].tokens)) == (StopReason.ERROR, 0)
+    assert replica.host.health().running == 0
+
+
 def test_progress_comes_before_the_end(replica):
     (one,) = group("told", count=1, max_new_tokens=20)
     one = replace(one, progress_tokens=6)

@@ -81,6 +81,8 @@ class AsyncLLM:
             raise ValueError(
                 f"prompt length ({len(prompt)}) exceeds max_input_len ({self.args.max_input_len})"
             )
+        if len(prompt) > self.args.max_num_tokens and not self.args.enable_chunked_prefill:
+            raise ValueError(f"{len(prompt)} tokens exceed max_num_tokens ({self.args.max_num_tokens})")
         number = next(self._ids)
         result = self._results[number] = RequestOutput(self, number)
         self.workers[0].enqueue_request.remote(number, prompt, sampling_params)

@@ -1,0 +1,2 @@
+class RequestError(RuntimeError):
+    """Something is wrong with one request."""

@@ -46,6 +46,7 @@ class LlmArgs:
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     sleep_config: SleepConfig | None = None
     disable_overlap_scheduler: bool = False
+    enable_chunked_prefill: bool = False
     ray_placement_config: Any = None
     allreduce_strategy: str = "AUTO"
     trust_remote_code: bool = False
