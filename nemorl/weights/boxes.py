@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nemorl.models.slices import TensorSlice
 
@@ -74,9 +74,11 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 
 def narrow(part: TensorSlice, box: Box) -> TensorSlice:
     """The part of a slice that lies in `box`, which is inside it."""
-    skipped = (a - b for a, b in zip(box.start, part.start, strict=True))
-    offset = part.offset + sum(n * stride for n, stride in zip(skipped, part.strides, strict=True))
-    return replace(part, start=box.start, size=box.size, offset=offset)
+    if box.start == part.start and box.size == part.size:
+        return part
+    skipped = zip(box.start, part.start, part.strides, strict=True)
+    offset = part.offset + sum((first - start) * stride for first, start, stride in skipped)
+    return TensorSlice(part.name, part.shape, box.start, box.size, part.param, offset, part.strides)
 
 
 def _unravel(index: int, extents: tuple[int, ...]) -> tuple[int, ...]:

@@ -136,8 +136,8 @@ class WeightExchange:
             receiver_parts = [Part(rank, ()) for rank in range(len(layouts))]
         else:
             plan = plan_transfers(held, layouts, self._bucket_bytes)
-            receiver_parts = [plan.receiver_part(rank) for rank in range(len(layouts))]
-        sender_parts = [plan.sender_part(rank) for rank in range(len(held))]
+            receiver_parts = plan.receiver_parts(len(layouts))
+        sender_parts = plan.sender_parts(len(held))
         self._senders.prepare(sender_parts)
         self._receivers.prepare(receiver_parts)
         delta = self._options.delta and all(layout.takes_changes for layout in layouts)

@@ -2,24 +2,31 @@
 
     slices of senders and receivers
       -> pieces: each needed box, cut where its holders change and to at most a bucket
-      -> one holder for each piece, the least loaded; pieces with the fewest holders choose first
-      -> buckets: pieces of one sender and one receiver, in the order in which all ranks take part
+      -> cargoes: pieces of one type with the same holders, up to a bucket of them
+      -> one holder for each cargo and receiver: one on the receiver's machine if there is any, and of these
+         the least loaded; cargoes with the fewest holders choose first
+      -> buckets, in the order in which all ranks take part
 
-Imports no torch: thousands of ranks are planned in tests without any.
+Ranks with equal layouts (replicas of an engine, copies of a policy) are cut and packed once, so that what
+grows with the number of ranks is only the choice of a sender for each bucket. Imports no torch.
 """
 
+import gc
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 
 from nemorl.models.slices import TensorSlice
 
-from .boxes import Box, box_of, difference, intersection, narrow, split
+from .boxes import box_of, narrow
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
+from .regions import Holdings, Region, UnservedBox, classes_of
 
-
-class UnservedBox(ValueError):
-    """A receiver needs elements that no sender holds, or holds under another shape."""
+__all__ = ["Bucket", "Transfer", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 
 
 @dataclass(frozen=True)
@@ -31,23 +38,45 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Transfers of one sender to one receiver that travel together."""
+class Cargo:
+    """Transfers that travel together: the same for all senders of one class and all receivers of another."""
 
-    sender: int
-    receiver: int
     dtype: str  # of all elements on the wire
     transfers: tuple[Transfer, ...]
 
+    @cached_property
+    def sources(self) -> tuple[TensorSlice, ...]:
+        """As the senders hold them."""
+        return tuple(transfer.source for transfer in self.transfers)
+
+    @cached_property
+    def targets(self) -> tuple[TensorSlice, ...]:
+        """As the receivers hold them."""
+        return tuple(transfer.target for transfer in self.transfers)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all transfers."""
+        return ITEM_BYTES[self.dtype] * sum(source.num_elements for source in self.sources)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A cargo on its way from one sender to one receiver."""
+
+    sender: int
+    receiver: int
+    cargo: Cargo
+
     @property
-    def num_elements(self) -> int:
-        """Elements of all transfers."""
-        return sum(transfer.source.num_elements for transfer in self.transfers)
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What travels."""
+        return self.cargo.transfers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all transfers."""
-        return self.num_elements * ITEM_BYTES[self.dtype]
+        """Bytes that travel."""
+        return self.cargo.num_bytes
 
 
 @dataclass(frozen=True)
@@ -60,19 +89,23 @@ class TransferPlan:
 
     buckets: tuple[Bucket, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes that travel."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @cached_property
+    def num_transfers(self) -> int:
+        """Boxes that travel."""
+        return sum(len(bucket.transfers) for bucket in self.buckets)
 
     def sender_part(self, rank: int) -> Part:
         """What one sender has to do."""
         return Part(
             rank,
             tuple(
-                PartBucket(bucket.receiver, bucket.dtype, tuple(moved.source for moved in bucket.transfers))
-                for bucket in self.buckets
-                if bucket.sender == rank
+                PartBucket(bucket.receiver, bucket.cargo.dtype, bucket.cargo.sources)
+                for bucket in self._of_senders.get(rank, ())
             ),
         )
 
@@ -81,27 +114,66 @@ class TransferPlan:
         return Part(
             rank,
             tuple(
-                PartBucket(bucket.sender, bucket.dtype, tuple(moved.target for moved in bucket.transfers))
-                for bucket in self.buckets
-                if bucket.receiver == rank
+                PartBucket(bucket.sender, bucket.cargo.dtype, bucket.cargo.targets)
+                for bucket in self._of_receivers.get(rank, ())
             ),
         )
 
+    def sender_parts(self, count: int) -> list[Part]:
+        """What each of `count` senders has to do."""
+        with _nothing_is_garbage():
+            return [self.sender_part(rank) for rank in range(count)]
 
-@dataclass(frozen=True)
-class _Region:
-    """A box and every sender that holds the whole of it."""
+    def receiver_parts(self, count: int) -> list[Part]:
+        """What each of `count` receivers has to do."""
+        with _nothing_is_garbage():
+            return [self.receiver_part(rank) for rank in range(count)]
 
-    box: Box
-    holders: tuple[tuple[int, TensorSlice], ...]
+    @cached_property
+    def _of_senders(self) -> dict[int, list[Bucket]]:
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            found[bucket.sender].append(bucket)
+        return found
+
+    @cached_property
+    def _of_receivers(self) -> dict[int, list[Bucket]]:
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            found[bucket.receiver].append(bucket)
+        return found
 
 
 @dataclass(frozen=True)
 class _Piece:
-    receiver: int
+    """A box that receivers of one class need, and who holds it."""
+
     target: TensorSlice
+    region: Region
+
+    def transfer(self, sender_class: int) -> Transfer:
+        """The box's way from senders of a class."""
+        source = narrow(self.region.sources[sender_class], box_of(self.target))
+        return Transfer(source, self.target)
+
+
+@dataclass
+class _Load:
+    """Pieces with the same holders, which receivers of one class get in one bucket."""
+
     dtype: str
-    holders: tuple[tuple[int, TensorSlice], ...]
+    region: Region  # one of the regions; all have the same holders
+    pieces: list[_Piece] = field(default_factory=list)
+    num_bytes: int = 0
+    _cargoes: dict[int, Cargo] = field(default_factory=dict)  # by class of sender
+
+    def cargo(self, sender_class: int) -> Cargo:
+        """What travels from senders of a class."""
+        cargo = self._cargoes.get(sender_class)
+        if cargo is None:
+            transfers = tuple(piece.transfer(sender_class) for piece in self.pieces)
+            cargo = self._cargoes[sender_class] = Cargo(self.dtype, transfers)
+        return cargo
 
 
 def plan_transfers(
@@ -114,20 +186,8 @@ def plan_transfers(
     """
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element: give more")
-    regions = _regions(senders)
-    pieces = [
-        piece
-        for receiver, layout in enumerate(receivers)
-        for need, dtype in zip(layout.slices, layout.dtypes, strict=True)
-        for piece in _pieces(receiver, need, dtype, regions.get(need.name, []), bucket_bytes)
-    ]
-    chosen = _choose_holders(pieces, len(senders))
-    transfers: dict[tuple[int, int, str], list[Transfer]] = defaultdict(list)
-    for piece, (sender, source) in zip(pieces, chosen, strict=True):
-        transfers[sender, piece.receiver, piece.dtype].append(
-            Transfer(source=narrow(source, box_of(piece.target)), target=piece.target)
-        )
-    return TransferPlan(tuple(_ordered_buckets(transfers, bucket_bytes, len(receivers))))
+    with _nothing_is_garbage():
+        return _plan(senders, receivers, bucket_bytes)
 
 
 def plan_files(
@@ -150,98 +210,88 @@ def plan_files(
     return plan_transfers(senders, [folder], bucket_bytes)
 
 
-def _regions(senders: Sequence[SenderLayout]) -> dict[str, list[_Region]]:
-    """By tensor, the distinct boxes that senders hold."""
-    holders: dict[str, dict[Box, list[tuple[int, TensorSlice]]]] = defaultdict(lambda: defaultdict(list))
-    for sender, layout in enumerate(senders):
-        for part in layout.slices:
-            holders[part.name][box_of(part)].append((sender, part))
-    return {
-        name: [_Region(box, tuple(found)) for box, found in boxes.items()] for name, boxes in holders.items()
-    }
+def _plan(
+    senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
+) -> TransferPlan:
+    holdings = Holdings(senders)
+    loads: dict[tuple[int, tuple[str, ...]], list[_Load]] = {}
+    wanted = []
+    classes = classes_of(receiver.slices for receiver in receivers)
+    for rank, (number, layout) in enumerate(zip(classes, receivers, strict=True)):
+        key = number, layout.dtypes
+        if key not in loads:
+            loads[key] = _loads(rank, layout, holdings, bucket_bytes)
+        wanted.append(loads[key])
+    buckets = _choose_senders(wanted, [receiver.node for receiver in receivers], holdings)
+    return TransferPlan(tuple(_ordered(buckets, len(receivers))))
 
 
-def _pieces(
-    receiver: int, need: TensorSlice, dtype: str, regions: list[_Region], bucket_bytes: int
-) -> Iterator[_Piece]:
-    """Cut a needed slice where its holders change, and to a bucket."""
-    capacity = bucket_bytes // ITEM_BYTES[dtype]
-    for region in regions:
-        _check_same_tensor(need, region)
-    open_boxes = [box_of(need)]
-    for region in sorted(regions, key=lambda region: _preference(region, box_of(need))):
-        still_open: list[Box] = []
-        for box in open_boxes:
-            shared = intersection(box, region.box)
-            if shared is None:
-                still_open.append(box)
-                continue
-            still_open += difference(box, shared)
-            for part in split(shared, capacity):
-                yield _Piece(receiver, narrow(need, part), dtype, region.holders)
-        open_boxes = still_open
-        if not open_boxes:
-            return
-    raise UnservedBox(
-        f"no sender holds {need.name}{open_boxes[0]}, which receiver {receiver} needs; "
-        "are both sides built from the same config.json?"
-    )
+def _loads(receiver: int, layout: ReceiverLayout, holdings: Holdings, bucket_bytes: int) -> list[_Load]:
+    """What receivers of a class need, in buckets; those with the fewest holders first."""
+    found: list[_Load] = []
+    open_loads: dict[tuple[str, tuple[int, ...]], _Load] = {}  # by type and classes of holders
+    for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
+        itemsize = ITEM_BYTES[dtype]
+        for box, region in holdings.cut(need, receiver, bucket_bytes // itemsize):
+            piece, num_bytes = _Piece(narrow(need, box), region), box.num_elements * itemsize
+            key = dtype, tuple(region.sources)
+            load = open_loads.get(key)
+            if load is None or load.num_bytes + num_bytes > bucket_bytes:
+                load = open_loads[key] = _Load(dtype, region)
+                found.append(load)
+            load.pieces.append(piece)
+            load.num_bytes += num_bytes
+    return sorted(found, key=lambda load: len(load.region.ranks))
 
 
-def _preference(region: _Region, needed: Box) -> tuple[int, int, tuple[int, ...]]:
-    """Large shares first, for few transfers; then many holders, to have a choice."""
-    shared = intersection(needed, region.box)
-    return (-shared.num_elements if shared else 0, -len(region.holders), region.box.start)
-
-
-def _check_same_tensor(need: TensorSlice, region: _Region) -> None:
-    sender, held = region.holders[0]
-    if held.shape != need.shape:
-        raise UnservedBox(
-            f"{need.name} has shape {held.shape} at sender {sender} and {need.shape} at the receiver; "
-            "both sides must be built from the same config.json"
-        )
-
-
-def _choose_holders(pieces: Sequence[_Piece], num_senders: int) -> list[tuple[int, TensorSlice]]:
-    """A holder for each piece: the one with the least to send, the lowest rank among equals."""
-    load = [0] * num_senders
-    chosen: dict[int, tuple[int, TensorSlice]] = {}
-    for number in sorted(range(len(pieces)), key=lambda number: len(pieces[number].holders)):
-        piece = pieces[number]
-        sender, source = min(piece.holders, key=lambda holder: (load[holder[0]], holder[0]))
-        load[sender] += piece.target.num_elements
-        chosen[number] = (sender, source)
-    return [chosen[number] for number in range(len(pieces))]
-
-
-def _ordered_buckets(
-    transfers: dict[tuple[int, int, str], list[Transfer]], bucket_bytes: int, num_receivers: int
-) -> list[Bucket]:
-    """Buckets of all pairs in rounds; within a round, each sender begins with another receiver."""
-    pairs: dict[tuple[int, int], list[Bucket]] = defaultdict(list)
-    for (sender, receiver, dtype), items in transfers.items():
-        pairs[sender, receiver] += _pack(sender, receiver, dtype, items, bucket_bytes)
-    numbered = [
-        (round_number, (receiver - sender) % num_receivers, sender, bucket)
-        for (sender, receiver), buckets in pairs.items()
-        for round_number, bucket in enumerate(buckets)
-    ]
-    return [entry[3] for entry in sorted(numbered, key=lambda entry: entry[:3])]
-
-
-def _pack(
-    sender: int, receiver: int, dtype: str, transfers: list[Transfer], bucket_bytes: int
+def _choose_senders(
+    wanted: Sequence[Sequence[_Load]], nodes: Sequence[str], holdings: Holdings
 ) -> Iterator[Bucket]:
-    capacity = bucket_bytes // ITEM_BYTES[dtype]
-    packed: list[Transfer] = []
-    free = capacity
-    for transfer in transfers:
-        size = transfer.target.num_elements
-        if size > free:
-            yield Bucket(sender, receiver, dtype, tuple(packed))
-            packed, free = [], capacity
-        packed.append(transfer)
-        free -= size
-    if packed:
-        yield Bucket(sender, receiver, dtype, tuple(packed))
+    """A sender for what each receiver wants: the holder with the least to send, the lowest rank of these."""
+    sent = [0] * len(holdings.nodes)
+    shared_nodes = (
+        set(holdings.nodes) & set(nodes) if len(set(holdings.nodes) | set(nodes)) > 1 else set[str]()
+    )
+    for receiver, load in _by_choice(wanted):
+        ranks, node = load.region.ranks, nodes[receiver]
+        if node in shared_nodes:
+            ranks = load.region.on_node(node, holdings.nodes) or ranks
+        sender = min(ranks, key=sent.__getitem__)
+        sent[sender] += load.num_bytes
+        yield Bucket(sender, receiver, load.cargo(holdings.class_of[sender]))
+
+
+def _by_choice(wanted: Sequence[Sequence[_Load]]) -> Iterator[tuple[int, _Load]]:
+    """All loads with their receivers, those with the fewest holders first."""
+    runs: dict[int, dict[int, list[_Load]]] = {}  # by identity of the loads, by number of holders
+    for loads in wanted:
+        if id(loads) not in runs:
+            by_number = itertools.groupby(loads, key=lambda load: len(load.region.ranks))
+            runs[id(loads)] = {count: list(run) for count, run in by_number}
+    for count in sorted({count for run in runs.values() for count in run}):
+        for receiver, loads in enumerate(wanted):
+            for load in runs[id(loads)].get(count, ()):
+                yield receiver, load
+
+
+def _ordered(buckets: Iterator[Bucket], num_receivers: int) -> list[Bucket]:
+    """Buckets of all pairs in rounds; within a round, each sender begins with another receiver."""
+    rounds: dict[tuple[int, int], int] = defaultdict(int)
+    numbered = []
+    for bucket in buckets:
+        sender, receiver = pair = bucket.sender, bucket.receiver
+        numbered.append((rounds[pair], (receiver - sender) % num_receivers, sender, bucket))
+        rounds[pair] += 1
+    return [entry[3] for entry in sorted(numbered, key=itemgetter(0, 1, 2))]
+
+
+@contextmanager
+def _nothing_is_garbage() -> Iterator[None]:
+    """Millions of objects come to stay; the collector would look through all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

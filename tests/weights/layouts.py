@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -37,11 +37,16 @@ def plan_of(
     receivers: Sequence[Sequence[TensorSlice]],
     bucket_bytes: int,
     dtype: str = "float32",
+    node_of_sender: Callable[[int], str] = lambda rank: "",
+    node_of_receiver: Callable[[int], str] = lambda rank: "",
 ) -> TransferPlan:
     """A plan with one type for everything."""
     return plan_transfers(
-        [SenderLayout(tuple(slices)) for slices in senders],
-        [ReceiverLayout(tuple(slices), (dtype,) * len(slices)) for slices in receivers],
+        [SenderLayout(tuple(slices), node_of_sender(rank)) for rank, slices in enumerate(senders)],
+        [
+            ReceiverLayout(tuple(slices), (dtype,) * len(slices), node_of_receiver(rank))
+            for rank, slices in enumerate(receivers)
+        ],
         bucket_bytes,
     )
 
@@ -86,6 +91,14 @@ def _layout(draw: st.DrawFn, shapes: Tensors, complete: bool) -> list[list[Tenso
                 slices[rank].append(part(name, shape, start, size, "flat", offsets[rank]))
                 offsets[rank] += math.prod(size)
     return slices
+
+
+@st.composite
+def many_ranks(draw: st.DrawFn) -> Case:
+    """Up to hundreds of ranks: copies of a few layouts on each side, dealt in turns."""
+    case = draw(cases())
+    copies = draw(st.integers(1, 60)), draw(st.integers(1, 60))
+    return Case(case.tensors, case.senders * copies[0], case.receivers * copies[1])
 
 
 @st.composite

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemorl.config.policy import LayoutConfig
@@ -12,7 +12,7 @@ from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_sli
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.boxes import Box, difference, intersection, split
 from nemorl.weights.plan import Transfer, TransferPlan, UnservedBox
-from tests.weights.layouts import Case, cases, part, plan_of, whole
+from tests.weights.layouts import Case, cases, many_ranks, part, plan_of, whole
 from tests.weights.ranks import SHAPE
 
 
@@ -45,7 +45,7 @@ def test_every_needed_element_is_delivered_exactly_once(case: Case, bucket_eleme
     delivered: list[Counter[tuple[str, tuple[int, ...], str, int]]] = [Counter() for _ in case.receivers]
     senders = [held(slices) for slices in case.senders]
     for bucket in plan.buckets:
-        assert 0 < bucket.num_elements <= bucket_elements
+        assert 0 < bucket.num_bytes <= 4 * bucket_elements
         for transfer in bucket.transfers:
             source, target = transfer.source, transfer.target
             assert (source.name, source.start, source.size) == (target.name, target.start, target.size)
@@ -69,6 +69,34 @@ def test_copies_share_the_load(case: Case, copies: int, bucket_elements: int) ->
     plan = plan_of([everything] * copies, case.receivers, 4 * bucket_elements)
     sent = sent_bytes(plan, copies)
     assert max(sent) - min(sent) <= 4 * bucket_elements
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=many_ranks(), bucket_elements=st.integers(1, 50), machines=st.integers(1, 8))
+def test_hundreds_of_ranks_get_every_element_once_and_from_their_own_machine(
+    case: Case, bucket_elements: int, machines: int
+) -> None:
+    def node(rank: int) -> str:
+        return f"node {rank % machines}"
+
+    plan = plan_of(
+        case.senders,
+        case.receivers,
+        4 * bucket_elements,
+        node_of_sender=node,
+        node_of_receiver=node,
+    )
+    needed = [sum(part.num_elements for part in slices) for slices in case.receivers]
+    delivered: list[Counter[tuple[str, int]]] = [Counter() for _ in case.receivers]
+    for bucket in plan.buckets:
+        for transfer in bucket.transfers:
+            places = [(transfer.target.param, offset) for _, offset in elements(transfer.target)]
+            delivered[bucket.receiver].update(places)
+        same_machine = case.senders[bucket.receiver % machines :: machines]
+        if any(slices is case.senders[bucket.sender] for slices in same_machine):
+            assert bucket.sender % machines == bucket.receiver % machines
+    for rank, count in enumerate(needed):
+        assert delivered[rank].total() == len(delivered[rank]) == count
 
 
 def test_holders_without_a_choice_are_spared() -> None:
@@ -141,7 +169,7 @@ def test_a_policy_of_any_layout_serves_whole_tensors_and_another_layout() -> Non
     assert plan.num_bytes == 2 * sum(needed)
     per_receiver = Counter(dict.fromkeys(range(5), 0))
     for bucket in plan.buckets:
-        per_receiver[bucket.receiver] += bucket.num_elements
+        per_receiver[bucket.receiver] += bucket.num_bytes // 2
     assert [per_receiver[rank] for rank in range(5)] == needed
     sent = sent_bytes(plan, len(policy))
     assert max(sent) < 1.1 * min(sent)
@@ -157,7 +185,7 @@ def test_what_nobody_holds_is_named() -> None:
 
 
 def test_different_shapes_of_one_tensor_are_named() -> None:
-    message = r"w has shape \(4, 6\) at sender 0 and \(5, 6\) at the receiver"
+    message = r"w has shape \(4, 6\) at senders and \(5, 6\) at receiver 0"
     with pytest.raises(UnservedBox, match=message):
         plan_of([[whole("w", (4, 6))]], [[whole("w", (5, 6))]], bucket_bytes=100)
 

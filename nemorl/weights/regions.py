@@ -1,0 +1,161 @@
+"""Who holds what: the distinct boxes that senders hold of each tensor, found by place. Imports no torch."""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+
+from nemorl.models.slices import TensorSlice
+
+from .boxes import Box, box_of, difference, intersection, split
+from .messages import SenderLayout
+
+
+class UnservedBox(ValueError):
+    """A receiver needs elements that no sender holds, or holds under another shape."""
+
+
+@dataclass
+class Region:
+    """A box and every sender that holds the whole of it. Senders with equal slices are of one class."""
+
+    box: Box
+    ranks: list[int]  # of the holders, ascending
+    sources: dict[int, TensorSlice] = field(default_factory=dict)  # by class of sender
+
+    def on_node(self, node: str, nodes: Sequence[str]) -> list[int]:
+        """The holders on a machine."""
+        if self._by_node is None:
+            self._by_node = defaultdict(list)
+            for rank in self.ranks:
+                self._by_node[nodes[rank]].append(rank)
+        return self._by_node.get(node, [])
+
+    _by_node: dict[str, list[int]] | None = None
+
+
+class _TensorRegions:
+    """The regions of one tensor, in the order of their first rows."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.by_box: dict[Box, Region] = {}
+
+    @cached_property
+    def _sorted(self) -> list[Region]:
+        return sorted(self.by_box.values(), key=lambda region: region.box.start)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [region.box.start[0] for region in self._sorted]
+
+    @cached_property
+    def _most_rows(self) -> int:
+        return max(region.box.size[0] for region in self._sorted)
+
+    def near(self, box: Box) -> list[Region]:
+        """All regions that share an element with a box, and maybe others."""
+        first, end = box.start[0], box.start[0] + box.size[0]
+        begin = bisect_right(self._rows, first - self._most_rows)
+        return self._sorted[begin : bisect_left(self._rows, end)]
+
+
+class Holdings:
+    """All that senders hold."""
+
+    def __init__(self, senders: Sequence[SenderLayout]) -> None:
+        self.nodes = [sender.node for sender in senders]
+        self.class_of = classes_of(sender.slices for sender in senders)
+        ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, number in enumerate(self.class_of):
+            ranks[number].append(rank)
+        self._tensors: dict[str, _TensorRegions] = {}
+        for number, members in ranks.items():
+            for part in senders[members[0]].slices:
+                self._add(number, members, part)
+        for tensor in self._tensors.values():
+            for region in tensor.by_box.values():
+                region.ranks.sort()
+
+    def _add(self, number: int, members: list[int], part: TensorSlice) -> None:
+        tensor = self._tensors.get(part.name)
+        if tensor is None:
+            tensor = self._tensors[part.name] = _TensorRegions(part.shape)
+        elif part.shape != tensor.shape:
+            raise UnservedBox(
+                f"{part.name} has shape {part.shape} at sender {members[0]} and {tensor.shape} at another; "
+                "all must be built from the same config.json"
+            )
+        region = tensor.by_box.setdefault(box_of(part), Region(box_of(part), []))
+        if number not in region.sources:
+            region.sources[number] = part
+            region.ranks += members
+
+    def cut(self, need: TensorSlice, receiver: int, capacity: int) -> Iterable[tuple[Box, Region]]:
+        """A needed slice, cut where its holders change and to `capacity` elements.
+
+        Raises `UnservedBox` naming the receiver and the first box that nobody holds.
+        """
+        needed = box_of(need)
+        tensor = self._tensors.get(need.name)
+        if tensor is None:
+            raise _unserved(need, needed, receiver)
+        if tensor.shape != need.shape:
+            raise UnservedBox(
+                f"{need.name} has shape {tensor.shape} at senders and {need.shape} at receiver {receiver}; "
+                "both sides must be built from the same config.json"
+            )
+        same = tensor.by_box.get(needed)
+        if same is not None and needed.num_elements <= capacity:
+            return [(needed, same)]
+        return _covering(need, needed, tensor.near(needed), receiver, capacity)
+
+
+def _covering(
+    need: TensorSlice, needed: Box, regions: list[Region], receiver: int, capacity: int
+) -> list[tuple[Box, Region]]:
+    found: list[tuple[Box, Region]] = []
+    open_boxes = [needed]
+    shares = [(shared, region) for region in regions if (shared := intersection(needed, region.box))]
+    # large shares first, for few transfers; then many holders, to have a choice
+    shares.sort(key=lambda share: (-share[0].num_elements, -len(share[1].ranks), share[1].box.start))
+    for _, region in shares:
+        still_open: list[Box] = []
+        for box in open_boxes:
+            shared = intersection(box, region.box)
+            if shared is None:
+                still_open.append(box)
+                continue
+            still_open += difference(box, shared)
+            found += [(piece, region) for piece in split(shared, capacity)]
+        open_boxes = still_open
+        if not open_boxes:
+            return found
+    raise _unserved(need, open_boxes[0], receiver)
+
+
+def _unserved(need: TensorSlice, box: Box, receiver: int) -> UnservedBox:
+    return UnservedBox(
+        f"no sender holds {need.name}{box}, which receiver {receiver} needs; "
+        "are both sides built from the same config.json?"
+    )
+
+
+_PLACE = attrgetter("name", "start", "size", "param", "offset", "strides", "shape")
+
+
+def classes_of(layouts: Iterable[tuple[TensorSlice, ...]]) -> list[int]:
+    """A number for each layout, the same for equal ones."""
+    by_identity: dict[int, int] = {}
+    by_value: dict[tuple[object, ...], int] = {}
+    found = []
+    for slices in layouts:
+        number = by_identity.get(id(slices))
+        if number is None:
+            # a tuple of plain tuples is hashed several times faster than one of dataclasses
+            number = by_value.setdefault(tuple(map(_PLACE, slices)), len(by_value))
+            by_identity[id(slices)] = number
+        found.append(number)
+    return found
