@@ -109,9 +109,17 @@ class GenerationPool:
             await self._call("sleep", 1)
 
     async def _call(self, method: str, argument: object) -> None:
-        await self.group.call_async(
-            method, argument, stage=f"engines {method}", deadline_seconds=self._deadlines.refit
-        )
+        """Call a method of the engines that are left."""
+        async with self._lock:
+            await self._check()
+            self._some_left()
+            await self.group.call_async(
+                method,
+                argument,
+                stage=f"engines {method}",
+                deadline_seconds=self._deadlines.refit,
+                ends_group=False,
+            )
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:

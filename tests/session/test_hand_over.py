@@ -1,0 +1,63 @@
+"""Handing weights over while engines are lost; the exchange and the pool are stand-ins."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from nemorl.session.session import Session
+from nemorl.weights.exchange import RefitStats
+from nemorl.weights.session import RefitFailed
+
+
+@dataclass
+class Exchange:
+    """Fails as often as it is told."""
+
+    failures: int
+    versions: list[int] = field(default_factory=list)
+
+    def refit(self, version: int) -> RefitStats:
+        self.versions.append(version)
+        if len(self.versions) <= self.failures:
+            raise RefitFailed("generation rank 1 died")
+        return RefitStats(version, 1.0, 0.5, 10**9, 10**9, 4, extra_bytes=0, kept_bytes=0)
+
+
+@dataclass
+class Pool:
+    """Says how many engines each failed refit has cost."""
+
+    losses: list[int]
+    around: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def refitting(self) -> AsyncIterator[None]:
+        self.around.append("begins")
+        yield
+        self.around.append("ends")
+
+    async def lost_in_refit(self) -> bool:
+        return self.losses.pop(0) > 0
+
+
+def hand_over(exchange: Exchange, pool: Pool, version: int = 3) -> tuple[Session, dict[str, float]]:
+    session = Session(exchange=exchange, pool=pool)  # type: ignore[arg-type]
+    return session, asyncio.run(session.hand_over(version))
+
+
+def test_a_refit_that_lost_engines_is_done_again_without_them() -> None:
+    exchange, pool = Exchange(failures=2), Pool([1, 2])
+    session, figures = hand_over(exchange, pool)
+    assert exchange.versions == [3, 3, 3]
+    assert (session.version, figures["refit/gigabytes"]) == (3, 1.0)
+    assert pool.around == ["begins", "ends"]
+
+
+def test_a_refit_that_fails_with_all_engines_alive_ends_the_run() -> None:
+    exchange = Exchange(failures=9)
+    with pytest.raises(RefitFailed, match="generation rank 1 died"):
+        hand_over(exchange, Pool([1, 0]))
+    assert exchange.versions == [3, 3]
