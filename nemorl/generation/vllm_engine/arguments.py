@@ -7,7 +7,6 @@ from typing import Any, Literal
 from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.generation.types import GenerationRequest
 
-
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
 """Set in the environment of workers whose linear layers must keep weights as they were loaded."""
 

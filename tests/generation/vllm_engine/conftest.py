@@ -1,0 +1,95 @@
+"""One engine of one process and one of two, for all tests: each takes half a minute to start."""
+
+import asyncio
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.generation.vllm_engine.models import make
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vllm_is_there() -> None:
+    """Where it was promised its absence is a failure; elsewhere these tests are skipped."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    reason = "vLLM is not installed" + ("" if sys.platform == "linux" else "; it runs on Linux only")
+    if "vllm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, and NEMORL_REQUIRE asks for it")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm_models")
+
+
+@pytest.fixture(scope="session")
+def dense(model_folder: Path) -> tuple[Path, Any]:
+    """Folder and network of a dense model."""
+    return model_folder / "llama", make("llama", model_folder / "llama")
+
+
+@pytest.fixture(scope="session")
+def mixture(model_folder: Path) -> tuple[Path, Any]:
+    """Folder and network of a mixture of experts."""
+    return model_folder / "qwen3_moe", make("qwen3_moe", model_folder / "qwen3_moe")
+
+
+class Running:
+    """A host in an event loop of its own."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.folder = folder
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.host = self.run(self._make(folder, config), 300)
+
+    async def _make(self, folder: Path, config: dict[str, Any]) -> Any:
+        from nemorl.config.generation_vllm import VllmGenerationConfig
+        from nemorl.session.vllm_host import VllmHost
+
+        host = VllmHost(
+            folder, VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config), rank=3, device="cpu",
+            threads=None, tokenizer_path=folder, max_sequence_length=200, precision="float32",
+            commit_seconds=60,
+        )  # fmt: skip
+        await host.start()
+        return host
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 120) -> T:
+        return self.submit(work).result(seconds)
+
+    def close(self) -> None:
+        self.run(self.host.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+@pytest.fixture(scope="session")
+def one(dense: tuple[Path, Any]) -> Iterator[Running]:
+    """A dense model on one process, updated beside the weights in use."""
+    engine = Running(dense[0])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def two(mixture: tuple[Path, Any]) -> Iterator[Running]:
+    """A mixture on two processes, updated in place. A test kills one of them: it comes last."""
+    engine = Running(mixture[0], tensor_parallel_size=2, update="in_place")
+    yield engine
+    engine.close()

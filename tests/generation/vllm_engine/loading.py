@@ -1,0 +1,86 @@
+"""A program: vLLM's own model classes in the ranks of an engine, without the engine.
+
+    python -m tests.generation.vllm_engine.loading RANK RANKS PORT FOLDER...
+
+For every model folder it learns the layout while vLLM loads the model, writes zeros over everything, brings
+the weights back by the layout, and says in a line of JSON what came of it. Ranks of one call run beside
+each other.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main(rank: int, ranks: int, port: int, folders: list[Path]) -> None:
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - turns calls for an accelerator into nothing, as workers do
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    import nemorl.session.vllm_worker as worker
+
+    torch.set_num_threads(1)
+    for number, folder in enumerate(folders):
+        config = EngineArgs(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+            max_model_len=64, tensor_parallel_size=ranks, distributed_executor_backend="mp",
+            kv_cache_memory_bytes=2**20,
+        ).create_engine_config()  # fmt: skip
+        with set_current_vllm_config(config):
+            if number == 0:
+                init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+                initialize_model_parallel(ranks, 1, backend="gloo")
+            model = get_model(vllm_config=config)
+            sys.stdout.write(f"REPORT {json.dumps(report(folder, config, model, worker))}\n")
+            sys.stdout.flush()
+
+
+def report(folder: Path, config: Any, model: Any, worker: Any) -> dict[str, Any]:
+    """What the layout says and whether it brings the weights back."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    from nemorl.generation.vllm_engine.weights import WHOLE, WorkerWeights, layout_of
+    from nemorl.models.hf_folder import HfFolder
+    from nemorl.models.layout import hf_tensors
+    from nemorl.models.shape import ModelShape
+
+    learned = worker._learned["model"]
+    layout = layout_of(learned, hf_tensors(ModelShape.load(folder)), "staged")
+    weights = WorkerWeights(
+        model, layout, lambda it: reload_weights(config, model, weights_iterator=it), False, torch.float32
+    )
+    loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
+    covered = sum(part.num_elements for part in direct)
+    padding = sum(int((loaded[name] == 0).sum()) for name in {part.param for part in direct})
+    tensors = weights.tensors()
+    with torch.no_grad():
+        for parameter in [*tensors.values(), *model.parameters()]:
+            parameter.zero_()
+        HfFolder(folder).load_into(tensors, layout.slices)
+        weights.commit()
+    now = dict(model.named_parameters())
+    return {
+        "family": folder.name,
+        "copies": len(layout.slices),
+        "whole": list(layout.whole),
+        "reloaded": sorted(layout.reasons),
+        "elements_sent_in_shards": covered,
+        "elements_of_parameters": sum(loaded[name].numel() for name in {part.param for part in direct}),
+        "zeros": padding,
+        "different": [name for name in loaded if not torch.equal(loaded[name], now[name])],
+    }
+
+
+if __name__ == "__main__":
+    os.environ |= {
+        "NEMORL_VLLM_PLAIN_WEIGHTS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), [Path(word) for word in sys.argv[4:]])

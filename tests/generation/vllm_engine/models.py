@@ -1,0 +1,44 @@
+"""Tiny random models of 8 heads, which two processes divide."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 97  # vLLM rounds it up to 128 rows
+HEADS = 8
+_COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 4,
+    "head_dim": 32,  # the least that attention on a CPU takes
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+# A mixture comes first: process groups that are made for it serve the others too.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3MoeConfig", {"tie_word_embeddings": False, **_EXPERTS}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+}
+
+
+def make(family: str, folder: Path, seed: int = 7) -> Any:
+    """A model of transformers, saved into `folder`: weights that differ clearly, norms included."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    config = getattr(transformers, name)(**_COMMON, **own)
+    torch.manual_seed(seed)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    network.save_pretrained(folder)
+    return network

@@ -1,0 +1,339 @@
+"""The protocol of all engines, over vLLM, and refits of an engine that goes on sampling."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemorl.generation.errors import RequestRefused
+from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
+from nemorl.models.layout import hf_tensors
+from nemorl.models.shape import ModelShape
+from nemorl.rollout.types import StopReason
+from nemorl.weights.endpoints import WeightSender
+from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from nemorl.weights.session import RefitFailed, RefitSession
+from nemorl.weights.whole_tensors import whole_slices
+from tests.generation.examples import GREEDY, Prompts, request
+
+PLAIN = SamplingParams()
+
+
+async def collect(host: Any, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    return {c.id: c async for c in host.generate_many(requests)}
+
+
+def group(prefix: str, count: int, length: int = 10, sampling: SamplingParams = GREEDY) -> list[Any]:
+    prompts = Prompts(11).several(count, 3, 20)
+    return [request(p, f"{prefix}{i}", sampling, length, seed=i) for i, p in enumerate(prompts)]
+
+
+def gaps(network: Any, prompt: Any, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """Difference of each token's logprob from that of transformers."""
+    tokens = [*prompt.tolist(), *completion.tokens.tolist()]
+    with torch.no_grad():
+        logits = network(torch.tensor([tokens])).logits[0].float()
+    rows = (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+    theirs = rows.gather(1, torch.tensor(completion.tokens.tolist()).unsqueeze(1)).squeeze(1)
+    return (theirs - torch.tensor(completion.logprobs)).abs()
+
+
+class Sender:
+    """A policy of one rank that holds a network of transformers."""
+
+    def __init__(self, folder: Path, network: Any) -> None:
+        tensors = hf_tensors(ModelShape.load(folder))
+        self.parameters = {name: network.state_dict()[name] for name in tensors}
+        self._own = WeightSender(whole_slices(tensors), lambda: self.parameters)
+
+    def describe(self) -> Sequence[SenderLayout]:
+        return [self._own.describe()]
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        self._own.prepare(parts[0])
+
+    def send(self, session: RefitSession) -> Sequence[SendReport]:
+        return [self._own.send(session)]
+
+
+class Receivers:
+    """All ranks of one engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def describe(self) -> Sequence[ReceiverLayout]:
+        return list(self._engine.host.describe_weights())
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        self._engine.run(self._engine.host.prepare_refit(tuple(parts)))
+
+    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
+        return list(self._engine.run(self._engine.host.receive_weights(session)))
+
+    def commit(self, version: int) -> None:
+        self._engine.run(self._engine.host.commit_weights(version))
+
+    def abandon(self) -> None:
+        self._engine.run(self._engine.host.abandon_refit())
+
+
+def exchange_of(engine: Any, folder: Path, network: Any) -> WeightExchange:
+    return WeightExchange(Sender(folder, network), Receivers(engine), 2**14, 60.0)
+
+
+def refit(engine: Any, folder: Path, network: Any, version: int) -> RefitStats:
+    return exchange_of(engine, folder, network).refit(version)
+
+
+@pytest.fixture(scope="module")
+def pristine(dense: Any) -> dict[str, torch.Tensor]:
+    """The weights of the folder."""
+    return {name: tensor.clone() for name, tensor in dense[1].state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def _weights_of_the_folder(one: Any, dense: Any, pristine: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Whatever a test makes of the weights, the next one begins with the folder's."""
+    version = one.host.version
+    yield
+    if one.host.version != version:
+        dense[1].load_state_dict(pristine)
+        refit(one, *dense, one.host.version + 1)
+
+
+def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
+    requests = group("", 5, 12, PLAIN) + group("hot", 3, 12, SamplingParams(temperature=1.7))
+    completions = one.run(collect(one.host, requests))
+    assert sorted(completions) == sorted(r.id for r in requests)
+    for asked in requests:
+        got = completions[asked.id]
+        assert (got.stop, len(got.tokens)) == (StopReason.LENGTH, 12)
+        assert got.versions.tolist() == [one.host.version] * 12
+        assert gaps(dense[1], asked.prompt, got, asked.sampling.temperature).max() < 1e-3
+
+
+def test_greedy_is_what_transformers_chooses(one: Any, dense: Any) -> None:
+    asked = request(Prompts(3).one(9), "greedy", GREEDY, 16)
+    tokens = one.run(collect(one.host, [asked]))["greedy"].tokens.tolist()
+    text = [*asked.prompt.tolist(), *tokens]
+    with torch.no_grad():
+        logits = dense[1](torch.tensor([text])).logits[0]
+    assert logits.argmax(-1).tolist()[8:-1] == tokens
+
+
+def test_the_seed_alone_decides(one: Any) -> None:
+    prompt = Prompts(4).one(6)
+    alone = one.run(collect(one.host, [request(prompt, "a", PLAIN, 10, seed=5)]))["a"]
+    others = [request(prompt, "b", PLAIN, 10, seed=5), request(prompt, "c", PLAIN, 10, seed=6)]
+    among = one.run(collect(one.host, [*others, *group("x", 5, 10, PLAIN)]))
+    assert among["b"].tokens.tolist() == alone.tokens.tolist()
+    assert among["c"].tokens.tolist() != alone.tokens.tolist()
+
+
+def test_filters_and_stop_tokens_are_those_of_the_torch_engine(one: Any, dense: Any) -> None:
+    from nemorl.config.generation import TorchGenerationConfig
+    from nemorl.generation.backends import create_engine
+
+    torch_engine = create_engine(
+        TorchGenerationConfig(), dense[0], device="cpu", precision="float32", tokenizer_path=dense[0],
+        max_sequence_length=200,
+    )  # fmt: skip
+    # One token is left by each filter, whatever is drawn.
+    filters = [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)]
+    prompt = Prompts(5).one(7)
+    free = [request(prompt, f"{i}", sampling, 20, seed=i) for i, sampling in enumerate(filters)]
+    for asked in free:
+        torch_engine.add(asked)
+    theirs: dict[str, Completion] = {}
+    while len(theirs) < len(free):
+        theirs |= {c.id: c for c in torch_engine.step()}
+    ours = one.run(collect(one.host, free))
+    for asked in free:
+        assert ours[asked.id].tokens.tolist() == theirs[asked.id].tokens.tolist()
+        assert ours[asked.id].logprobs == pytest.approx(theirs[asked.id].logprobs, abs=1e-4)
+    token = int(ours["0"].tokens[6])
+    stopping = request(prompt, "stop", GREEDY, 20, stop_token_ids=frozenset({token}))
+    stopped = one.run(collect(one.host, [stopping]))["stop"]
+    first = ours["0"].tokens.tolist().index(token)
+    assert stopped.stop is StopReason.STOP
+    assert stopped.tokens.tolist() == ours["0"].tokens.tolist()[: first + 1]
+
+
+def test_refused_requests_begin_nothing(one: Any) -> None:
+    bad = request(np.zeros(200, np.int32), "bad")
+    with pytest.raises(RequestRefused, match="'bad' has a prompt of 200 tokens"):
+        one.run(collect(one.host, [*group("", 2), bad]))
+    with pytest.raises(RequestRefused, match=r"there is no tokenizer\.json"):
+        one.run(collect(one.host, [request(Prompts().one(3), "s", stop_strings=("x",))]))
+    health = one.host.health()
+    assert (health.running, health.waiting) == (0, 0)
+
+
+def test_progress_comes_before_the_completion(one: Any) -> None:
+    async def main() -> list[Any]:
+        asked = request(Prompts(6).one(5), "p", GREEDY, 20, progress_tokens=8)
+        return [report async for batch in one.host.generate_batches([asked]) for report in batch]
+
+    *progress, completion = one.run(main())
+    assert all(isinstance(report, Progress) for report in progress)
+    told = [token for report in progress for token in report.tokens.tolist()]
+    assert told == completion.tokens.tolist()[: len(told)]
+    assert len(told) == 16
+
+
+def test_a_deadline_keeps_what_was_sampled(one: Any) -> None:
+    async def main() -> Completion:
+        await one.host.pause("keep")
+        late = await collect(one.host, [request(Prompts().one(4), "late", deadline_seconds=0.1)])
+        await one.host.resume()
+        return late["late"]
+
+    completion = one.run(main())
+    assert (completion.stop, len(completion.tokens)) == (StopReason.ABORT, 0)
+
+
+async def until_sampled(host: Any, tokens: int) -> int:
+    """Return once so many tokens were sampled."""
+    sampled = 0
+    while sampled < tokens:
+        await asyncio.sleep(0.01)
+        sampled += (await host.stats()).tokens_generated
+    return sampled
+
+
+def test_aborting_keeps_what_was_sampled(one: Any) -> None:
+    async def main() -> dict[str, Completion]:
+        await one.host.stats()
+        task = asyncio.create_task(collect(one.host, group("", 2, 150)))
+        await until_sampled(one.host, 10)
+        await one.host.abort(["1", "unknown"])
+        return await task
+
+    completions = one.run(main())
+    assert completions["1"].stop is StopReason.ABORT
+    assert 0 < len(completions["1"].tokens) < 150
+    assert (completions["0"].stop, len(completions["0"].tokens)) == (StopReason.LENGTH, 150)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pausing(one: Any, mode: str) -> None:
+    async def main() -> tuple[Any, int, dict[str, Completion], dict[str, Completion]]:
+        await one.host.stats()
+        task = asyncio.create_task(collect(one.host, group("", 3, 60)))
+        await until_sampled(one.host, 6)
+        await one.host.pause(mode)
+        frozen = one.host.health()
+        await one.host.stats()
+        late = asyncio.create_task(collect(one.host, [request(Prompts().one(4), "late", max_new_tokens=3)]))
+        await asyncio.sleep(0.2)
+        assert not late.done()
+        while_paused = (await one.host.stats()).tokens_generated
+        await one.host.resume()
+        return frozen, while_paused, await task, await late
+
+    frozen, while_paused, completions, late = one.run(main())
+    assert frozen.paused
+    assert while_paused == 0
+    assert len(late["late"].tokens) == 3
+    lengths = [len(completions[f"{i}"].tokens) for i in range(3)]
+    if mode == "keep":
+        assert frozen.running == 3
+        assert lengths == [60] * 3
+    elif mode == "wait":
+        assert (frozen.running, lengths) == (0, [60] * 3)
+    else:
+        assert {c.stop for c in completions.values()} == {StopReason.ABORT}
+        assert all(0 < length < 60 for length in lengths)
+
+
+def test_sleeping_lets_nobody_sample_until_it_wakes(one: Any) -> None:
+    async def main() -> dict[str, Completion]:
+        await one.host.sleep(1)
+        waiting = asyncio.create_task(collect(one.host, group("", 2, 4)))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await one.host.wake(("weights",))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await one.host.wake(("kv_cache",))
+        return await waiting
+
+    assert len(one.run(main())) == 2
+
+
+def test_every_parameter_of_a_dense_model_comes_as_its_shard(one: Any, dense: Any) -> None:
+    (layout,) = one.host.describe_weights()
+    elements = sum(part.num_elements for part in layout.slices)
+    assert elements == sum(np.prod(s) for s in hf_tensors(ModelShape.load(dense[0])).values())
+    assert set(layout.dtypes) == {"float32"}
+
+
+def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> None:
+    """Tokens before it are of the old weights, those after it of the new ones, keys and values read anew."""
+    folder, network = dense
+    exchange = exchange_of(one, folder, network)
+    before = one.host.version
+    requests = group("", 3, 120, PLAIN)
+
+    async def sample() -> dict[str, Completion]:
+        return await collect(one.host, requests)
+
+    one.run(one.host.stats())
+    running = one.submit(sample())
+    one.run(until_sampled(one.host, 30))
+    old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.9)
+    stats = exchange.refit(before + 1)
+    completions = running.result(120)
+    new = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert stats.num_bytes == sum(4 * np.prod(s) for s in hf_tensors(ModelShape.load(folder)).values())
+    for asked in requests:
+        got = completions[asked.id]
+        versions = got.versions.tolist()
+        assert versions == sorted(versions)
+        assert set(versions) == {before, before + 1}
+        for version, weights in ((before, old), (before + 1, new)):
+            network.load_state_dict(weights)
+            own = torch.tensor([v == version for v in versions])
+            gap = gaps(network, asked.prompt, got)
+            assert gap[own].max() < 1e-3
+            assert gap[~own].max() > 1e-2, "the other version's logprobs are others"
+
+
+def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> None:
+    folder, network = dense
+    sender = Sender(folder, network)
+    exchange = WeightExchange(sender, Receivers(one), 2**14, 20.0)
+    version = one.host.version
+    asked = group("", 2, 12)
+    undisturbed = one.run(collect(one.host, asked))
+    exchange.refit(version + 1)
+    good = sender.send
+
+    def dying(session: RefitSession) -> Sequence[SendReport]:
+        with torch.no_grad():
+            sender.parameters["model.norm.weight"].mul_(1.5)
+        good_parameters = dict(sender.parameters)
+        sender.parameters.pop("model.norm.weight")
+        try:
+            return good(session)
+        finally:
+            sender.parameters.update(good_parameters)
+
+    sender.send = dying  # type: ignore[method-assign]
+    with pytest.raises((RefitFailed, ValueError)):
+        exchange.refit(version + 2)
+    assert one.host.version == version + 1
+    after = one.run(collect(one.host, asked))
+    for name, completion in after.items():
+        assert completion.tokens.tolist() == undisturbed[name].tokens.tolist()
+    with torch.no_grad():
+        sender.parameters["model.norm.weight"].div_(1.5)

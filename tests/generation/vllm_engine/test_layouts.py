@@ -1,0 +1,79 @@
+"""Layouts learned from vLLM's own loader, in the processes of one and of two ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.generation.vllm_engine.models import FAMILIES, make
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def reports(model_folder: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """By family, number of ranks and rank."""
+    folders = [str(model_folder / "layouts" / family) for family in FAMILIES]
+    for family, folder in zip(FAMILIES, folders, strict=True):
+        make(family, Path(folder))
+    found = {}
+    for ranks in (1, 2):
+        port = _free_port()
+        programs = [_start(rank, ranks, port, folders) for rank in range(ranks)]
+        for rank, program in enumerate(programs):
+            output, _ = program.communicate(timeout=300)
+            assert program.returncode == 0, output
+            lines = [line for line in output.splitlines() if line.startswith("REPORT ")]
+            for line in lines:
+                report = json.loads(line.removeprefix("REPORT "))
+                found[report["family"], ranks, rank] = report
+    return found
+
+
+CASES = [(family, ranks, rank) for family in FAMILIES for ranks in (1, 2) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("family", "ranks", "rank"), CASES)
+def test_a_layout_brings_back_every_bit(reports: Any, family: str, ranks: int, rank: int) -> None:
+    assert reports[family, ranks, rank]["different"] == []
+
+
+@pytest.mark.parametrize(("family", "ranks", "rank"), CASES)
+def test_a_rank_is_sent_its_shard_and_nothing_else(reports: Any, family: str, ranks: int, rank: int) -> None:
+    report = reports[family, ranks, rank]
+    # What comes from no tensor is zero: the rows that round a vocabulary of 97 up.
+    missing = report["elements_of_parameters"] - report["elements_sent_in_shards"]
+    assert missing == report["zeros"]
+    assert missing % 64 == 0
+
+
+def test_dense_models_need_no_whole_tensor(reports: Any) -> None:
+    assert all(reports[case]["whole"] == [] for case in CASES if case[0] in ("llama", "qwen3"))
+
+
+def test_experts_that_the_kernels_repack_come_whole(reports: Any) -> None:
+    for family, names in (("qwen3_moe", 2 * 4 * 3), ("mixtral", 2 * 4 * 3)):
+        report = reports[family, 2, 0]
+        assert len(report["whole"]) == names  # layers, experts, matrices
+        assert all("expert" in name for name in report["whole"])
+        assert all("expert" in name for name in report["reloaded"])
+
+
+def _start(rank: int, ranks: int, port: int, folders: list[str]) -> "subprocess.Popen[str]":
+    words = [sys.executable, "-m", "tests.generation.vllm_engine.loading", str(rank), str(ranks), str(port)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*words, *folders], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
