@@ -1,0 +1,89 @@
+"""A policy that samples by itself: whole runs beside one with an engine, and where no engine could sample."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemorl.models.create import MAX_POSITIONS
+from nemorl.models.shape import ModelShape
+from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+
+GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024}
+# What says who sampled, not what came of it.
+OF_THE_ENGINE = ("generation/", "refit/", "logprob_gap/")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("by-itself")
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> Path:
+    return tiny_model(folder / "dense")
+
+
+def experiment(folder: Path, model: Path, backend: str, **changes: object) -> Path:
+    """Three steps with a validation at the last."""
+    path = write_experiment(folder, model, backend, generation={**GENERATION, "backend": backend}, **changes)
+    tree = yaml.safe_load(path.read_text())
+    tree["algorithm"] |= {"num_steps": 3, "validation": {"period": 3}}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> None:
+    """The same samples by the same seeds, so the same figures; weights go nowhere and the gap is rounding."""
+    paths = [experiment(folder, dense, backend) for backend in ("torch", "megatron")]
+    for process in [start("train", path) for path in paths]:
+        status, output = finish(process)
+        assert status == 0, output
+    engine, itself = (lines(path.with_suffix("")) for path in paths)
+    assert len(itself) == len(engine) == 3
+    for ours, theirs in zip(itself, engine, strict=True):
+        figures = {k: v for k, v in timeless(ours).items() if not k.startswith(OF_THE_ENGINE)}
+        expected = {k: v for k, v in timeless(theirs).items() if not k.startswith(OF_THE_ENGINE)}
+        assert figures == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {ours.step}"
+        assert 0 < ours.values["logprob_gap/max"] < 1e-4
+        assert not any(key.startswith("refit/") for key in ours.values)
+        assert ours.values["version/lag"] == 0
+    assert not list((folder / "megatron" / "logs").glob("generation-*")), "no engine is started"
+
+
+def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) -> None:
+    """Copies that share experts go through the model together, also while only one has work."""
+    out = folder / "mixture"
+    config = Qwen3MoeConfig(
+        vocab_size=ModelShape.load(dense).vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=MAX_POSITIONS,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (out / name).write_bytes((dense / name).read_bytes())
+    policy = {"layout": {"data_parallel_size": 2, "expert_parallel_size": 2}, "offload": {"optimizer": True}}
+    rewards = [{"function": "tests.algorithms.rewards:differs"}]
+    path = experiment(folder / "mixture", out, "megatron", policy=policy, rewards=rewards)
+    status, output = finish(start("train", path))
+    assert status == 0, output
+    steps = lines(path.with_suffix(""))
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert max(step.values["logprob_gap/max"] for step in steps) < 1e-4
+    assert steps[-1].values["kl/reference"] > 0
+
+    status, output = finish(start("eval", path))
+    assert status == 0, output
