@@ -162,6 +162,37 @@ def test_a_transfer_that_fails_leaves_the_old_version(replica, network_of, monke
     replica.refit(replica.weights(9))  # and the next one works
 
 
+def test_handles_that_a_worker_cannot_take_leave_an_engine_that_answers_nothing(
+    replica, network_of, monkeypatch
+):
+    replica.configure(weight_delivery="handles", bucket_megabytes=SMALL_BATCH)
+    handles_of, made = trtllm_host()._handles, []
+
+    def without_a_gpu(copies):
+        made.append(len(copies))
+        handles = handles_of(copies)
+        if len(made) == 3:  # two batches have been loaded
+            del handles["GPU-standin-1"]
+        return handles
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trtllm_host(), "_handles", without_a_gpu)
+        with pytest.raises(RefitFailed, match="Device UUID GPU-standin-1 not found in ipc_handles"):
+            replica.refit(replica.weights(21))
+    with pytest.raises(EngineFailed, match="two versions until a whole refit"):
+        replica.serve(group("torn-handles"))
+    tensors = replica.weights(22)
+    replica.refit(tensors)
+    assert_samples_with(replica, network_of(tensors), replica.version, "mended-handles")
+
+
+def trtllm_host():
+    """Imported once the stand-in is on the path."""
+    from nemorl.session import trtllm_host as module
+
+    return module
+
+
 def test_workers_that_were_written_to_answer_nothing_until_a_whole_refit(replica, network_of):
     replica.configure(weight_delivery="workers", bucket_megabytes=SMALL_BATCH)
     replica.refit(replica.weights(10))
