@@ -22,6 +22,7 @@ from nemorl.errors import NemorlError
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.venue import TransportOptions
 
 from .policy import Policy
 from .pool import GenerationPool
@@ -284,6 +285,12 @@ class _Starter:
             GenerationReceivers(generation, seconds + 10),
             self.experiment.generation.bucket_megabytes * 2**20,
             seconds,
+            TransportOptions(
+                self.experiment.generation.transport,
+                self.experiment.run_dir / "weights",
+                self.experiment.generation.delta,
+                host=ray.util.get_node_ip_address(),
+            ),
         )
 
     async def _start(

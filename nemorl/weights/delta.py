@@ -17,6 +17,7 @@ bucket.
 import struct
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,10 +128,11 @@ def _gap_bytes(places: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 def _places(coded: NDArray[np.uint8]) -> NDArray[np.int64]:
     ends = coded != _LONGEST_GAP
-    return np.cumsum(coded, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
+    places: NDArray[np.int64] = np.cumsum(coded, dtype=np.int64)[ends]
+    return places + np.arange(places.size)
 
 
-def _zigzag(differences: NDArray[np.signedinteger]) -> NDArray[np.unsignedinteger]:  # type: ignore[type-arg]
+def _zigzag(differences: NDArray[Any]) -> NDArray[Any]:
     """Small numbers of either sign as small numbers."""
     bits = 8 * differences.itemsize
     return ((differences << 1) ^ (differences >> (bits - 1))).view(f"<u{differences.itemsize}")

@@ -13,6 +13,7 @@ that grows with both sides on each of thousands of ranks, and send everybody's m
 is as small as what the rank itself holds. It is sent once, and again only when a layout changes.
 """
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,6 +49,9 @@ class RefitStats:
     def gigabytes_per_second(self) -> float:
         """Of the transfer."""
         return self.num_bytes / self.seconds_transfer / 1e9
+
+
+logger = logging.getLogger(__name__)
 
 
 class SenderGroup(Protocol):
@@ -141,6 +145,10 @@ class WeightExchange:
         self._senders.prepare(sender_parts)
         self._receivers.prepare(receiver_parts)
         delta = self._options.delta and all(layout.takes_changes for layout in layouts)
+        if self._options.delta and not delta:
+            logger.warning(
+                "generation.delta: engines keep nothing that changes could go onto; refits are whole"
+            )
         return _Route(venue, sender_parts, len(layouts), plan.num_bytes, delta)
 
     def _abandon(self, cause: Exception) -> None:

@@ -195,6 +195,24 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         32,
         "give it policy.max_sequence_length, 64, or more",
     ),
+    "changes in float32": (
+        ["generation.delta=true"],
+        "generation.delta",
+        True,
+        "set generation.precision to bfloat16",
+    ),
+    "changes in files": (
+        ["generation.delta=true", "generation.precision=bfloat16", "generation.transport=files"],
+        "generation.delta",
+        True,
+        "generation.transport to auto",
+    ),
+    "NCCL without GPUs": (
+        ["generation.transport=nccl"],
+        "generation.transport",
+        "nccl",
+        "set this to auto or gloo",
+    ),
     "greedy training": (
         ["generation.sampling.temperature=0"],
         "generation.sampling.temperature",
@@ -479,7 +497,66 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
     ),
 }
 
-WRONG = TYPES | RELATIONS
+BY_ITSELF = "generation.backend=megatron"
+# A policy that samples by itself.
+BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
+    "parts of sequences to decode": (
+        [BY_ITSELF, "policy.layout.context_parallel_size=2"],
+        "policy.layout.context_parallel_size",
+        2,
+        "decodes whole sequences on each process: set it to 1, or take another generation.backend",
+    ),
+    "interleaved stages to decode": (
+        [BY_ITSELF, "policy.layout={pipeline_parallel_size: 2, virtual_pipeline_parallel_size: 2}"],
+        "policy.layout.virtual_pipeline_parallel_size",
+        2,
+        "decodes with one run of layers a stage: set it to 1",
+    ),
+    "weights away while they sample": (
+        [BY_ITSELF, "policy.offload.weights=true"],
+        "policy.offload.weights",
+        True,
+        "which samples with these weights: set it to false",
+    ),
+    "engines of a policy that samples by itself": (
+        [BY_ITSELF, "generation.replicas=2"],
+        "generation.replicas",
+        2,
+        "as many copies as policy.layout.data_parallel_size says: remove this",
+    ),
+    "another type than the policy's own": (
+        [BY_ITSELF, "generation.precision=bfloat16"],
+        "generation.precision",
+        "bfloat16",
+        "it computes in policy.precision: remove this",
+    ),
+    "buckets for weights that do not travel": (
+        [BY_ITSELF, "generation.bucket_megabytes=8"],
+        "generation.bucket_megabytes",
+        8,
+        "no weights travel: remove this",
+    ),
+    "threads of no engine": (
+        [BY_ITSELF, "generation.threads=2"],
+        "generation.threads",
+        2,
+        "cluster.policy_threads: remove this",
+    ),
+    "a cache for less than a sequence of its own": (
+        [BY_ITSELF, "generation.max_kv_tokens=8"],
+        "generation.max_kv_tokens",
+        8,
+        "the cache must hold one whole conversation",
+    ),
+    "too few GPUs for a policy alone": (
+        [BY_ITSELF, "cluster.gpus_per_node=3", "policy.layout.tensor_parallel_size=4"],
+        "cluster.gpus_per_node",
+        3,
+        "3 GPUs are too few for 4 policy processes",
+    ),
+}
+
+WRONG = TYPES | RELATIONS | BY_ITSELF_WRONG
 
 
 @pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
@@ -529,6 +606,15 @@ RIGHT: dict[str, list[str]] = {
     ],
     "a best checkpoint by a loss": [*SFT, "checkpointing={metric: loss/sft, higher_is_better: false}"],
     "no checkpoints": ["checkpointing.enabled=false"],
+    "GPUs for a policy that samples by itself": [
+        BY_ITSELF,
+        "cluster.gpus_per_node=4",
+        "policy.layout.tensor_parallel_size=4",
+    ],
+    "a policy that leaves its optimizer aside while it samples": [
+        BY_ITSELF,
+        "policy.offload.optimizer=true",
+    ],
     "an optimizer that does not repeat its default name": ["policy.optimizer={lr: 1e-5}"],
 }
 

@@ -13,6 +13,7 @@ from nemorl.errors import Violation
 from . import (
     batches,
     data,
+    exchange,
     lengths,
     megatron_generation,
     resources,
@@ -38,6 +39,9 @@ CHECKS: tuple[Check, ...] = (
     lengths.turn_fits_sequence,
     lengths.cache_holds_sequence,
     lengths.micro_batch_holds_sequence,
+    exchange.changes_are_few,
+    exchange.files_hold_whole_versions,
+    exchange.nccl_wants_gpus,
     sampling.policy_has_a_vocabulary,
     sampling.training_explores,
     sampling.training_is_unfiltered,

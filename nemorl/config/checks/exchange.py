@@ -1,0 +1,40 @@
+"""How weights travel from the policy to generation."""
+
+from collections.abc import Iterator
+
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.errors import Violation
+
+
+def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
+    """A step moves few weights far enough to change their bfloat16, and nearly all in float32."""
+    if generation.delta and (generation.precision or policy.precision) == "float32":
+        yield Violation(
+            "generation.delta",
+            True,
+            "in float32 a step changes nearly every weight (in bfloat16 one to three in a hundred), so that "
+            "nothing is saved and a copy is kept: set generation.precision to bfloat16, or this to false",
+        )
+
+
+def files_hold_whole_versions(generation: GenerationConfig) -> Iterator[Violation]:
+    """Whoever joins later reads one version and has no other."""
+    if generation.delta and generation.transport == "files":
+        yield Violation(
+            "generation.delta",
+            True,
+            "files hold whole versions, which any engine may read at any time: set this to false, or "
+            "generation.transport to auto",
+        )
+
+
+def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+    """NCCL moves memory of GPUs only."""
+    if generation.transport == "nccl" and not cluster.gpus_per_node:
+        yield Violation(
+            "generation.transport",
+            "nccl",
+            "NCCL moves the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or gloo",
+        )
