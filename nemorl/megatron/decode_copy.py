@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
@@ -33,7 +35,7 @@ class Prompt(Protocol):
     """A prompt and the cache rows that start with it."""
 
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> NDArray[np.int32]: ...
 
     @property
     def rows(self) -> Sequence[int]: ...
@@ -255,9 +257,7 @@ class LeadingRunner:
 
 def _packed(prompts: Sequence[Prompt]) -> list[int]:
     """Of each prompt the number of its tokens and rows, then these."""
-    return [
-        int(number) for p in prompts for number in (len(p.tokens), len(p.rows), *map(int, p.tokens), *p.rows)
-    ]
+    return [number for p in prompts for number in (len(p.tokens), len(p.rows), *p.tokens.tolist(), *p.rows)]
 
 
 def _unpacked(numbers: Sequence[int]) -> Iterator[CachedPrompt]:

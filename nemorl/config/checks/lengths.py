@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig, TorchGenerationConfig
+from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
@@ -27,7 +28,8 @@ def cache_holds_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Violation]:
     """The engine can hold at least one whole conversation."""
-    if not isinstance(generation, TorchGenerationConfig) or not generates(algorithm):
+    ours = TorchGenerationConfig | MegatronGenerationConfig
+    if not isinstance(generation, ours) or not generates(algorithm):
         return
     if generation.max_kv_tokens < policy.max_sequence_length:
         yield Violation(
