@@ -18,7 +18,6 @@ from nemorl.models.shape import ModelShape
 
 from .shard import SequencePlace, make_shards
 
-
 # Beyond the deadline of sampling itself, which names the groups that did not finish.
 _GRACE_SECONDS = 30.0
 
