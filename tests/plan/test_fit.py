@@ -286,6 +286,14 @@ def test_an_evaluation_needs_no_layout(configure: Configure) -> None:
     assert [process.group for process in plan.processes] == ["driver", "generation", "rollout"]
 
 
+def test_an_evaluation_by_the_policy_itself_needs_a_layout(configure: Configure) -> None:
+    experiment = configure("policy.layout.tensor_parallel_size=3", "generation.backend=megatron")
+
+    plan = plan_run(experiment, ROOMY, training=False)
+
+    assert {violation.field for violation in plan.violations} == {"policy.layout.tensor_parallel_size"}
+
+
 def test_tensorrt_llm_must_be_installed_where_it_samples(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

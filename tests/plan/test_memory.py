@@ -130,6 +130,18 @@ def test_the_cache_is_no_larger_than_what_can_run(configure: Configure) -> None:
     assert engine.kv_cache == 64 * 64 * 2 * 6 * 64 * 4
 
 
+def test_a_policy_that_samples_by_itself_has_its_part_of_the_cache_and_sends_nothing(
+    configure: Configure,
+) -> None:
+    layout = "policy.layout={tensor_parallel_size: 2, pipeline_parallel_size: 2}"
+    experiment = configure("generation={backend: megatron, max_kv_tokens: 3000}", layout)
+
+    policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
+
+    assert policy.kv_cache == 3000 * 2 * 3 * 32 * 4
+    assert policy.staging == 0
+
+
 @pytest.mark.parametrize(("tokens", "chunk"), [(512, 512), (100, 100), (5000, 2048)])
 def test_logits_exist_for_a_chunk_at_a_time(configure: Configure, tokens: int, chunk: int) -> None:
     """32 trajectories of 64 tokens are 2048, so no chunk is longer."""
@@ -162,3 +174,6 @@ def test_which_groups_there_are(configure: Configure) -> None:
     assert groups(configure(), training=True) == ["driver", "policy", "generation", "rollout"]
     assert groups(sft, training=True) == ["driver", "policy"]
     assert groups(sft, training=False) == ["driver", "generation", "rollout"]
+    by_itself = configure("generation.backend=megatron")
+    assert groups(by_itself, training=True) == ["driver", "policy", "rollout"]
+    assert groups(by_itself, training=False) == ["driver", "policy", "rollout"]
