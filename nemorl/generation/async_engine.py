@@ -99,7 +99,7 @@ class AsyncEngineWorker:
         for request in requests:
             self._backend.check(request)
             if request.id in self._sequences:
-                raise ValueError(f"a request named {request.id!r} is in flight already")
+                raise RequestRefused(f"request {request.id!r} is in flight already; ids must be unique")
         reports: asyncio.Queue[Report | Exception] = asyncio.Queue()
         own = [OpenRequest(request, reports) for request in requests]
         for sequence in own:

@@ -27,6 +27,10 @@ class RayRolloutWorker(RolloutWorker):
         """Sample from this engine too, which takes the place of a lost one."""
         self._router.add(ray_replica(engine))
 
+    def lost_replicas(self) -> dict[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self._router.lost)
+
     def take_router_figures(self) -> RouterFigures:
         """What became of requests since the last call."""
         return self._router.take_figures()

@@ -26,7 +26,7 @@ class Routers(Protocol):
     """Some routers: a `WorkerGroup` whose workers have one each, or what answers like it."""
 
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        """`take_router_figures()` and `add_engine(worker)`."""
+        """`take_router_figures()`, `lost_replicas()` and `add_engine(worker)`."""
         ...
 
 
@@ -59,6 +59,7 @@ class GenerationPool:
         self._own_weights = True  # engines sample with those they loaded, so that a new one may join at once
         self._restarts: Counter[int] = Counter()  # of each rank
         self._num_restarted = 0
+        self._unannounced: set[int] = set()  # ranks that routers do not know to be back
         self._coming: list[asyncio.Task[Worker | None]] = []
         self._watch: asyncio.Task[None] | None = None
 
@@ -184,10 +185,27 @@ class GenerationPool:
     async def _check(self) -> int:
         workers = self.group.workers
         causes = await asyncio.gather(*(self._ask(worker) for worker in workers))
-        lost = [(w, cause) for w, cause in zip(workers, causes, strict=True) if cause is not None]
-        for worker, cause in lost:
+        lost = {w.rank: (w, cause) for w, cause in zip(workers, causes, strict=True) if cause is not None}
+        for worker, cause in await self._lost_to_routers():
+            lost.setdefault(worker.rank, (worker, cause))
+        for worker, cause in lost.values():
             self._lose(worker, cause)
         return len(lost)
+
+    async def _lost_to_routers(self) -> list[tuple[Worker, str]]:
+        """Engines that a router has seen fail and asks nothing any more, so that they would stand idle."""
+        found = []
+        for routers in self._routers:
+            answers: list[dict[str, str]] = await routers.call_async(
+                "lost_replicas", stage="health check", deadline_seconds=self._deadlines.health
+            )
+            found += [
+                (worker, one[_name(worker)])
+                for one in answers
+                for worker in self.group.workers
+                if _name(worker) in one and worker.rank not in self._unannounced
+            ]
+        return found
 
     async def _ask(self, worker: Worker) -> str | None:
         """Why this engine is lost; None if it is not."""
@@ -202,10 +220,11 @@ class GenerationPool:
         return hanging(health, self._deadlines.engine_step)
 
     def _lose(self, worker: Worker, cause: str) -> None:
-        name = f"generation replica {worker.rank}"
+        name = _name(worker)
         logger.warning("%s is lost: %s", name, cause)
         self._losses.append((name, cause))
         self.group.drop(worker)
+        self._unannounced.add(worker.rank)
         self._layout_changed()
         if self._restarts[worker.rank] < MOST_RESTARTS:
             self._restarts[worker.rank] += 1
@@ -237,10 +256,16 @@ class GenerationPool:
         for worker in came:
             logger.warning("generation replica %d was started again and samples", worker.rank)
             self._num_restarted += 1
+            self._unannounced.discard(worker.rank)
             for group in self._routers:
                 await group.call_async(
                     "add_engine", worker, stage="generation", deadline_seconds=self._deadlines.health
                 )
+
+
+def _name(worker: Worker) -> str:
+    """As routers call it."""
+    return f"generation replica {worker.rank}"
 
 
 def _nothing() -> None:

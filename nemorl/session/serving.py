@@ -53,6 +53,10 @@ class EndpointHost:
         """Sample from this engine too, which takes the place of a lost one."""
         self._router.add(ray_replica(engine))
 
+    def lost_replicas(self) -> dict[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self._router.lost)
+
     def take_router_figures(self) -> RouterFigures:
         """What became of requests since the last call."""
         return self._router.take_figures()
@@ -71,6 +75,8 @@ class _RouterHere:
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
         if method == "take_router_figures":
             return [self._router.take_figures()]
+        if method == "lost_replicas":
+            return [dict(self._router.lost)]
         self._router.add(ray_replica(*args))
         return [None]
 

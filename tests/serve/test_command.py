@@ -53,7 +53,7 @@ def server(served_model, tmp_path_factory) -> Iterator[Server]:
     finally:
         client.close()
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def test_openais_client_is_at_home(server):
@@ -102,7 +102,6 @@ def test_who_asks_does_not_notice_that_an_engine_dies(server):
         "max_tokens": 120,
         "seed": 7,
         "n": 32,
-        "stop_token_ids": [],
     }
     asked["extra_body"] = {"return_token_ids": True}
     whole = server.client.completions.create(**asked)

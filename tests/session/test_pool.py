@@ -34,6 +34,8 @@ class RouterHere:
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
         if method == "take_router_figures":
             return [self.router.take_figures(), RouterFigures(moved_requests=1)]  # as if there were two
+        if method == "lost_replicas":
+            return [self.router.lost, {}]
         (engine,) = args
         self.came.append(engine.rank)
         self.router.add(ray_replica(engine))
@@ -127,6 +129,12 @@ def test_engines_die_hang_and_come_back(tmp_path, monkeypatch):
             assert here.came == [0]
         assert here.came == [0, 1]
         assert differing(await sample(router, "whole again"), expected) <= 1
+
+        # What a router has given up does not stand idle, however well it feels.
+        router.lose("generation replica 0", "the router's own reason")
+        assert await pool.check() == 1
+        assert pool.losses[2] == ("generation replica 0", "the router's own reason")
+        assert [w.rank for w in group.workers] == [1]
         await pool.close()
         await group.shutdown_async()
 
