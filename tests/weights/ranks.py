@@ -22,10 +22,11 @@ from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
-from nemorl.weights.group_channel import GroupReceiver
+from nemorl.weights.files import FileSender
+from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
-from nemorl.weights.shared_memory import SocketReceiver
+from nemorl.weights.shared_memory import SocketReceiver, SocketSender
 from tests.weights.layouts import whole
 
 SHAPE = ModelShape(
@@ -93,6 +94,11 @@ class PolicySide:
         for part in self._slices:
             local_view(self._parameters, part).add_(directions[part.name][box(part)].sign(), alpha=size)
 
+    def die_at_bucket(self, number: int) -> None:
+        """From now on, be killed instead of sending this bucket."""
+        for channel in (SocketSender, GroupSender, FileSender):
+            _die_instead(channel, number)
+
     def held(self) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Every slice and its values."""
         return ((part, local_view(self._parameters, part)) for part in self._slices)
@@ -126,6 +132,9 @@ class EngineSide:
 
     def state(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.version, self.weights
+
+    def torn(self) -> str | None:
+        return self.exchange.torn
 
 
 @dataclass
@@ -230,6 +239,17 @@ def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable
         channel.taken = taken
 
     return undo
+
+
+def _die_instead(channel: Any, number: int) -> None:
+    publish = channel.publish
+
+    def dying(self: Any, bucket: int, num_bytes: int) -> None:
+        if bucket == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(self, bucket, num_bytes)
+
+    channel.publish = dying
 
 
 class WorkerGone(RunError):

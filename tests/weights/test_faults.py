@@ -1,0 +1,109 @@
+"""Processes that die in the middle of an update, over every transport.
+
+Whoever is written beside the weights in use stays on the old version, whoever is written in place knows that
+it is torn, and a refit with new processes mends all.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.models.layout import PolicyRank
+from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.session import PeerClosed
+from nemorl.weights.venue import TransportOptions
+from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
+
+BUCKET = 4096
+
+
+class Setup:
+    """Two tensor-parallel policy processes; an engine that is staged and one that is written in place."""
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        self.policy = [self.policy_process(rank) for rank in range(2)]
+        self.engines = [self.engine_process(in_place) for in_place in (False, True)]
+        self.exchange = WeightExchange(
+            Threads(self.policy),
+            Threads(self.engines),
+            BUCKET,
+            60.0,
+            TransportOptions(transport, folder),  # type: ignore[arg-type]
+        )
+
+    def policy_process(self, rank: int) -> Remote:
+        return Remote(functools.partial(PolicySide, PolicyRank(TP2, rank)))
+
+    def engine_process(self, in_place: bool) -> Remote:
+        return Remote(functools.partial(EngineSide, torch.float32, in_place=in_place))
+
+    def train(self, seed: int) -> None:
+        for rank in self.policy:
+            rank.call("train", seed)
+
+    def assert_holds(self, engine: int, version: int) -> None:
+        found, weights = self.engines[engine].call("state")
+        assert found == version
+        for name, tensor in model(version).items():
+            assert torch.equal(weights[name], tensor), name
+
+    def stop(self) -> None:
+        for rank in (*self.policy, *self.engines):
+            rank.stop()
+
+
+@pytest.fixture
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
+    made = Setup(tmp_path, request.param)
+    made.train(1)
+    made.exchange.refit(1)
+    made.train(2)
+    yield made
+    made.stop()
+
+
+def said(caught: pytest.ExceptionInfo[BaseException]) -> str:
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+@pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)
+def test_a_receiver_is_killed(setup: Setup) -> None:
+    setup.engines[1].call("die_at_bucket", 5)
+    with pytest.raises((WorkerGone, PeerClosed)) as caught:
+        setup.exchange.refit(2)
+    message = said(caught)
+    assert "generation rank 1 closed its connection" in message or "ended during exchange.rec" in message
+    setup.assert_holds(0, version=1)
+    setup.engines[1].stop()
+    setup.engines[1] = setup.engine_process(in_place=True)
+    setup.exchange.layout_changed()
+    setup.exchange.refit(2)
+    for engine in range(2):
+        setup.assert_holds(engine, version=2)
+
+
+@pytest.mark.parametrize("setup", ["shared_memory", "gloo", "files"], indirect=True)
+def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    setup.policy[1].call("die_at_bucket", 5)
+    with pytest.raises((WorkerGone, PeerClosed)) as caught:
+        setup.exchange.refit(2)
+    assert "policy rank 1 closed its connection" in said(caught) or "ended during exchange.send" in said(
+        caught
+    )
+    setup.assert_holds(0, version=1)
+    if "files" in request.node.name:
+        setup.assert_holds(1, version=1)  # nothing was read
+        assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
+    else:
+        assert "to version 2 in place, and that did not finish" in setup.engines[1].call("torn")
+    setup.policy[1].stop()
+    setup.policy[1] = setup.policy_process(1)
+    setup.train(2)
+    setup.exchange.layout_changed()
+    setup.exchange.refit(2)
+    for engine in range(2):
+        setup.assert_holds(engine, version=2)
+    assert setup.engines[1].call("torn") is None
