@@ -30,7 +30,7 @@ Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
 WHOLE = "whole:"
 """Before the HF name of a tensor that is delivered whole: the name of the memory it waits in."""
 
-_RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
+_RELOADER = "vllm.model_executor.model_loader.reload"
 
 
 class Untraceable(ValueError):
@@ -117,6 +117,7 @@ class WorkerWeights:
                 if not name.startswith(WHOLE):
                     own[name].copy_(tensor)
         if self.layout.whole:
+            _forget_kernels(self.model)
             # Layers for which nothing comes keep what they have, of which the loader would warn one by one.
             with _quiet(bool(self.layout.reasons)), torch.no_grad():
                 self.reload((name, tensors[WHOLE + name]) for name in self.layout.whole)
@@ -165,6 +166,18 @@ def _whole_slices(tensors: Shapes, names: Iterable[str]) -> tuple[TensorSlice, .
 def _targets(model: nn.Module) -> dict[str, Tensor]:
     """Everything that a loader may fill: parameters, and buffers such as a router's bias."""
     return parameters_of(model) | dict(model.named_buffers())
+
+
+def _forget_kernels(model: nn.Module) -> None:
+    """Have the loader make the kernels of experts on a CPU anew.
+
+    vLLM 0.32 packs experts for a CPU when it makes their kernel, and only then: reloaded under a kernel that
+    is there, they would be multiplied unpacked. Nothing on a CPU has captured where the old ones lie.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 @contextmanager

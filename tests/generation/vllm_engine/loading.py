@@ -34,6 +34,7 @@ def main(rank: int, ranks: int, port: int, folders: list[Path]) -> None:
         ).create_engine_config()  # fmt: skip
         with set_current_vllm_config(config):
             if number == 0:
+                os.environ["VLLM_DIST_IDENT"] = str(port)  # names what the ranks share
                 init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
                 initialize_model_parallel(ranks, 1, backend="gloo")
             model = get_model(vllm_config=config)
@@ -52,9 +53,11 @@ def report(folder: Path, config: Any, model: Any, worker: Any) -> dict[str, Any]
 
     learned = worker._learned["model"]
     layout = layout_of(learned, hf_tensors(ModelShape.load(folder)), "staged")
-    weights = WorkerWeights(
-        model, layout, lambda it: reload_weights(config, model, weights_iterator=it), False, torch.float32
-    )
+
+    def reload(tensors: Any) -> None:
+        reload_weights(config, model, weights_iterator=tensors, weights_path=None, is_checkpoint_format=True)
+
+    weights = WorkerWeights(model, layout, reload, False, torch.float32)
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
     covered = sum(part.num_elements for part in direct)

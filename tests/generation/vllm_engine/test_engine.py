@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from nemorl.generation.types import Completion, GenerationRequest, Progress, Sam
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.rollout.types import StopReason
-from nemorl.weights.endpoints import WeightSender
-from nemorl.weights.exchange import RefitStats, WeightExchange
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.messages import SendReport
 from nemorl.weights.session import RefitFailed, RefitSession
-from nemorl.weights.whole_tensors import whole_slices
 from tests.generation.examples import GREEDY, Prompts, request
+from tests.generation.vllm_engine.exchange import Receivers, Sender, exchange_of, of_network
 
 PLAIN = SamplingParams()
 
@@ -43,54 +41,6 @@ def gaps(network: Any, prompt: Any, completion: Completion, temperature: float =
     return (theirs - torch.tensor(completion.logprobs)).abs()
 
 
-class Sender:
-    """A policy of one rank that holds a network of transformers."""
-
-    def __init__(self, folder: Path, network: Any) -> None:
-        tensors = hf_tensors(ModelShape.load(folder))
-        self.parameters = {name: network.state_dict()[name] for name in tensors}
-        self._own = WeightSender(whole_slices(tensors), lambda: self.parameters)
-
-    def describe(self) -> Sequence[SenderLayout]:
-        return [self._own.describe()]
-
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._own.prepare(parts[0])
-
-    def send(self, session: RefitSession) -> Sequence[SendReport]:
-        return [self._own.send(session)]
-
-
-class Receivers:
-    """All ranks of one engine."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def describe(self) -> Sequence[ReceiverLayout]:
-        return list(self._engine.host.describe_weights())
-
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._engine.run(self._engine.host.prepare_refit(tuple(parts)))
-
-    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
-        return list(self._engine.run(self._engine.host.receive_weights(session)))
-
-    def commit(self, version: int) -> None:
-        self._engine.run(self._engine.host.commit_weights(version))
-
-    def abandon(self) -> None:
-        self._engine.run(self._engine.host.abandon_refit())
-
-
-def exchange_of(engine: Any, folder: Path, network: Any) -> WeightExchange:
-    return WeightExchange(Sender(folder, network), Receivers(engine), 2**14, 60.0)
-
-
-def refit(engine: Any, folder: Path, network: Any, version: int) -> RefitStats:
-    return exchange_of(engine, folder, network).refit(version)
-
-
 @pytest.fixture(scope="module")
 def pristine(dense: Any) -> dict[str, torch.Tensor]:
     """The weights of the folder."""
@@ -104,7 +54,7 @@ def _weights_of_the_folder(one: Any, dense: Any, pristine: dict[str, torch.Tenso
     yield
     if one.host.version != version:
         dense[1].load_state_dict(pristine)
-        refit(one, *dense, one.host.version + 1)
+        exchange_of(one, dense[0], of_network(*dense)).refit(one.host.version + 1)
 
 
 def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
@@ -277,7 +227,7 @@ def test_every_parameter_of_a_dense_model_comes_as_its_shard(one: Any, dense: An
 def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> None:
     """Tokens before it are of the old weights, those after it of the new ones, keys and values read anew."""
     folder, network = dense
-    exchange = exchange_of(one, folder, network)
+    exchange = exchange_of(one, folder, of_network(folder, network))
     before = one.host.version
     requests = group("", 3, 120, PLAIN)
 
@@ -310,7 +260,7 @@ def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> No
 
 def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> None:
     folder, network = dense
-    sender = Sender(folder, network)
+    sender = Sender(folder, of_network(folder, network))
     exchange = WeightExchange(sender, Receivers(one), 2**14, 20.0)
     version = one.host.version
     asked = group("", 2, 12)
