@@ -28,12 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_grpo_learns_from_what_vllm_samples(tmp_path: Path, model: Path, colocated: bool) -> None:
     config = write_experiment(
         tmp_path, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
-        checkpointing={"enabled": False},
         policy={"offload": {"weights": colocated, "optimizer": colocated}},
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
     engine = {"backend": "vllm", "max_new_tokens": 6, "threads": 1, "colocated": colocated}
-    config.write_text(yaml.safe_dump({**tree, "generation": engine}))
+    config.write_text(yaml.safe_dump({**tree, "generation": engine, "checkpointing": {"enabled": False}}))
     status, output = finish(start("train", config), 500)
     assert status == 0, output
     steps = lines(tmp_path / "run")
