@@ -145,8 +145,11 @@ class FileVenue:
             raise RefitFailed(
                 f"refit to version {session.version}: cannot complete {whole}: {error.strerror}"
             ) from error
-        for old in complete_versions(self._folder)[:-_KEPT_VERSIONS]:
-            shutil.rmtree(version_folder(self._folder, old), ignore_errors=True)
+        there = complete_versions(self._folder)
+        # later ones are of a run that went on from here before and was resumed from an earlier checkpoint
+        kept = [version for version in there if version <= session.version][-_KEPT_VERSIONS:]
+        for other in set(there) - set(kept):
+            shutil.rmtree(version_folder(self._folder, other), ignore_errors=True)
 
     def meet_anew(self) -> None:
         """Files know no connections."""

@@ -150,6 +150,14 @@ def test_each_element_is_in_one_file_and_old_versions_go(tmp_path: Path) -> None
     assert stored == wanted
 
 
+def test_a_resumed_run_replaces_the_versions_after_its_checkpoint(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "files")
+    for version in (4, 5, 6, 4):
+        setup.refit(version)
+        setup.assert_holds(version)
+    assert complete_versions(tmp_path) == [4]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_receiver_that_joins_later_reads_a_complete_version(tmp_path: Path, dtype: torch.dtype) -> None:
     """In a type that was written, and in one that is made of float32."""

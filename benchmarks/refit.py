@@ -1,0 +1,370 @@
+"""What does a refit cost: bytes, seconds and memory beside gather-and-broadcast, by changes, and its plan?
+
+Three parts:
+
+- ways: the same processes hand over the same bfloat16 weights by our exchange (shared memory, gloo, files),
+  and by gathering each HF tensor on policy rank 0 and broadcasting it whole to every engine rank (gloo).
+- delta: refits that carry only what changed, after AdamW's steps on a language model's loss.
+- plan: the transfer plan of DeepSeek-V3 from 1,024 policy ranks to 512 engine ranks, from metadata alone.
+"""
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import publish, table_of, time_in_turns
+from refit_ranks import Gathering, Ranks
+from safetensors.torch import save_file
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
+from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout
+from nemorl.weights.plan import plan_files, plan_transfers
+from nemorl.weights.session import Transport
+from nemorl.weights.venue import TransportOptions
+
+DTYPE = "bfloat16"
+BUCKET_BYTES = 8 * 2**20
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
+Row = dict[str, Any]  # of a table
+PARTS = ("ways", "delta", "plan")
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "rope_theta": 10000.0,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_V3 = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy's layout, and the layouts of an engine's replicas."""
+
+    name: str
+    shape: ModelShape
+    policy: LayoutConfig
+    replicas: Sequence[LayoutConfig]
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """A model's shape from the fields of its config.json."""
+    return ModelShape.from_config(config, "benchmarks/refit.py")
+
+
+CASES = (
+    Case(
+        "dense, TP2 x PP2 to TP2",
+        shape_of(DENSE),
+        LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+        [LayoutConfig(tensor_parallel_size=2)],
+    ),
+    Case(
+        "experts, EP2 to TP1 x DP2",
+        shape_of(MOE),
+        LayoutConfig(data_parallel_size=2, expert_parallel_size=2),
+        [LayoutConfig()] * 2,
+    ),
+)
+DELTA_CASE = CASES[0]
+
+
+def write_random(shape: ModelShape, folder: Path) -> None:
+    """An HF folder of a model's weights."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: 0.02 * torch.randn(size, generator=generator) for n, size in hf_tensors(shape).items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def settle(case: Case, policy: Ranks, engines: Ranks, dtype: str) -> None:
+    """Give every process its place."""
+    policy.active = case.policy.world_size
+    places = [policy_rank(of, rank) for of in case.replicas for rank in range(of.world_size)]
+    engines.active = len(places)
+    policy.each("become_sender", [(case.shape, policy_rank(case.policy, n)) for n in range(policy.active)])
+    engines.each("become_receiver", [(case.shape, place, dtype) for place in places])
+
+
+def gathering_of(policy: Ranks, engines: Ranks) -> Gathering:
+    """Who brings which box of each tensor to rank 0, each element once."""
+    plan = plan_files(policy.describe(), engines.describe(), bucket_bytes=2**40)  # type: ignore[arg-type]
+    tensors: dict[str, list[Any]] = {}
+    for rank in range(policy.active):
+        for bucket in plan.sender_part(rank).buckets:
+            for piece in bucket.slices:
+                tensors.setdefault(piece.name, []).append((rank, piece))
+    return list(tensors.items())
+
+
+def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds: int) -> list[Row]:
+    """Rows of one case."""
+    settle(case, policy, engines, DTYPE)
+    write_random(case.shape, folder / "model")
+    policy.all("load", folder / "model")
+    gathering = gathering_of(policy, engines)
+    size = policy.active + engines.active
+    receivers = range(policy.active, size)
+    meeting = folder / f"meeting of {case.name}"
+    joining = [(meeting, rank, size, receivers) for rank in range(size)]
+    at_once = ThreadPoolExecutor(2)
+
+    def both(
+        method: str, of_policy: Sequence[tuple[Any, ...]], of_engines: Sequence[tuple[Any, ...]]
+    ) -> None:
+        calls = [
+            at_once.submit(policy.each, method, of_policy),
+            at_once.submit(engines.each, method, of_engines),
+        ]
+        for call in calls:
+            call.result()
+
+    def gather_and_broadcast() -> None:
+        work = (gathering, DTYPE)
+        both("gather_and_broadcast", [work] * policy.active, [work] * engines.active)
+
+    both("join", joining[: policy.active], joining[policy.active :])
+    whole = ITEM_BYTES[DTYPE] * sum(math.prod(shape) for shape in hf_tensors(case.shape).values())
+    gathered = ITEM_BYTES[DTYPE] * sum(p.num_elements for _, pieces in gathering for r, p in pieces if r)
+    rows = [_measure(case, "gather and broadcast", gather_and_broadcast, policy, engines, rounds)]
+    rows[0]["megabytes_sent"] = (gathered + whole * engines.active) / 1e6
+    expected = engines.all("sums")
+    for transport in TRANSPORTS:
+        options = TransportOptions(transport, folder / f"versions, {case.name}")
+        exchange = WeightExchange(policy, engines, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
+        done: list[RefitStats] = []
+
+        def refit(exchange: WeightExchange = exchange, done: list[RefitStats] = done) -> None:
+            done.append(exchange.refit(len(done) + 1))
+
+        engines.all("clear")
+        row = _measure(case, f"exchange, {transport}", refit, policy, engines, rounds)
+        rows.append(row | {"megabytes_sent": done[-1].num_bytes / 1e6})
+        assert engines.all("sums") == expected, f"{transport} brings other weights"
+    at_once.shutdown()
+    return rows
+
+
+def _measure(
+    case: Case, name: str, way: Callable[[], None], policy: Ranks, engines: Ranks, rounds: int
+) -> Row:
+    way()  # plans are made, memory pools are filled
+    for side in (policy, engines):
+        side.all("begin_peak")
+    way()
+    peaks = [max(side.all("peak_bytes")) / 1e6 for side in (policy, engines)]
+    timing = time_in_turns({name: way}, rounds=rounds, warm_up=0)[name]
+    return {
+        "case": case.name,
+        "way": name,
+        "megabytes_sent": 0.0,
+        "median_seconds": timing.median,
+        "seconds": timing.seconds,
+        "peak_megabytes_of_a_sender": peaks[0],
+        "peak_megabytes_of_a_receiver": peaks[1],
+    }
+
+
+def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> list[Row]:
+    """Bytes of refits after each of AdamW's steps."""
+    rows = []
+    trained = list(_trained(folder, steps))
+    for dtype in ("bfloat16", "float32"):
+        settle(DELTA_CASE, policy, engines, dtype)
+        options = TransportOptions("shared_memory", delta=True)
+        exchange = WeightExchange(policy, engines, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
+        for version, (step_folder, learning_rate, changed) in enumerate(trained):
+            policy.all("load", step_folder)
+            stats = exchange.refit(version)
+            if version:
+                rows.append(
+                    {
+                        "type": dtype,
+                        "step": version,
+                        "learning_rate": learning_rate,
+                        "changed_percent": 100 * changed[dtype],
+                        "megabytes_sent": stats.num_bytes / 1e6,
+                        "of_whole_percent": 100 * stats.num_bytes / stats.num_bytes_whole,
+                        "refit_seconds": stats.seconds,
+                        "megabytes_kept": stats.kept_bytes / 1e6,
+                    }
+                )
+    return rows
+
+
+def _trained(folder: Path, steps: int) -> Iterator[tuple[Path, float, dict[str, float]]]:
+    """Folders of weights before and after each step, the learning rate, and the changed share by type."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    fields = {k: v for k, v in DENSE.items() if k not in ("architectures", "torch_dtype")}
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    learning_rate = 1e-6
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    before: dict[str, Any] = {}
+    for step in range(steps + 1):
+        if step:
+            tokens = torch.randint(0, DENSE["vocab_size"], (2, 64))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        now = {name: value.detach().clone() for name, value in model.named_parameters()}
+        path = folder / f"step {step}"
+        path.mkdir()
+        save_file(now, path / "model.safetensors")
+        changed = {}
+        for dtype in ("bfloat16", "float32"):
+            wire = getattr(torch, dtype)
+            differ = (
+                sum(int((before[n].to(wire) != v.to(wire)).sum()) for n, v in now.items()) if before else 0
+            )
+            changed[dtype] = differ / sum(value.numel() for value in now.values())
+        before = now
+        yield path, learning_rate, changed
+
+
+def measure_plan() -> list[Row]:
+    """Seconds of the plan and of all ranks' parts, for more and more engines."""
+    shape = shape_of(DEEPSEEK_V3)
+    policy = LayoutConfig(
+        tensor_parallel_size=4,
+        sequence_parallel=True,
+        pipeline_parallel_size=16,
+        layers_in_first_stage=3,
+        layers_in_last_stage=2,
+        data_parallel_size=16,
+        expert_parallel_size=16,
+    )
+    engine = LayoutConfig(data_parallel_size=32, expert_parallel_size=32)
+    held: dict[PolicyRank, tuple[TensorSlice, ...]] = {}
+    senders = []
+    for rank in range(policy.world_size):
+        place = policy_rank(policy, rank)
+        if place not in held:
+            held[place] = tuple(policy_slices(shape, place))
+        senders.append(SenderLayout(held[place], f"policy node {rank // 8}"))
+    needed = [tuple(policy_slices(shape, policy_rank(engine, rank))) for rank in range(32)]
+    rows = []
+    for replicas in (4, 8, 16):
+        receivers = [
+            ReceiverLayout(slices, (DTYPE,) * len(slices), f"engine node {(32 * replica + rank) // 8}")
+            for replica in range(replicas)
+            for rank, slices in enumerate(needed)
+        ]
+        began, cpu = time.perf_counter(), time.process_time()
+        plan = plan_transfers(senders, receivers, 64 * 2**20)
+        planned, planned_cpu = time.perf_counter() - began, time.process_time() - cpu
+        parts = [*plan.sender_parts(len(senders)), *plan.receiver_parts(len(receivers))]
+        seconds, seconds_cpu = time.perf_counter() - began, time.process_time() - cpu
+        sent = [sum(bucket.num_bytes for bucket in part.buckets) for part in parts[: len(senders)]]
+        rows.append(
+            {
+                "parameters_billion": sum(map(math.prod, hf_tensors(shape).values())) / 1e9,
+                "senders": len(senders),
+                "receivers": len(receivers),
+                "transfers": plan.num_transfers,
+                "buckets": len(plan.buckets),
+                "plan_seconds": planned,
+                "plan_cpu_seconds": planned_cpu,
+                "with_parts_seconds": seconds,
+                "with_parts_cpu_seconds": seconds_cpu,
+                "gigabytes_of_the_least_sender": min(sent) / 1e9,
+                "gigabytes_of_the_most_sender": max(sent) / 1e9,
+            }
+        )
+        del plan, parts
+    return rows
+
+
+def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="refits of each way that count")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps, with a delta refit after each")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
+    arguments = parser.parse_args()
+    found: dict[str, list[Row]] = {}
+    if {"ways", "delta"} & set(arguments.parts):
+        with tempfile.TemporaryDirectory() as name:
+            policy, engines = Ranks(4), Ranks(2)
+            try:
+                if "ways" in arguments.parts:
+                    measured = (measure_ways(c, policy, engines, Path(name), arguments.rounds) for c in CASES)
+                    found["ways"] = [row for rows in measured for row in rows]
+                if "delta" in arguments.parts:
+                    found["delta"] = measure_delta(policy, engines, Path(name), arguments.steps)
+            finally:
+                policy.stop()
+                engines.stop()
+    if "plan" in arguments.parts:
+        found["plan"] = measure_plan()
+    for part, rows in found.items():
+        shown = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+        publish(
+            f"refit_{part}", {"bucket_bytes": BUCKET_BYTES, "rows": rows}, table_of(f"refit: {part}", shown)
+        )
+
+
+if __name__ == "__main__":
+    main()
