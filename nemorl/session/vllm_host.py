@@ -32,7 +32,6 @@ from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
 logger = logging.getLogger(__name__)
 
 EXTENSION = "nemorl.session.vllm_worker.VllmWorkerExtension"
-_WATCH_SECONDS = 1.0  # between two looks whether the engine's processes live
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 
 
@@ -78,18 +77,17 @@ class VllmHost(AsyncEngineWorker):
         super().__init__(self._vllm, name)
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._stand = AsyncExitStack()  # the engine stands still, from an update's beginning to its end
-        self._watch: asyncio.Task[None] | None = None
         self._died = asyncio.Event()
 
     async def start(self) -> None:
         """Start vLLM's processes, load the model as version 0 and learn what its workers hold."""
         await self._vllm.start()
         answers = [json.loads(one) for one in await self._vllm.call("nemorl_open", self._update, os.getpid())]
-        self._vllm.workers = tuple(answer["pid"] for answer in answers)
+        workers = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
+        self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
         for parameter, reason in answers[0]["reasons"].items():
             logger.info("%s comes in whole tensors and is loaded anew: %s", parameter, reason)
-        self._watch = asyncio.create_task(self._keep_watch())
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         """What each rank of the engine needs, for the plan of the exchange."""
@@ -154,8 +152,7 @@ class VllmHost(AsyncEngineWorker):
 
     async def close(self) -> None:
         """End the engine; whoever still waits gets EngineFailed."""
-        if self._watch is not None:
-            self._watch.cancel()
+        self._vllm.unwatch()
         self.fail(EngineFailed(f"{self._name} was closed"))
         await asyncio.to_thread(self._vllm.close)
 
@@ -199,10 +196,8 @@ class VllmHost(AsyncEngineWorker):
                 ) from error
             yield
 
-    async def _keep_watch(self) -> None:
-        """Notice an engine whose processes died, also while nobody asks it for anything."""
-        while (failure := self._vllm.failure()) is None:
-            await asyncio.sleep(_WATCH_SECONDS)
+    def _lose(self, failure: str) -> None:
+        """One of the engine's processes has ended."""
         self._died.set()
         self.fail(EngineFailed(failure))
 

@@ -67,7 +67,7 @@ class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
     def nemorl_open(self, update: Update, owner: int) -> str:
-        """Get ready; JSON with the process, the layout, and why some parameters come by reload.
+        """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
 
         `owner` is the process to which the engine belongs.
         """
@@ -87,7 +87,14 @@ class VllmWorkerExtension:
             layout.slices, weights.tensors, lambda version: weights.commit(), in_place=update == "in_place"
         )
         described = LAYOUT.dump_python(worker.nemorl.describe(), mode="json")
-        return json.dumps({"pid": os.getpid(), "layout": described, "reasons": dict(layout.reasons)})
+        return json.dumps(
+            {
+                "process": os.getpid(),
+                "engine": os.getppid(),
+                "layout": described,
+                "reasons": dict(layout.reasons),
+            }
+        )
 
     def nemorl_prepare(self, parts: str) -> None:
         """Keep this rank's part of the plan, of those of all ranks."""

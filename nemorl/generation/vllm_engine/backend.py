@@ -6,7 +6,7 @@ this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ w
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,8 @@ class VllmBackend:
         self._recompute = recompute_kv_cache
         self._version = 0
         self._engine: AsyncLLM | None = None
-        self.workers: tuple[int, ...] = ()  # their processes, by rank
+        self._processes: dict[int, str] = {}  # process ids that are watched, and what each is
+        self._failure: str | None = None
 
     @property
     def version(self) -> int:
@@ -74,6 +75,7 @@ class VllmBackend:
         """A chunk for every token; closing the generator before its end ends the request."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._running
         arguments = sampling_arguments(request, self._limits.max_sequence_length)
@@ -101,6 +103,8 @@ class VllmBackend:
                         return
         except ValueError as error:
             raise RequestRefused(f"request {request.id!r}: {error}") from error
+        except EngineDeadError as error:
+            raise EngineFailed(self.failure()) from error
 
     async def freeze(self) -> None:
         """Stand still between two steps; sequences in flight keep their places."""
@@ -129,18 +133,34 @@ class VllmBackend:
         """Take the device back."""
         await self._running.wake_up(list(tags) or None)
 
-    def failure(self) -> str | None:
-        """Why the engine is dead, as far as its processes tell; None if it lives."""
-        if self._engine is None or not self._engine.errored:
-            return None
-        dead = [f"worker {rank} (process {pid})" for rank, pid in enumerate(self.workers) if not _lives(pid)]
-        cause = f"{' and '.join(dead)} ended" if dead else "its EngineCore process ended"
-        return f"{self._name} has ended: {cause}; its log says more"
+    def watch(self, processes: Mapping[int, str], on_death: Callable[[str], None]) -> None:
+        """Hear of the first of these processes that ends, by a sentence: the others end with it."""
+        loop = asyncio.get_running_loop()
+        for process in processes:
+            watched = os.pidfd_open(process)
+            self._processes[watched] = f"{processes[process]} (process {process})"
+            loop.add_reader(watched, self._ended, watched, on_death)
+
+    def unwatch(self) -> None:
+        """Let the processes end."""
+        for watched in self._processes:
+            asyncio.get_running_loop().remove_reader(watched)
+            os.close(watched)
+        self._processes.clear()
+
+    def failure(self) -> str:
+        """Why the engine is dead."""
+        return self._failure or f"{self._name} has ended: its EngineCore process failed; its log says more"
 
     def close(self) -> None:
         """End the engine's processes."""
         if self._engine is not None:
             self._engine.shutdown()
+
+    def _ended(self, watched: int, on_death: Callable[[str], None]) -> None:
+        self._failure = f"{self._name} has ended: {self._processes[watched]} ended; its log says more"
+        self.unwatch()
+        on_death(self._failure)
 
     @property
     def _running(self) -> "AsyncLLM":
@@ -186,12 +206,3 @@ def _end_of_stop_string(finder: StopStringFinder | None, tokens: Sequence[int]) 
             if finder.push(token):
                 return index + 1
     return None
-
-
-def _lives(process: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="ascii") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
