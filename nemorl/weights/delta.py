@@ -48,14 +48,14 @@ class LastSent:
         """Host memory."""
         return sum(content.numel() for content in self._content.values())
 
-    def changes(self, number: int, content: Tensor, base: int | None) -> bytearray | None:
-        """What differs in bucket `number` ([bytes] uint8) from `base`, and keep it as it is now.
+    def changes(self, number: int, content: Tensor, *, compare: bool) -> bytearray | None:
+        """What differs in bucket `number` ([bytes] uint8) from what was sent last; keep it as it is now.
 
-        None where the bucket has to go whole: `base` is not what was sent last, or too much differs.
+        None where the bucket has to go whole: nothing is to be compared, or too much differs.
         """
         key, itemsize = self._key[number], ITEM_BYTES[self._buckets[number].dtype]
         found = None
-        if base is not None and base == self.version:
+        if compare:
             found = encode(self._content[key], content, itemsize)
         if self._last_use[key] == number:
             if key not in self._content:

@@ -43,17 +43,14 @@ class WeightSender:
         assert last is not None
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
-        parameters = self._parameters()
-        sums: dict[tuple[int, str], list[int]] = defaultdict(list)
-        of_pieces: list[int] = []
+        compare = session.base is not None and last.version == session.base
+        last.version = None  # until all is sent
+        filling = _Filling(self._parameters())
         with sending_channel(part, session, self._member) as channel:
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number)
-                for piece, values in pieces_of(bucket, slot):
-                    values.copy_(local_view(parameters, piece))
-                    of_pieces.append(fingerprint(values, piece.start, piece.shape))
-                    sums[bucket.peer, piece.name].append(of_pieces[-1])
-                changes = last.changes(number, slot.cpu(), session.base) if session.keep else None
+                filling.fill(bucket, slot)
+                changes = last.changes(number, slot.cpu(), compare=compare) if session.keep else None
                 if changes is not None:
                     slot[: len(changes)] = torch.frombuffer(changes, dtype=torch.uint8)
                 channel.publish(number, bucket.num_bytes if changes is None else len(changes))
@@ -61,9 +58,32 @@ class WeightSender:
             extra_bytes = channel.num_bytes
         last.version = session.version if session.keep else None
         if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, extra_bytes, of_pieces=tuple(of_pieces))
-        combined = {key: combine(found) for key, found in sums.items()}
-        return SendReport(combined, extra_bytes, last.num_bytes)
+            return SendReport({}, extra_bytes, of_pieces=tuple(filling.of_pieces))
+        return SendReport(filling.combined(), extra_bytes, last.num_bytes)
+
+
+class _Filling:
+    """Buckets filled from parameters, and the fingerprints of what was filled in."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._known: dict[tuple[str, TensorSlice], int] = {}  # several receivers may get the same
+        self._sums: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self.of_pieces: list[int] = []  # in order
+
+    def fill(self, bucket: PartBucket, slot: Tensor) -> None:
+        """Convert the bucket's slices into its slot ([bytes] uint8)."""
+        for piece, values in pieces_of(bucket, slot):
+            values.copy_(local_view(self._parameters, piece))
+            key = bucket.dtype, piece
+            if key not in self._known:
+                self._known[key] = fingerprint(values, piece.start, piece.shape)
+            self.of_pieces.append(self._known[key])
+            self._sums[bucket.peer, piece.name].append(self._known[key])
+
+    def combined(self) -> dict[tuple[int, str], int]:
+        """By receiver and tensor."""
+        return {key: combine(found) for key, found in self._sums.items()}
 
 
 class WeightReceiver:
