@@ -62,10 +62,9 @@ class VllmBackend:
         from vllm.engine.arg_utils import AsyncEngineArgs  # seconds, and it reads the environment
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._engine = await asyncio.to_thread(
-            lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
-        )
-        await self._engine.update_weight_version("0")
+        arguments = AsyncEngineArgs(**self._arguments)
+        self._engine = await asyncio.to_thread(lambda: AsyncLLM.from_engine_args(arguments))
+        await self._running.update_weight_version("0")
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefused for what can never be served."""

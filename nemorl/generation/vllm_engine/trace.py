@@ -76,7 +76,7 @@ class _Recorder(TorchFunctionMode):
         self.slices: list[TensorSlice] = []
         self.unclear: dict[str, str] = {}
         self._targets = {_storage(parameter): name for name, parameter in parameters.items()}
-        self._firsts = {name: parameter.storage_offset() for name, parameter in parameters.items()}
+        self._firsts = {name: int(parameter.storage_offset()) for name, parameter in parameters.items()}
         self._sources: dict[int, tuple[str, Tensor]] = {}  # alive while their storage is a key
 
     def feed(
@@ -109,13 +109,13 @@ class _Recorder(TorchFunctionMode):
             return
         name, whole = found
         shown = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
-        view = View(tuple(whole.shape), tuple(shown.shape), shown.stride(), shown.storage_offset())
+        view = View(tuple(whole.shape), tuple(shown.shape), shown.stride(), int(shown.storage_offset()))
         try:
             box = placed(view, target.stride())
         except NotABox as problem:
             self.unclear[parameter] = f"the loader takes parts of {name} that are no box: {problem}"
             return
-        offset = target.storage_offset() - self._firsts[parameter]
+        offset = int(target.storage_offset()) - self._firsts[parameter]
         self.slices.append(
             TensorSlice(name, tuple(whole.shape), box.start, box.size, parameter, offset, box.strides)
         )

@@ -175,7 +175,7 @@ def _forget_kernels(model: nn.Module) -> None:
     is there, they would be multiplied unpacked. Nothing on a CPU has captured where the old ones lie.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None
 

@@ -17,8 +17,8 @@ from tests.generation.vllm_engine.models import make
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _vllm_is_there() -> None:
+@pytest.fixture(scope="session")
+def vllm_is_there() -> None:
     """Where it was promised its absence is a failure; elsewhere these tests are skipped."""
     if importlib.util.find_spec("vllm") is not None:
         return
@@ -29,7 +29,7 @@ def _vllm_is_there() -> None:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm_models")
 
 

@@ -1,0 +1,61 @@
+"""Our settings as vLLM's."""
+
+from pathlib import Path
+from typing import Any
+
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.generation.vllm_engine.arguments import (
+    PLAIN_WEIGHTS,
+    engine_arguments,
+    environment,
+    sampling_arguments,
+)
+from tests.generation.examples import Prompts, request
+
+
+def config(**fields: Any) -> VllmGenerationConfig:
+    return VllmGenerationConfig(backend="vllm", **fields)
+
+
+def arguments(device: Any, **fields: Any) -> dict[str, Any]:
+    return engine_arguments(
+        config(**fields), Path("m"), device=device, precision="float32", max_sequence_length=64, extension="e"
+    )
+
+
+def test_further_arguments_are_passed_on() -> None:
+    assert arguments("cpu", vllm_kwargs={"seed": 3})["seed"] == 3
+
+
+def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
+    on_cpu, on_gpu = arguments("cpu", kv_cache_gigabytes=2), arguments("cuda", gpu_memory_utilization=0.5)
+    assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2 * 2**30, True)
+    assert (on_gpu["gpu_memory_utilization"], on_gpu["enforce_eager"]) == (0.5, False)
+    assert "kv_cache_memory_bytes" not in on_gpu
+
+
+def test_ranks_divide_the_threads_of_a_replica() -> None:
+    assert environment(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
+
+
+def test_weights_stay_plain_where_shards_are_written_into_them() -> None:
+    assert PLAIN_WEIGHTS in environment(config(), device="cpu", threads=None)
+    assert PLAIN_WEIGHTS not in environment(config(update="reload"), device="cpu", threads=None)
+    assert PLAIN_WEIGHTS not in environment(config(), device="cuda", threads=None)
+
+
+def test_auto_is_staged_on_a_cpu_in_place_on_a_gpu_and_reload_where_weights_are_quantised() -> None:
+    assert config().update_on("cpu") == "staged"
+    assert config().update_on("cuda") == "in_place"
+    assert config(quantization="fp8").update_on("cuda") == "reload"
+
+
+def test_a_turn_ends_where_the_sequence_is_full() -> None:
+    asked = request(Prompts().one(60), max_new_tokens=30)
+    assert sampling_arguments(asked, 64)["max_tokens"] == 4
+
+
+def test_what_goes_on_elsewhere_draws_other_numbers() -> None:
+    first = sampling_arguments(request(Prompts().one(6), seed=5), 64)["seed"]
+    later = sampling_arguments(request(Prompts().one(6), seed=5, sampled_before=2), 64)["seed"]
+    assert (first, later == first, 0 <= later < 2**63) == (5, False, True)

@@ -1,0 +1,111 @@
+"""What a vLLM engine cannot be started with, and what its processes hold."""
+
+import pytest
+
+from nemorl.cluster.placement import worker_requests
+from nemorl.config.load import ConfigError
+from nemorl.errors import Violation
+from nemorl.models.shape import ModelShape
+from nemorl.plan.memory import estimate_memory
+from nemorl.plan.vllm import vllm_violations
+from tests.plan.conftest import Configure
+
+VLLM = "generation.backend=vllm"
+
+
+def violations(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Violation]:
+    experiment = configure(VLLM, *overrides)
+    shape = ModelShape.load(experiment.policy.model_path)
+    return list(vllm_violations(experiment, shape, lambda: version))
+
+
+def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
+    assert violations(configure, "generation.tensor_parallel_size=2") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        ("tensor_parallel_size=3", "it must divide the model's 8 attention heads: 1, 2, 4, 8 do"),
+        ("pipeline_parallel_size=7", "the model has 6 layers, and each stage needs one: take no more"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(
+    configure: Configure, override: str, mend: str
+) -> None:
+    (violation,) = violations(configure, f"generation.{override}")
+    assert violation.field == f"generation.{override.partition('=')[0]}"
+    assert violation.mend == mend
+
+
+def test_an_engine_that_is_not_installed_is_refused(configure: Configure) -> None:
+    (violation,) = violations(configure, version=None)
+    assert (violation.field, violation.value) == ("generation.backend", "vllm")
+    assert "vLLM is not installed here" in violation.mend
+
+
+def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
+    experiment = configure(VLLM)
+    long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
+    shape = ModelShape.load(experiment.policy.model_path)
+    found = vllm_violations(experiment.model_copy(update={"policy": long}), shape, lambda: "0.32")
+    assert [violation.field for violation in found] == ["generation.kv_cache_gigabytes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "mend"),
+    [
+        (
+            ["generation.vllm_kwargs={max_model_len: 5}"],
+            "generation.vllm_kwargs.max_model_len",
+            "this follows from other fields of the experiment",
+        ),
+        (["generation.quantization=fp8"], "generation.quantization", "quantising while loading wants GPUs"),
+        (
+            ["generation.quantization=fp8", "generation.update=staged", "cluster.gpus_per_node=8"],
+            "generation.update",
+            "set it to reload",
+        ),
+        (
+            ["generation.colocated=true", "cluster.gpus_per_node=8"],
+            "generation.colocated",
+            "this release shares CPUs only",
+        ),
+        (
+            ["generation.tensor_parallel_size=8", "cluster.gpus_per_node=8"],
+            "cluster.gpus_per_node",
+            "8 GPUs are too few for 1 policy processes and 8 engines",
+        ),
+        (["generation.max_batch_size=8"], "generation.max_batch_size", "there is no such field"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    configure: Configure, overrides: list[str], field: str, mend: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configure(VLLM, *overrides)
+    (violation,) = refused.value.violations
+    assert violation.field == field
+    assert mend in violation.mend or mend in f"{violation.mend}"
+
+
+def test_each_rank_of_an_engine_has_a_gpu(configure: Configure) -> None:
+    experiment = configure(
+        VLLM, "generation.tensor_parallel_size=2", "generation.replicas=2", "cluster.gpus_per_node=8"
+    )
+    (engines,) = (request for request in worker_requests(experiment) if request.group == "generation")
+    assert (engines.count, engines.gpus) == (2, 2)
+
+
+def test_memory_is_counted_by_rank_and_by_the_way_weights_come(configure: Configure) -> None:
+    def rank(*overrides: str) -> tuple[int, int, int, int]:
+        experiment = configure(VLLM, "generation.tensor_parallel_size=2", *overrides)
+        shape = ModelShape.load(experiment.policy.model_path)
+        (engines,) = (p for p in estimate_memory(experiment, shape, True) if p.group == "generation")
+        return engines.count, engines.weights, engines.staging, engines.kv_cache
+
+    buckets = 2 * 64 * 2**20
+    count, weights, staging, cache = rank()
+    assert (count, staging, cache) == (2, weights + buckets, 2**30)
+    assert rank("generation.update=in_place")[2] == buckets
+    assert rank("generation.update=reload")[2] == 2 * weights + buckets
