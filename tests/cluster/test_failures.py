@@ -48,6 +48,12 @@ def test_an_error_in_one_rank_while_another_sleeps(start_fragile: StartFragile):
         group.call("process", **LIMITS)
 
 
+def test_a_failure_that_leaves_every_rank_able_to_go_on(policy: WorkerGroup):
+    with pytest.raises(WorkerFailed, match="the peer is gone"):
+        policy.call("fail_on", 1, "the peer is gone", others_sleep=0.0, ends_group=False, **LIMITS)
+    assert len(policy.call("process", **LIMITS)) == 4
+
+
 def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"NeedsTwo: one and two") as caught:
         asyncio.run(policy.workers[2].call_async("fail_unpicklable", **LIMITS))
