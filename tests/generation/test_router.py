@@ -34,6 +34,11 @@ def engines(count: int, **options) -> list[EchoEngine]:
     return [EchoEngine(lambda r: [len(r.prompt)], **options) for _ in range(count)]
 
 
+def run(work):
+    """Its result, or TimeoutError: what is lost must not be waited for."""
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
 def router_of(replicas: list) -> Router:
     return Router([Replica(f"replica {i}", r.generate) for i, r in enumerate(replicas)], progress_tokens=2)
 
@@ -49,7 +54,7 @@ def test_requests_of_one_tick_are_one_call_and_each_gets_its_own_answer():
         assert router.outstanding_tokens == [0]
         return answers
 
-    answers = asyncio.run(main())
+    answers = run(main())
     assert [a.tokens.tolist() for a in answers] == [[1], [2], [3], [4], [5]]
     assert engine.calls == [["r0", "r1", "r2", "r3", "r4"], ["later"]]
 
@@ -68,7 +73,7 @@ def test_load_is_spread_by_outstanding_tokens():
         await asyncio.gather(long, *short)
         return [engine.calls for engine in replicas]
 
-    assert asyncio.run(main()) == [[["long"]], [["s0", "s1", "s2", "s3", "s4"]]]
+    assert run(main()) == [[["long"]], [["s0", "s1", "s2", "s3", "s4"]]]
 
 
 def test_a_conversation_stays_on_its_replica():
@@ -83,7 +88,7 @@ def test_a_conversation_stays_on_its_replica():
             )
         await router.generate(request("b/3", conversation="b"))
 
-    asyncio.run(main())
+    run(main())
     assert replicas[0].calls == [["a/0"], ["a/1"], ["a/2"]]
     assert replicas[1].calls == [["b/0"], ["b/1"], ["b/2"], ["b/3"]]
 
@@ -129,7 +134,7 @@ def test_a_lost_replicas_request_goes_on_elsewhere_with_what_it_has():
         assert router.outstanding_tokens == [0]
         return answer
 
-    answer = asyncio.run(main())
+    answer = run(main())
     assert answer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert answer.logprobs == pytest.approx([-t / 1000 for t in range(1, 7)])
     assert answer.versions.tolist() == [3, 3, 3, 5, 5, 5]
@@ -155,7 +160,7 @@ def test_every_way_to_end_early_is_a_loss_with_its_cause(error, cause):
         asked = [router.generate(request(name)) for name in "ab"]
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    for failure in asyncio.run(lost()):
+    for failure in run(lost()):
         assert isinstance(failure, NoReplicaLeft)
         assert failure.causes == {"replica 0": cause}
         assert str(failure) == (
@@ -186,7 +191,7 @@ def test_a_replica_that_is_given_up_is_not_heard_any_more():
         assert {(await w).tokens.item() for w in waiting} <= {5, 9}
         return answer
 
-    assert asyncio.run(main()).tokens.tolist() == [8]
+    assert run(main()).tokens.tolist() == [8]
 
 
 def test_a_request_that_two_replicas_did_not_survive_kills_no_third():
@@ -199,7 +204,7 @@ def test_a_request_that_two_replicas_did_not_survive_kills_no_third():
         assert router.take_figures().failed_requests == 1
         return answer
 
-    answer = asyncio.run(main())
+    answer = run(main())
     assert (answer.stop, answer.tokens.tolist()) == (StopReason.ERROR, [1, 2, 3, 4])
     assert answer.versions.tolist() == [0, 0, 1, 1]
     assert replicas[2].requests == []
@@ -219,9 +224,9 @@ def test_what_had_all_its_tokens_is_not_asked_for_again():
         assert other.requests == []
         return answer
 
-    ended = asyncio.run(main(request("r", new=9, stop_token_ids=frozenset({6}))))
+    ended = run(main(request("r", new=9, stop_token_ids=frozenset({6}))))
     assert (ended.stop, ended.tokens.tolist()) == (StopReason.STOP, [5, 6])
-    full = asyncio.run(main(request("r", new=2)))
+    full = run(main(request("r", new=2)))
     assert (full.stop, full.tokens.tolist()) == (StopReason.LENGTH, [5, 6])
 
 
@@ -241,7 +246,7 @@ def test_a_refusal_concerns_nobody_else():
         assert (router.living, router.outstanding_tokens) == (["strict"], [0])
         return answers
 
-    first, second, third = asyncio.run(main())
+    first, second, third = run(main())
     assert (first.tokens.tolist(), third.tokens.tolist()) == ([1], [1])
     assert isinstance(second, RequestRefused)
     assert calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
@@ -265,7 +270,7 @@ def test_a_cancelled_request_gives_its_tokens_back_and_is_ended():
         assert (await router.generate(request("next"))).id == "next"
         assert ended == ["gone"]
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_two_requests_of_one_name_are_refused():
@@ -274,7 +279,7 @@ def test_two_requests_of_one_name_are_refused():
         await asyncio.gather(router.generate(request("same")), router.generate(request("same")))
 
     with pytest.raises(ValueError, match="a request named same is under way"):
-        asyncio.run(main())
+        run(main())
 
 
 def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
@@ -322,7 +327,7 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
         assert figures.kept_tokens >= 3 * 3 * 3
         return moved, whole
 
-    for moved, whole in zip(*asyncio.run(main()), strict=True):
+    for moved, whole in zip(*run(main()), strict=True):
         assert moved.tokens.tolist() == whole.tokens.tolist()
         np.testing.assert_allclose(moved.logprobs, whole.logprobs, atol=1e-5)
         assert len(moved.versions) == len(moved.tokens) == 30

@@ -33,7 +33,7 @@ def run(open_endpoint, talk, *replicas, **config):
         async with open_endpoint(*replicas, **config) as endpoint:
             return await talk(endpoint)
 
-    return asyncio.run(main())
+    return asyncio.run(asyncio.wait_for(main(), 60))
 
 
 async def events(endpoint, path: str, body: dict) -> list:
