@@ -80,6 +80,8 @@ def estimate_memory(experiment: Experiment, shape: ModelShape, training: bool) -
         if experiment.generation.has_engines:
             groups.append(_generation(experiment, shape))
         groups.append(ProcessMemory("rollout", experiment.cluster.rollout_workers, runtime=_ROLLOUT_RUNTIME))
+        if experiment.generation.endpoint is not None:
+            groups.append(ProcessMemory("endpoint", 1, runtime=_ROLLOUT_RUNTIME))
     return tuple(groups)
 
 
