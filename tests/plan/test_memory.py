@@ -177,3 +177,14 @@ def test_which_groups_there_are(configure: Configure) -> None:
     by_itself = configure("generation.backend=megatron")
     assert groups(by_itself, training=True) == ["driver", "policy", "rollout"]
     assert groups(by_itself, training=False) == ["driver", "policy", "rollout"]
+
+
+def test_an_endpoint_is_a_process_and_a_server_of_others_holds_no_weights(configure: Configure) -> None:
+    beside = estimate_memory(configure("generation.endpoint={}"), SHAPE, training=True)
+    server = "generation={backend: openai, base_url: 'http://10.0.0.1/v1', model: m, max_new_tokens: 8}"
+    elsewhere = group("generation", estimate_memory(configure(server), SHAPE, training=True))
+
+    assert group("endpoint", beside).count == 1
+    assert not any(process.group == "endpoint" for process in estimate_memory(configure(), SHAPE, True))
+    assert (elsewhere.weights, elsewhere.kv_cache, elsewhere.staging) == (0, 0, 0)
+    assert elsewhere.runtime > 0
