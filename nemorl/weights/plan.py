@@ -223,7 +223,7 @@ def _plan(
             loads[key] = _loads(rank, layout, holdings, bucket_bytes)
         wanted.append(loads[key])
     buckets = _choose_senders(wanted, [receiver.node for receiver in receivers], holdings)
-    return TransferPlan(tuple(_ordered(buckets, len(receivers))))
+    return TransferPlan(tuple(_ordered(buckets, len(senders), len(receivers))))
 
 
 def _loads(receiver: int, layout: ReceiverLayout, holdings: Holdings, bucket_bytes: int) -> list[_Load]:
@@ -274,15 +274,16 @@ def _by_choice(wanted: Sequence[Sequence[_Load]]) -> Iterator[tuple[int, _Load]]
                 yield receiver, load
 
 
-def _ordered(buckets: Iterator[Bucket], num_receivers: int) -> list[Bucket]:
+def _ordered(buckets: Iterator[Bucket], num_senders: int, num_receivers: int) -> list[Bucket]:
     """Buckets of all pairs in rounds; within a round, each sender begins with another receiver."""
     rounds: dict[tuple[int, int], int] = defaultdict(int)
     numbered = []
     for bucket in buckets:
         sender, receiver = pair = bucket.sender, bucket.receiver
-        numbered.append((rounds[pair], (receiver - sender) % num_receivers, sender, bucket))
+        turn = rounds[pair] * num_receivers + (receiver - sender) % num_receivers
+        numbered.append((turn * num_senders + sender, bucket))
         rounds[pair] += 1
-    return [entry[3] for entry in sorted(numbered, key=itemgetter(0, 1, 2))]
+    return [bucket for _, bucket in sorted(numbered, key=itemgetter(0))]
 
 
 @contextmanager
