@@ -1,8 +1,5 @@
 """Whole runs that sample with vLLM, on processors of their own and on the policy's."""
 
-import importlib.util
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,15 +7,13 @@ import yaml
 
 from nemorl.models.create import create_arithmetic_model
 from tests.algorithms.runs import finish, lines, start, write_experiment
+from tests.vllm_there import require_vllm
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny arithmetic model with heads that vLLM's attention takes."""
-    if importlib.util.find_spec("vllm") is None:
-        if "vllm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
-            pytest.fail("vLLM is not installed, and NEMORL_REQUIRE asks for it")
-        pytest.skip("vLLM is not installed" + ("" if sys.platform == "linux" else "; it runs on Linux only"))
+    require_vllm()
     folder = tmp_path_factory.mktemp("vllm") / "model"
     create_arithmetic_model(folder, hidden=64, ffn=128, layers=2, heads=2, kv_heads=2, seed=3)
     return folder

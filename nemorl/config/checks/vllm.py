@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -15,7 +16,7 @@ OWN_ARGUMENTS = frozenset(
         *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
         *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
-        *("data_parallel_size", "enable_sleep_mode"),
+        *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
     }
 )
 
@@ -26,6 +27,18 @@ def vllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]
         for name in sorted(OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
             mend = "this follows from other fields of the experiment (docs/vllm.md): leave it out"
             yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], mend)
+
+
+def vllm_reads_prompts_whole(
+    generation: GenerationConfig, policy: PolicyConfig, cluster: ClusterConfig
+) -> Iterator[Violation]:
+    """On a CPU vLLM cannot read a prompt in parts for a request that has a seed, as all of ours have."""
+    if not isinstance(generation, VllmGenerationConfig) or cluster.gpus_per_node:
+        return
+    tokens, length = generation.max_num_batched_tokens, policy.max_sequence_length
+    if tokens is not None and tokens < length:
+        mend = f"on a CPU prompts are read whole: give it policy.max_sequence_length, {length}, or more"
+        yield Violation("generation.max_num_batched_tokens", tokens, mend)
 
 
 def vllm_quantises_by_reload(generation: GenerationConfig) -> Iterator[Violation]:

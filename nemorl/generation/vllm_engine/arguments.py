@@ -10,6 +10,8 @@ from nemorl.generation.types import GenerationRequest
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
 """Set in the environment of workers whose linear layers must keep weights as they were loaded."""
 
+_BATCHED_TOKENS = 2048  # of a step, on a CPU
+
 
 def environment(
     config: VllmGenerationConfig, *, device: Literal["cpu", "cuda"], threads: int | None
@@ -63,6 +65,9 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_gigabytes * 2**30
+        # A prompt read in parts takes a draw back, which a CPU's random numbers cannot: vLLM 0.32 dies.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max_sequence_length)
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     return arguments | config.vllm_kwargs

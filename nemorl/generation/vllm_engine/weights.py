@@ -121,6 +121,7 @@ class WorkerWeights:
             # Layers for which nothing comes keep what they have, of which the loader would warn one by one.
             with _quiet(bool(self.layout.reasons)), torch.no_grad():
                 self.reload((name, tensors[WHOLE + name]) for name in self.layout.whole)
+        _refresh_tied(self.model)
 
 
 def _trace(model: nn.Module, tensors: Shapes) -> tuple[LoaderTrace, str | None]:
@@ -178,6 +179,20 @@ def _forget_kernels(model: nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None
+
+
+def _refresh_tied(model: nn.Module) -> None:
+    """Have heads that share the embedding's weights pack them again, where a CPU's kernels keep a copy.
+
+    vLLM's loader sees to the embedding alone, into which the checkpoint's tensor goes.
+    """
+    for _, *others in _shared(model):
+        for name in others:
+            module = model.get_submodule(name.rpartition(".")[0])
+            method: Any = getattr(module, "quant_method", None)
+            on_cpu = next(module.parameters()).device.type == "cpu"
+            if on_cpu and hasattr(method, "process_weights_after_loading"):
+                method.process_weights_after_loading(module)
 
 
 @contextmanager

@@ -1,9 +1,6 @@
 """One engine of one process and one of two, for all tests: each takes half a minute to start."""
 
 import asyncio
-import importlib.util
-import os
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
@@ -13,23 +10,14 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.generation.vllm_engine.models import make
+from tests.vllm_there import require_vllm
 
 T = TypeVar("T")
 
 
 @pytest.fixture(scope="session")
-def vllm_is_there() -> None:
-    """Where it was promised its absence is a failure; elsewhere these tests are skipped."""
-    if importlib.util.find_spec("vllm") is not None:
-        return
-    reason = "vLLM is not installed" + ("" if sys.platform == "linux" else "; it runs on Linux only")
-    if "vllm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
-        pytest.fail(f"{reason}, and NEMORL_REQUIRE asks for it")
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def model_folder(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_vllm()
     return tmp_path_factory.mktemp("vllm_models")
 
 
@@ -82,7 +70,7 @@ class Running:
 @pytest.fixture(scope="session")
 def one(dense: tuple[Path, Any]) -> Iterator[Running]:
     """A dense model on one process, updated beside the weights in use."""
-    engine = Running(dense[0])
+    engine = Running(dense[0], max_num_batched_tokens=200)
     yield engine
     engine.close()
 

@@ -34,6 +34,14 @@ def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
     assert "kv_cache_memory_bytes" not in on_gpu
 
 
+def test_a_cpu_reads_prompts_whole() -> None:
+    long = engine_arguments(
+        config(), Path("m"), device="cpu", precision="float32", max_sequence_length=5000, extension="e"
+    )
+    assert (long["enable_chunked_prefill"], long["max_num_batched_tokens"]) == (False, 5000)
+    assert "enable_chunked_prefill" not in arguments("cuda")
+
+
 def test_ranks_divide_the_threads_of_a_replica() -> None:
     assert environment(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
 

@@ -68,6 +68,13 @@ def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
         assert gaps(dense[1], asked.prompt, got, asked.sampling.temperature).max() < 1e-3
 
 
+def test_prompts_that_do_not_fit_into_a_step_wait(one: Any, dense: Any) -> None:
+    prompts = Prompts(12).several(6, 120, 150)
+    requests = [request(p, f"{i}", PLAIN, 8, seed=i) for i, p in enumerate(prompts)]
+    for name, got in one.run(collect(one.host, requests)).items():
+        assert gaps(dense[1], prompts[int(name)], got).max() < 1e-3
+
+
 def test_greedy_is_what_transformers_chooses(one: Any, dense: Any) -> None:
     asked = request(Prompts(3).one(9), "greedy", GREEDY, 16)
     tokens = one.run(collect(one.host, [asked]))["greedy"].tokens.tolist()

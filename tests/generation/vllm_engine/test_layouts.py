@@ -24,14 +24,9 @@ def reports(model_folder: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     found = {}
     for ranks in (1, 2):
         port = _free_port()
-        programs = [_start(rank, ranks, port, folders) for rank in range(ranks)]
+        programs = [_start(rank, ranks, port, "staged", folders) for rank in range(ranks)]
         for rank, program in enumerate(programs):
-            output, _ = program.communicate(timeout=300)
-            assert program.returncode == 0, output
-            lines = [line for line in output.splitlines() if line.startswith("REPORT ")]
-            for line in lines:
-                report = json.loads(line.removeprefix("REPORT "))
-                found[report["family"], ranks, rank] = report
+            found |= {(report["family"], ranks, rank): report for report in _reports(program)}
     return found
 
 
@@ -64,8 +59,33 @@ def test_experts_that_the_kernels_repack_come_whole(reports: Any) -> None:
         assert all("expert" in name for name in report["reloaded"])
 
 
-def _start(rank: int, ranks: int, port: int, folders: list[str]) -> "subprocess.Popen[str]":
-    words = [sys.executable, "-m", "tests.generation.vllm_engine.loading", str(rank), str(ranks), str(port)]
+def test_a_head_that_shares_the_embedding_computes_with_reloaded_weights(
+    reports: Any, model_folder: Path
+) -> None:
+    folders = [str(model_folder / "layouts" / family) for family in ("llama", "qwen3")]
+    program = _start(0, 1, _free_port(), "reload", folders)
+    errors = {report["family"]: report["head_error"] for report in _reports(program)}
+    assert errors.keys() == {"llama", "qwen3"}  # tied, and not
+    assert max(errors.values()) < 1e-5
+
+
+def _reports(program: "subprocess.Popen[str]") -> list[dict[str, Any]]:
+    output, _ = program.communicate(timeout=300)
+    assert program.returncode == 0, output
+    lines = output.splitlines()
+    return [json.loads(line.removeprefix("REPORT ")) for line in lines if line.startswith("REPORT ")]
+
+
+def _start(rank: int, ranks: int, port: int, update: str, folders: list[str]) -> "subprocess.Popen[str]":
+    words = [
+        sys.executable,
+        "-m",
+        "tests.generation.vllm_engine.loading",
+        str(rank),
+        str(ranks),
+        str(port),
+        update,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*words, *folders], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
