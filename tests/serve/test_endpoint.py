@@ -272,7 +272,7 @@ def test_limits_on_bodies_and_on_requests_at_a_time(endpoint, served_tokenizer):
             assert (status, answer["error"]["code"]) == (413, "body_too_large")
             assert (await e.post("/completions", BODY))[0] == 200
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_who_goes_away_ends_what_was_asked(endpoint):
@@ -295,7 +295,7 @@ def test_who_goes_away_ends_what_was_asked(endpoint):
                 while len(ended) < 2:
                     await asyncio.sleep(0.01)
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_what_engines_cannot_do_has_a_status_of_its_own(endpoint):
