@@ -289,6 +289,7 @@ class _Starter:
                 self.experiment.generation.transport,
                 self.experiment.run_dir / "weights",
                 self.experiment.generation.delta,
+                self.experiment.generation.check_one_in or (1 if self.device == "cpu" else 16),
                 host=ray.util.get_node_ip_address(),
             ),
         )

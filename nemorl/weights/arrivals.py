@@ -42,6 +42,8 @@ def arriving(
     if session.transport == "files":
         with closing(VersionFolder(Path(session.place), session.version)) as folder:
             yield Arrivals(lambda arrivals: _read(arrivals, folder, layout))
+    elif not part.buckets:
+        yield Arrivals(lambda arrivals: iter(()))
     else:
         with receiving_channel(part, session, member) as channel:
             yield Arrivals(lambda arrivals: _received(arrivals, part, channel, change))

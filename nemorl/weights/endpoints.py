@@ -45,7 +45,7 @@ class WeightSender:
             return SendReport({}, extra_bytes=0)
         compare = session.base is not None and last.version == session.base
         last.version = None  # until all is sent
-        filling = _Filling(self._parameters())
+        filling = _Filling(self._parameters(), session)
         with sending_channel(part, session, self._member) as channel:
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number)
@@ -65,8 +65,9 @@ class WeightSender:
 class _Filling:
     """Buckets filled from parameters, and the fingerprints of what was filled in."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], session: RefitSession) -> None:
         self._parameters = parameters
+        self._session = session
         self._known: dict[tuple[str, TensorSlice], int] = {}  # several receivers may get the same
         self._sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         self.of_pieces: list[int] = []  # in order
@@ -75,6 +76,8 @@ class _Filling:
         """Convert the bucket's slices into its slot ([bytes] uint8)."""
         for piece, values in pieces_of(bucket, slot):
             values.copy_(local_view(self._parameters, piece))
+            if not self._session.checks(piece.name):
+                continue
             key = bucket.dtype, piece
             if key not in self._known:
                 self._known[key] = fingerprint(values, piece.start, piece.shape)
@@ -159,7 +162,7 @@ class WeightReceiver:
                 local_view(weights, piece).copy_(values)
                 if session.transport == "files":  # no sender will tell
                     sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
-        found = self._fingerprints(weights)
+        found = self._fingerprints(weights, session)
         for name, expected in sums.items():
             if combine(expected) != found[name]:
                 raise CorruptWeights(
@@ -193,9 +196,9 @@ class WeightReceiver:
                 "weights are of two versions until a whole refit has been done"
             )
 
-    def _fingerprints(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    def _fingerprints(self, weights: Mapping[str, Tensor], session: RefitSession) -> dict[str, int]:
         sums: dict[str, list[int]] = defaultdict(list)
-        for part in self._slices:
+        for part in filter(lambda part: session.checks(part.name), self._slices):
             sums[part.name].append(fingerprint(local_view(weights, part), part.start, part.shape))
         return {name: combine(found) for name, found in sums.items()}
 

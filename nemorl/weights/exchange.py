@@ -172,7 +172,9 @@ class WeightExchange:
                 return sent, self._receivers.receive(session)
         with ThreadPoolExecutor(max_workers=2) as pool:
             with route.session(version) as met:
-                session = replace(met, keep=route.delta, base=self._committed if route.delta else None)
+                base = self._committed if route.delta else None
+                one_in = self._options.check_one_in
+                session = replace(met, keep=route.delta, base=base, check_one_in=one_in)
                 sending = pool.submit(self._senders.send, session)
                 receiving = pool.submit(self._receivers.receive, session)
                 calls: list[Future[Any]] = [sending, receiving]

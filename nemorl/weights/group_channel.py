@@ -113,6 +113,7 @@ class GroupReceiver:
 
     def taken(self) -> None:
         """Let the next but one bucket come into this slot."""
+        self._meeting.group.synchronize()  # the copies out of it
         self._free.release()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ class TransportOptions:
     transport: Transport | Literal["auto"] = "auto"
     folder: Path = Path("weights")  # of versions, for files
     delta: bool = False  # bring only what changed, where the receivers hold the version before
+    check_one_in: int = 1  # of so many tensors one is checked in a refit; files are checked whole
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
 

@@ -26,6 +26,7 @@ from nemorl.weights.session import (
     socket_session,
 )
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender, socket_sender
+from nemorl.weights.venue import TransportOptions
 from tests.weights.layouts import whole
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 
@@ -130,6 +131,29 @@ def test_the_tensor_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(CorruptWeights, match=message):
         setup.exchange.refit(1)
     assert engine.version == 0
+
+
+def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is written wrongly is found within three refits."""
+    setup = Setup()
+    options = TransportOptions(check_one_in=3)
+    setup.exchange = WeightExchange(setup.senders, setup.receivers, BUCKET, 30.0, options)
+    engine = setup.engines[0]
+    next_bucket = SocketReceiver.next_bucket
+
+    def spoil(self: SocketReceiver) -> Tensor:
+        engine._staging["model.layers.1.mlp.up_proj.weight"] = torch.ones(96, 64)
+        return next_bucket(self)
+
+    monkeypatch.setattr(SocketReceiver, "next_bucket", spoil)
+    found = []
+    for version in range(1, 7):
+        try:
+            setup.exchange.refit(version)
+        except CorruptWeights:
+            found.append(version)
+    assert len(found) == 2
+    assert found[1] - found[0] == 3
 
 
 def test_a_receiver_that_never_comes_is_named() -> None:
