@@ -169,7 +169,7 @@ class AsyncHost(_Host):
         """Run a plain or an async method of the hosted instance."""
         with _Running(self, invocation):
             if invocation.resolve:
-                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
+                args, kwargs = await _awaited(args, kwargs, invocation.deadline_seconds)
             answer = getattr(self.target, invocation.method)(*args, **kwargs)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -177,7 +177,7 @@ class AsyncHost(_Host):
         """Run an async generator of the hosted instance and hand out each item as it comes."""
         with _Running(self, invocation):
             if invocation.resolve:
-                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
+                args, kwargs = await _awaited(args, kwargs, invocation.deadline_seconds)
             async for item in getattr(self.target, invocation.method)(*args, **kwargs):
                 yield item
 
@@ -208,7 +208,7 @@ class ServingHost(_Host):
         """Run a method of the hosted instance: one at a time, since it blocks this thread's event loop."""
         with _Running(self, invocation):
             if invocation.resolve:
-                args, kwargs = await asyncio.to_thread(_resolved, args, kwargs, invocation.deadline_seconds)
+                args, kwargs = await _awaited(args, kwargs, invocation.deadline_seconds)
             return getattr(self.target, invocation.method)(*args, **kwargs)
 
     @ray.method(concurrency_group="beside")
@@ -249,3 +249,11 @@ def _resolved(args: Any, kwargs: Any, seconds: float) -> tuple[Any, Any]:
     values = ray.get(references, timeout=seconds)
     resolved: tuple[Any, Any] = with_values((args, kwargs), dict(zip(references, values, strict=True)))
     return resolved
+
+
+async def _awaited(args: Any, kwargs: Any, seconds: float) -> Any:
+    """The same in an event loop, which goes on meanwhile."""
+    references = references_in((args, kwargs))
+    async with asyncio.timeout(seconds):
+        values = await asyncio.gather(*references)
+    return with_values((args, kwargs), dict(zip(references, values, strict=True)))
