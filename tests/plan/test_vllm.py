@@ -13,6 +13,10 @@ from tests.plan.conftest import Configure
 VLLM = "generation.backend=vllm"
 
 
+# Of machines about which nothing is known here.
+GPUS = "cluster.gpus_per_node=16"
+
+
 def violations(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Violation]:
     experiment = configure(VLLM, *overrides)
     shape = ModelShape.load(experiment.policy.model_path)
@@ -33,7 +37,7 @@ def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
 def test_a_layout_that_does_not_divide_the_model_is_refused(
     configure: Configure, override: str, mend: str
 ) -> None:
-    (violation,) = violations(configure, f"generation.{override}")
+    (violation,) = violations(configure, f"generation.{override}", GPUS)
     assert violation.field == f"generation.{override.partition('=')[0]}"
     assert violation.mend == mend
 
@@ -75,6 +79,11 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             ["generation.tensor_parallel_size=8", "cluster.gpus_per_node=8"],
             "cluster.gpus_per_node",
             "8 GPUs are too few for 1 policy processes and 8 engines",
+        ),
+        (
+            ["generation.pipeline_parallel_size=2"],
+            "generation.pipeline_parallel_size",
+            "vLLM's pipeline stages fail on a CPU",
         ),
         (
             ["generation.max_num_batched_tokens=8"],

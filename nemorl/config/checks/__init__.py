@@ -79,6 +79,7 @@ CHECKS: tuple[Check, ...] = (
     trtllm.trtllm_updates_in_flight,
     trtllm.trtllm_arguments_are_free,
     vllm.vllm_arguments_are_free,
+    vllm.vllm_stages_want_gpus,
     vllm.vllm_reads_prompts_whole,
     vllm.vllm_quantises_by_reload,
     vllm.vllm_shares_a_cpu,

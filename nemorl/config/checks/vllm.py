@@ -29,6 +29,15 @@ def vllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]
             yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], mend)
 
 
+def vllm_stages_want_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+    """On a CPU the second stage of vLLM 0.32 fails at its first token."""
+    if not isinstance(generation, VllmGenerationConfig) or cluster.gpus_per_node:
+        return
+    if generation.pipeline_parallel_size > 1:
+        mend = "vLLM's pipeline stages fail on a CPU: set it to 1, and use tensor_parallel_size"
+        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, mend)
+
+
 def vllm_reads_prompts_whole(
     generation: GenerationConfig, policy: PolicyConfig, cluster: ClusterConfig
 ) -> Iterator[Violation]:

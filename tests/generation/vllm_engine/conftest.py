@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.generation.vllm_engine.models import make
+from tests.generation.vllm_engine.models import make, write_tokenizer
 from tests.vllm_there import require_vllm
 
 T = TypeVar("T")
@@ -23,8 +23,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dense(model_folder: Path) -> tuple[Path, Any]:
-    """Folder and network of a dense model."""
-    return model_folder / "llama", make("llama", model_folder / "llama")
+    """Folder and network of a dense model, which has a tokenizer."""
+    network = make("llama", model_folder / "llama")
+    write_tokenizer(model_folder / "llama")
+    return model_folder / "llama", network
 
 
 @pytest.fixture(scope="session")

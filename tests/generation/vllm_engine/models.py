@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 VOCABULARY = 97  # vLLM rounds it up to 128 rows
 HEADS = 8
@@ -28,6 +31,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
 }
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """A letter for each token."""
+    tokenizer = Tokenizer(WordLevel({chr(ord("!") + n): n for n in range(VOCABULARY)}, unk_token="!"))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
 
 
 def make(family: str, folder: Path, seed: int = 7) -> Any:

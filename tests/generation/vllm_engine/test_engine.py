@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
@@ -122,12 +123,28 @@ def test_filters_and_stop_tokens_are_those_of_the_torch_engine(one: Any, dense: 
     assert stopped.tokens.tolist() == ours["0"].tokens.tolist()[: first + 1]
 
 
+def test_stop_strings_end_a_turn_also_over_a_change_of_replicas(one: Any, dense: Any) -> None:
+    tokenizer = Tokenizer.from_file(str(dense[0] / "tokenizer.json"))
+    prompt = Prompts(8).one(6)
+    free = one.run(collect(one.host, [request(prompt, "free", GREEDY, 20)]))["free"].tokens.tolist()
+    stop = tokenizer.decode(free[7:10], skip_special_tokens=False)
+    length = tokenizer.decode(free, skip_special_tokens=False).index(stop) + len(stop)
+    later = np.array([*prompt, *free[: length - 1]], np.int32)
+    requests = [
+        request(prompt, "whole", GREEDY, 20, stop_strings=("no such text", stop)),
+        request(later, "moved", GREEDY, 20, stop_strings=(stop,), sampled_before=length - 1),
+    ]
+    ended = one.run(collect(one.host, requests))
+    assert ended["whole"].tokens.tolist() == free[:length]
+    assert ended["moved"].tokens.tolist() == free[length - 1 : length]
+    assert {completion.stop for completion in ended.values()} == {StopReason.STOP}
+    assert all(len(c.tokens) == len(c.logprobs) == len(c.versions) for c in ended.values())
+
+
 def test_refused_requests_begin_nothing(one: Any) -> None:
     bad = request(np.zeros(200, np.int32), "bad")
     with pytest.raises(RequestRefused, match="'bad' has a prompt of 200 tokens"):
         one.run(collect(one.host, [*group("", 2), bad]))
-    with pytest.raises(RequestRefused, match=r"there is no tokenizer\.json"):
-        one.run(collect(one.host, [request(Prompts().one(3), "s", stop_strings=("x",))]))
     health = one.host.health()
     assert (health.running, health.waiting) == (0, 0)
 
