@@ -74,7 +74,7 @@ class GroupSender:
         def send() -> None:
             self._on_the_way[number] = [(message, group.send(message, to)) for message in messages]
 
-        self._meeting.wait(send, peer, f"{self._meeting.name(peer)} to connect")
+        self._meeting.wait(send, peer, f"{self._meeting.name(peer)} to hear of bucket {number}")
 
     def drain(self) -> None:
         """Wait until every bucket has gone."""
@@ -82,10 +82,11 @@ class GroupSender:
             self._wait_gone(number)
 
     def _wait_gone(self, number: int) -> None:
+        if number not in self._on_the_way:
+            return
         peer = self._part.buckets[number].peer
-        for _, work in self._on_the_way.pop(number, []):
-            what = f"{self._meeting.name(peer)} to take bucket {number}"
-            self._meeting.wait(work.wait, peer, what)
+        for _, work in self._on_the_way.pop(number):
+            self._meeting.wait(work.wait, peer, f"{self._meeting.name(peer)} to take bucket {number}")
         self._meeting.group.synchronize()
 
 
@@ -185,7 +186,11 @@ def _met(part: Part, session: RefitSession, member: Membership, who: str, place:
             for peer in peers:
                 key = here_key(session, first_peer + peer)
                 waiting.until(partial(group.store.check, [key]), f"{name(peer)} to join")
-            yield _Meeting(group, waiting, first_peer, name)
+            meeting = _Meeting(group, waiting, first_peer, name)
+            for peer in peers:
+                connect = partial(group.connect, first_peer + peer, sends=sends)
+                meeting.wait(connect, peer, f"{name(peer)} to connect")
+            yield meeting
     except BaseException:
         member.leave()
         raise

@@ -9,7 +9,7 @@ NCCL is the same code with another class and device. It is not run on hardware y
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ class Group:
     backend: Any  # ProcessGroupGloo or ProcessGroupNCCL
     store: TCPStore
     device: torch.device
+    connected: set[int] = field(default_factory=set)  # members that this one has exchanged a message with
 
     @classmethod
     def join(cls, session: RefitSession, rank: int) -> "Group":
@@ -84,6 +85,20 @@ class Group:
         """Fill `values` from a member."""
         self.backend.recv([values], rank, 0).wait()
         self.synchronize()
+
+    def connect(self, rank: int, *, sends: bool) -> None:
+        """Exchange a first message with a member. gloo connects in it, and a wait for that cannot be aborted.
+
+        All have to do so in the order of (sender, receiver), and only with who has joined.
+        """
+        if rank in self.connected:
+            return
+        hello = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if sends:
+            self.send(hello, rank).wait()
+        else:
+            self.receive(hello, rank)
+        self.connected.add(rank)
 
     def synchronize(self) -> None:
         """NCCL's waits order streams only."""

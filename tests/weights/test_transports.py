@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import PolicyRank, hf_tensors
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
@@ -80,12 +80,12 @@ def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_p
     venue: Any = setup.exchange._route.venue
     venue._deadline_seconds = 0.5
     released = threading.Event()
-    undo = before_taken(GroupReceiver, 3, lambda: released.wait(5.0))
+    undo = before_taken(GroupReceiver, 3, lambda: released.wait(2.0))
     publish = GroupSender.publish
 
     def stall(self: GroupSender, number: int, num_bytes: int) -> None:
         if number == 5:
-            released.wait(5.0)
+            released.wait(2.0)
         publish(self, number, num_bytes)
 
     GroupSender.publish = stall  # type: ignore[method-assign]
@@ -126,6 +126,35 @@ def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
         undo()
     setup.refit(3)
     setup.assert_holds(3)
+
+
+def test_one_bucket_is_enough() -> None:
+    policy, engine = PolicySide(PolicyRank()), EngineSide(torch.float32)
+    policy.train(1)
+    options = TransportOptions("gloo")
+    stats = WeightExchange(Threads([policy]), Threads([engine]), 2**30, 30.0, options).refit(1)
+    assert stats.num_buckets == 1
+    assert_equal(engine.weights, model(1))
+
+
+def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(tmp_path: Path) -> None:
+    """No two ranks have exchanged anything by then, and gloo connects late."""
+    setup = Setup(tmp_path, "gloo", deadline_seconds=120.0)
+    slot = GroupSender.slot
+
+    def fail(self: GroupSender, number: int) -> Tensor:
+        if self._part.rank == 0:
+            raise RefitFailed("no memory for a slot")
+        return slot(self, number)
+
+    GroupSender.slot = fail  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RefitFailed, match="no memory for a slot"):
+            setup.exchange.refit(1)
+    finally:
+        GroupSender.slot = slot  # type: ignore[method-assign]
+    setup.refit(2)
+    setup.assert_holds(2)
 
 
 def test_each_element_is_in_one_file_and_old_versions_go(tmp_path: Path) -> None:
