@@ -47,7 +47,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _prepare(path: Path, overrides: list[str]) -> Ready:
-    return prepare(path, overrides, read_machine(), training=False, measuring=False)
+    ready = prepare(path, overrides, read_machine(), training=False, measuring=False)
+    generation = ready.experiment.generation
+    if not generation.has_engines:
+        mend = "a policy that samples by itself serves nobody else: name a back end that has engines"
+        raise ConfigError(str(path), [Violation("generation.backend", generation.backend, mend)])
+    return ready
 
 
 def _experiment_of(model: Path, folder: Path) -> Path:

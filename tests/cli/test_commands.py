@@ -25,6 +25,14 @@ def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: P
     assert "policy x 1" in outcome.err
 
 
+def test_a_policy_that_samples_by_itself_is_not_served(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("serve", experiment, "generation={backend: megatron}")
+
+    assert outcome.status == 2
+    assert "generation.backend = megatron" in outcome.err
+    assert "name a back end that has engines" in outcome.err
+
+
 def test_check_of_a_sound_file(nemorl: Nemorl, experiment: Path) -> None:
     assert nemorl("check", experiment).status == 0
 
