@@ -10,7 +10,7 @@ from nemorl.models.create import MAX_POSITIONS
 from nemorl.models.shape import ModelShape
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
-GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024}
+GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024, "stop_strings": ["3"]}
 # What says who sampled, not what came of it.
 OF_THE_ENGINE = ("generation/", "refit/", "logprob_gap/")
 
@@ -49,6 +49,7 @@ def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> No
         assert 0 < ours.values["logprob_gap/max"] < 1e-4
         assert not any(key.startswith("refit/") for key in ours.values)
         assert ours.values["version/lag"] == 0
+        assert ours.values["stop/stop"] > 0
     assert not list((folder / "megatron" / "logs").glob("generation-*")), "no engine is started"
 
 
