@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def _receive(receiver: WeightReceiver, rank: int, session: RefitSession, reports
         answer["report"] = REPORT.dump_python(receiver.receive(session), mode="json")
     except Exception as error:  # noqa: BLE001 - told to the process that asked
         answer |= {"error": type(error).__name__, "message": str(error)}
-    with socket.socket(socket.AF_UNIX) as connection:
+    # Who asked may have given up.
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(reports)
         connection.sendall(json.dumps(answer).encode())

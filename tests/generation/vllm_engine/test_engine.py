@@ -282,6 +282,18 @@ def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> No
             assert gap[~own].max() > 1e-2, "the other version's logprobs are others"
 
 
+def test_new_weights_read_a_cached_prompt_anew(one: Any, dense: Any) -> None:
+    folder, network = dense
+    prompt = Prompts(13).one(180)  # longer than a block of the cache
+    asked = [request(prompt, "a", PLAIN, 8, seed=1)]
+    one.run(collect(one.host, asked))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.8)
+    exchange_of(one, folder, of_network(folder, network)).refit(one.host.version + 1)
+    assert gaps(network, prompt, one.run(collect(one.host, asked))["a"]).max() < 1e-3
+
+
 def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> None:
     folder, network = dense
     sender = Sender(folder, of_network(folder, network))

@@ -20,6 +20,8 @@ from tests.generation.vllm_engine.test_engine import collect, gaps, group
 def check_against(engine: Any, network: Any, version: int) -> None:
     """Whatever the engine samples is what transformers makes of the same weights."""
     requests = group("", 3, 10, SamplingParams())
+    # Longer than a block of the cache, which must not outlive the weights that filled it.
+    requests.append(request(Prompts(13).one(180), "3", SamplingParams(), 10))
     for name, got in engine.run(collect(engine.host, requests)).items():
         assert got.versions.tolist() == [version] * 10
         assert gaps(network, requests[int(name)].prompt, got).max() < 1e-3
