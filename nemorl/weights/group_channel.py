@@ -7,20 +7,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .messages import Part
 from .process_group import ABORTED, Group, Membership, here_key, over_key, store_of
 from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
 
 _SLOTS = 2
+_LOOK_UP_SECONDS = 0.2  # how often a rank looks whether the session is over
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def group_receiver(part: Part, session: RefitSession, member: Membership) -> Ite
         try:
             yield receiver
         except BaseException:
-            meeting.group.abort(meeting.first_peer + part.buckets[0].peer)
+            meeting.group.abort()
             raise
         finally:
             receiver.close()
@@ -182,7 +183,7 @@ def _met(part: Part, session: RefitSession, member: Membership, who: str, place:
     try:
         group = member.join(session, place)
         peers = sorted({bucket.peer for bucket in part.buckets})
-        with _watch(session, group, over, first_peer + peers[0] if peers else place):
+        with _watch(session, group, over):
             for peer in peers:
                 key = here_key(session, first_peer + peer)
                 waiting.until(partial(group.store.check, [key]), f"{name(peer)} to join")
@@ -197,20 +198,31 @@ def _met(part: Part, session: RefitSession, member: Membership, who: str, place:
 
 
 @contextmanager
-def _watch(session: RefitSession, group: Group, over: threading.Event, peer: int) -> Iterator[None]:
+def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterator[None]:
     """Abort the group when the driver ends the session, or is gone, before the block ends."""
     finished = threading.Event()
+    end = time.monotonic() + session.deadline_seconds
     store = store_of(session)
 
     def watch() -> None:
-        with suppress(RuntimeError):  # the driver is gone, or the deadline has passed, which waits see too
-            store.wait([over_key(session)], timedelta(seconds=session.deadline_seconds))
-        over.set()
-        if not finished.is_set():
-            group.abort(peer)
+        while not finished.wait(_LOOK_UP_SECONDS):
+            if time.monotonic() < end and not _is_over(store, session):
+                continue
+            over.set()
+            group.abort()
+            return
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     try:
         yield
     finally:
         finished.set()
+        watcher.join()
+
+
+def _is_over(store: TCPStore, session: RefitSession) -> bool:
+    try:
+        return bool(store.check([over_key(session)]))
+    except RuntimeError:  # the driver is gone
+        return True

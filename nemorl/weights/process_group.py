@@ -105,14 +105,15 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def abort(self, peer: int) -> None:
+    def abort(self) -> None:
         """End the waits of all threads; the group is of no use afterwards."""
         if self.device.type == "cuda":
             self.backend.abort()
             return
         # gloo's own `abort` does nothing; a wait that times out closes all connections
-        with suppress(RuntimeError):
-            self.backend.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        for rank in list(self.connected)[:1]:
+            with suppress(RuntimeError):
+                self.backend.recv([torch.empty(1)], rank, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 class GroupVenue:
