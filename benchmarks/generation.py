@@ -76,7 +76,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
-    parser.add_argument("--engines", nargs="+", default=["torch", "vllm"])
+    parser.add_argument("--engines", nargs="+", default=["torch", "vllm", "megatron"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])

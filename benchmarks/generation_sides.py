@@ -1,26 +1,26 @@
 """The engines of the generation benchmark: each samples the same work, greedy, and says how long it took."""
 
 import asyncio
-import importlib
 import random
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 
-from nemorl.config.generation import GenerationConfig
-from nemorl.generation.types import GenerationRequest, SamplingParams
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.session.generation_host import GenerationHost
 
 MAX_LENGTH = 512  # tokens of prompt and completion
-HOSTS = {
-    "torch": "nemorl.generation.worker:GenerationWorker",
-    "vllm": "nemorl.session.vllm_host:VllmHost",
-}
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,9 @@ class Engine:
     """One of ours, by the interface that all have, on an event loop of its own."""
 
     def __init__(self, setting: Setting, backend: str) -> None:
-        module, _, name = HOSTS[backend].partition(":")
-        host = getattr(importlib.import_module(module), name)
-        config = {"backend": backend, "max_batch_size": setting.max_batch} if backend == "torch" else {}
-        options: dict[str, Any] = {
-            "config": TypeAdapter(GenerationConfig).validate_python({"backend": backend, **config}),
-            "rank": 0,
-            "device": setting.device,
-            "threads": setting.threads,
-            "tokenizer_path": setting.model,
-            "max_sequence_length": MAX_LENGTH,
-            "precision": setting.precision,
-        }
         self._runner = asyncio.Runner()
-        self._host = self._runner.run(_make(host, setting.model, options))
+        make = {"torch": _torch, "vllm": _vllm, "megatron": _megatron}[backend]
+        self._service, self._stage = self._runner.run(make(setting))
         self._count = 0
 
     def __call__(self, work: Work) -> Sampled:
@@ -152,17 +141,86 @@ class Engine:
                     seed=0,
                 )
             )
-        began = time.perf_counter()
-        found = {c.id: tuple(c.tokens.tolist()) async for c in self._host.generate_many(requests)}
-        seconds = time.perf_counter() - began
+        found: dict[str, tuple[int, ...]] = {}
+        async with self._stage():
+            began = time.perf_counter()
+            async for reports in self._service.generate_batches(requests):
+                found |= {r.id: tuple(r.tokens.tolist()) for r in reports if isinstance(r, Completion)}
+            seconds = time.perf_counter() - began
         return Sampled(tuple(found[request.id] for request in requests), seconds)
 
     def close(self) -> None:
         """End the engine and the loop."""
-        self._host.close()
+        self._service.close()
         self._runner.close()
 
 
-async def _make(host: Any, model: Path, options: dict[str, Any]) -> Any:
-    """Inside a running loop, which hosts want."""
-    return host(model, **options)
+Stage = Callable[[], AbstractAsyncContextManager[Any]]  # inside, the engine samples
+
+
+async def _torch(setting: Setting) -> tuple[Any, Stage]:
+    config = TorchGenerationConfig(max_batch_size=setting.max_batch)
+    return GenerationHost(config, **_options(setting)), nullcontext
+
+
+async def _vllm(setting: Setting) -> tuple[Any, Stage]:
+    from nemorl.session.vllm_host import VllmHost
+
+    host = VllmHost(
+        config=VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch), **_options(setting)
+    )
+    await host.start()
+    return host, nullcontext
+
+
+async def _megatron(setting: Setting) -> tuple[Any, Stage]:
+    """A policy of one process; `stage` is as long as its rank samples."""
+    from nemorl.megatron.worker import PolicyWorker
+    from nemorl.session.megatron_generation import PolicySampler
+
+    policy = PolicyConfig(
+        model_path=setting.model, precision=setting.precision, max_sequence_length=MAX_LENGTH
+    )
+    worker = PolicyWorker(
+        policy,
+        rank=0,
+        world_size=1,
+        rendezvous=f"file://{tempfile.mkdtemp()}/rendezvous",
+        device=setting.device,
+        threads=setting.threads,
+        temperature=1.0,
+        keep_reference=False,
+        deadline_seconds=600,
+    )
+    worker.load_hf(setting.model)
+    config = MegatronGenerationConfig(backend="megatron", max_batch_size=setting.max_batch)
+    sampler = PolicySampler(
+        worker.decoding_copy(config.max_kv_tokens),
+        policy,
+        config,
+        name="megatron",
+        tokenizer_path=setting.model,
+        device=torch.device(setting.device),
+    )
+
+    @asynccontextmanager
+    async def stage() -> AsyncIterator[None]:
+        serving = asyncio.create_task(asyncio.to_thread(sampler.serve, 0))
+        yield
+        await sampler.stop()
+        await serving
+
+    return sampler, stage
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    return {
+        "model_path": setting.model,
+        "rank": 0,
+        "device": setting.device,
+        "threads": setting.threads,
+        "tokenizer_path": setting.model,
+        "max_sequence_length": MAX_LENGTH,
+        "precision": setting.precision,
+        "commit_seconds": 60.0,
+    }
