@@ -1,0 +1,67 @@
+"""Models of the refit benchmark, as fields of their config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemorl.models.shape import ModelShape
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "rope_theta": 10000.0,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+DEEPSEEK_V3 = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """A model's shape from the fields of its config.json."""
+    return ModelShape.from_config(config, "benchmarks/refit.py")
