@@ -19,14 +19,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("colocated", [False, True], ids=["separate", "time-shared"])
-def test_grpo_learns_from_what_vllm_samples(tmp_path: Path, model: Path, colocated: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "colocated"), [(1, False), (2, True)], ids=["separate", "time-shared, two ranks"]
+)
+def test_grpo_learns_from_what_vllm_samples(tmp_path: Path, model: Path, ranks: int, colocated: bool) -> None:
     config = write_experiment(
         tmp_path, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
         policy={"offload": {"weights": colocated, "optimizer": colocated}},
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
-    engine = {"backend": "vllm", "max_new_tokens": 6, "threads": 1, "colocated": colocated}
+    engine = {
+        "backend": "vllm", "tensor_parallel_size": ranks, "colocated": colocated, "max_new_tokens": 6,
+        "threads": 1,
+    }  # fmt: skip
     config.write_text(yaml.safe_dump({**tree, "generation": engine, "checkpointing": {"enabled": False}}))
     status, output = finish(start("train", config), 500)
     assert status == 0, output

@@ -101,7 +101,7 @@ class _Recorder(TorchFunctionMode):
 
     def _record(self, target: Tensor, source: Tensor) -> None:
         parameter = self._targets.get(_storage(target))
-        if parameter is None:  # the loader's own scratch memory
+        if parameter is None or target.numel() == 0:  # the loader's own scratch memory, or a rank of padding
             return
         found = self._sources.get(_storage(source))
         if found is None:

@@ -33,6 +33,7 @@ class Fused(nn.Module):
                 self.up.data.copy_(tensor[:, 4:].t())
             elif name == "words":
                 self.words.data[:5] = tensor
+                self.words.data[8:].copy_(tensor[5:])  # as a rank does whose rows are padding only
                 self.words.data[5:].fill_(0)
             else:
                 self.norm.data.copy_(tensor.to(torch.float32))
