@@ -17,11 +17,14 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 
 Stop = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
+# Larger numbers do not fit the arrays and messages of engines, which would end with the request.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Below it logits leave float32, and the draw is that of the most likely token anyway; vLLM has the same.
+_GREEDY_BELOW = 1e-5
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(_Strict):
@@ -37,10 +40,10 @@ class SamplingRequest(_Strict):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     """Samples of each prompt."""
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 is greedy."""
+    """Divides the logits; 0 is greedy, and so is less than 1e-5."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely tokens up to this probability."""
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     """Keep the k most likely tokens; -1 and 0 keep all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep tokens at least this likely, as a fraction of the most likely one."""
@@ -69,7 +72,8 @@ class SamplingRequest(_Strict):
     def sampling(self) -> SamplingParams:
         """The distribution to sample from."""
         top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
-        return SamplingParams(self.temperature, top_k, self.top_p, self.min_p)
+        temperature = self.temperature if self.temperature >= _GREEDY_BELOW else 0.0
+        return SamplingParams(temperature, top_k, self.top_p, self.min_p)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -119,13 +119,13 @@ async def stream(
 
     Raises ApiError.
     """
-    said: asyncio.Queue[tuple[int, Progress | Completion | BaseException]] = asyncio.Queue()
+    said: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
 
     async def follow(index: int, request: GenerationRequest) -> None:
         try:
             answer = await _sample_one(request, router, lambda progress: said.put_nowait((index, progress)))
             said.put_nowait((index, answer))
-        except ApiError as error:
+        except Exception as error:  # noqa: BLE001 - raised where the item is waited for
             said.put_nowait((index, error))
 
     tasks = [asyncio.ensure_future(follow(i, request)) for i, request in enumerate(requests)]
@@ -133,7 +133,7 @@ async def stream(
         left = len(tasks)
         while left:
             index, item = await said.get()
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             left -= isinstance(item, Completion)
             yield index, item

@@ -9,6 +9,7 @@ import pytest
 from nemorl.generation.router import Replica
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.rollout.types import StopReason
+from nemorl.serve.sampling import stream
 from tests.rollout.stand_ins import completion
 from tests.serve.conftest import LENGTH, engine
 
@@ -216,7 +217,11 @@ def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
         ("/completions", {"model": "tiny"}, 400, "prompt is missing."),
         ("/completions", {**BODY, "best_of": 2}, 400, "best_of is not served here: leave it out."),
         ("/completions", {**BODY, "temperature": -1}, 400, "temperature = -1: "),
+        ("/completions", {**BODY, "temperature": float("inf")}, 400, "temperature = Infinity: "),
         ("/completions", {**BODY, "presence_penalty": 0.5}, 400, "presence_penalty = 0.5"),
+        ("/completions", {**BODY, "top_k": 2**70}, 400, f"top_k = {2**70}: "),
+        ("/completions", {**BODY, "stop_token_ids": [2**70]}, 400, f"stop_token_ids.0 = {2**70}: "),
+        ("/completions", {**BODY, "prompt": [2**31]}, 400, "prompt"),
         ("/completions", {**BODY, "max_tokens": LENGTH}, 400, f"have {LENGTH} tokens at most"),
         ("/completions", {**BODY, "prompt": [9999]}, 400, "the model's vocabulary has 263"),
         ("/completions", {**BODY, "prompt": ""}, 400, "prompt has no tokens"),
@@ -232,6 +237,29 @@ def test_a_wrong_request_is_told_what_is_wrong(endpoint, path, body, status, say
     assert answered == status
     assert says in answer["error"]["message"]
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_coldest_temperature_is_greedy(endpoint):
+    async def talk(e):
+        answers = [await e.post("/completions", {**BODY, "temperature": t}) for t in (0, 1e-300, 1e-39)]
+        assert [status for status, _ in answers] == [200] * 3
+        return [answer["choices"][0]["text"] for _, answer in answers]
+
+    texts = run(endpoint, talk)
+    assert texts == [texts[0]] * 3
+
+
+def test_a_stream_whose_request_fails_ends():
+    class Broken:
+        async def generate(self, request, on_progress):
+            raise LookupError("not foreseen")
+
+    async def follow():
+        request = GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(), 12, 5)
+        return [item async for item in stream([request], Broken())]
+
+    with pytest.raises(LookupError, match="not foreseen"):
+        asyncio.run(asyncio.wait_for(follow(), 60))
 
 
 def test_the_key_is_wanted_everywhere_but_for_health(endpoint, served_tokenizer):
