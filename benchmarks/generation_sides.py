@@ -151,8 +151,13 @@ class Engine:
 
     def close(self) -> None:
         """End the engine and the loop."""
-        self._service.close()
+        self._runner.run(self._end())
         self._runner.close()
+
+    async def _end(self) -> None:
+        closing = self._service.close()  # of some it takes a while
+        if closing is not None:
+            await closing
 
 
 Stage = Callable[[], AbstractAsyncContextManager[Any]]  # inside, the engine samples
