@@ -181,6 +181,7 @@ class WorkerGroup:
         axis: Literal["dp", "rank"] = "dp",
         resolve: bool = False,
         outputs: Literal["all", "output_ranks"] = "all",
+        ends_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
         """Like `call_async`, with a first argument of its own for each data-parallel rank, or for each rank.
@@ -195,7 +196,8 @@ class WorkerGroup:
                 f"{len(shards)} shards for {len(self.workers)} ranks of {self.name}: give as many."
             )
         invocation = Invocation(method, stage, deadline_seconds, resolve)
-        return await self._call(invocation, [(shard, *args) for shard in shards], kwargs, outputs)
+        own = [(shard, *args) for shard in shards]
+        return await self._call(invocation, own, kwargs, outputs, ends_group)
 
     async def call_beside_async(
         self, method: str, *args: Any, stage: str, deadline_seconds: float

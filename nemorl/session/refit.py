@@ -27,7 +27,12 @@ class _Side:
 
     def _prepare(self, parts: Sequence[Any]) -> None:
         self.group.call_sharded(
-            "prepare_refit", parts, axis="rank", stage="refit", deadline_seconds=self.deadline_seconds
+            "prepare_refit",
+            parts,
+            axis="rank",
+            stage="refit",
+            deadline_seconds=self.deadline_seconds,
+            ends_group=False,
         )
 
 

@@ -35,7 +35,7 @@ class Replicas:
         return answers.get(method, [None] * len(self.ranks))
 
     def call_sharded(self, method: str, shards: Sequence[Any], **options: Any) -> None:
-        assert method == "prepare_refit"
+        self.options.append({"method": method, **options})
         self.prepared = shards
 
 
@@ -76,10 +76,12 @@ def test_every_replica_gets_the_parts_of_its_ranks(
 
 
 def test_a_failure_ends_no_process(receivers: GenerationReceivers, replicas: Replicas) -> None:
+    receivers.prepare([])
     receivers.receive(SESSION)
     receivers.commit(1)
     receivers.abandon()
     assert [options["method"] for options in replicas.options] == [
+        "prepare_refit",
         "receive_weights",
         "commit_weights",
         "abandon_refit",
