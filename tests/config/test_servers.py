@@ -22,9 +22,20 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
     ("override", "field", "mend"),
     [
         (SERVER + ", token_ids: false}", "generation.token_ids", "text alone cannot be learnt from"),
+        (SERVER + ", transport: gloo}", "generation.transport", "gets none: remove this"),
+        (SERVER + ", check_one_in: 2}", "generation.check_one_in", "gets none: remove this"),
+        (
+            SERVER + ", token_ids: false, stop_token_ids: [5]}",
+            "generation.stop_token_ids",
+            "text alone goes to the server: remove this",
+        ),
         (SERVER.replace("http://", "ftp://") + "}", "generation.base_url", ""),
         ("generation.endpoint={host: 0.0.0.0}", "generation.endpoint.host", "the key must be yours"),
-        ("generation={backend: megatron, endpoint: {}}", "generation.endpoint", "the policy samples by itself"),
+        (
+            "generation={backend: megatron, endpoint: {}}",
+            "generation.endpoint",
+            "the policy samples by itself",
+        ),
     ],
 )
 def test_it_is_refused(sound: Path, override: str, field: str, mend: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import TypeAdapter
 
+from nemorl.config.checks.exchange import changes_have_a_base
 from nemorl.config.checks.trtllm import (
     OWN_ARGUMENTS,
     trtllm_arguments_are_free,
@@ -35,6 +36,13 @@ def test_it_wants_gpus():
     assert fields_of(trtllm_wants_gpus(ClusterConfig(), config())) == ["generation.backend"]
     assert not list(trtllm_wants_gpus(ClusterConfig(gpus_per_node=8), config()))
     assert not list(trtllm_wants_gpus(ClusterConfig(), TorchGenerationConfig()))
+
+
+def test_changes_want_a_receiver_that_keeps_what_came():
+    refused = config(delta=True, weight_delivery="workers")
+    assert fields_of(changes_have_a_base(refused)) == ["generation.delta"]
+    assert not list(changes_have_a_base(config(delta=True, weight_delivery="handles")))
+    assert not list(changes_have_a_base(config(weight_delivery="workers")))
 
 
 @pytest.mark.parametrize(

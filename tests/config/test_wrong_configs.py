@@ -536,6 +536,24 @@ BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         8,
         "no weights travel: remove this",
     ),
+    "a way for weights that do not travel": (
+        [BY_ITSELF, "generation.transport=files"],
+        "generation.transport",
+        "files",
+        "no weights travel: remove this",
+    ),
+    "changes of weights that do not travel": (
+        [BY_ITSELF, "generation.delta=true", "policy.precision=bfloat16"],
+        "generation.delta",
+        True,
+        "no weights travel: remove this",
+    ),
+    "checks of weights that do not travel": (
+        [BY_ITSELF, "generation.check_one_in=4"],
+        "generation.check_one_in",
+        4,
+        "no weights travel: remove this",
+    ),
     "threads of no engine": (
         [BY_ITSELF, "generation.threads=2"],
         "generation.threads",

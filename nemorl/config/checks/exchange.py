@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
@@ -16,6 +17,19 @@ def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Itera
             True,
             "in float32 a step changes nearly every weight (in bfloat16 one to three in a hundred), so that "
             "nothing is saved and a copy is kept: set generation.precision to bfloat16, or this to false",
+        )
+
+
+def changes_have_a_base(generation: GenerationConfig) -> Iterator[Violation]:
+    """Changes go onto what a receiver keeps."""
+    if not isinstance(generation, TrtllmGenerationConfig) or generation.weight_delivery != "workers":
+        return
+    if generation.delta:
+        yield Violation(
+            "generation.delta",
+            True,
+            "TensorRT-LLM's workers keep nothing of what came, so every refit would be whole: set this to "
+            "false, or generation.weight_delivery to handles",
         )
 
 

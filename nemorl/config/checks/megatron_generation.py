@@ -37,6 +37,9 @@ def policy_samples_as_it_is(policy: PolicyConfig, generation: GenerationConfig) 
         "replicas": "it has as many copies as policy.layout.data_parallel_size says",
         "precision": "it computes in policy.precision",
         "bucket_megabytes": "no weights travel",
+        "transport": "no weights travel",
+        "delta": "no weights travel",
+        "check_one_in": "no weights travel",
         "threads": "its processes have cluster.policy_threads",
         "endpoint": "between two stages of sampling it answers nobody",
     }

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
 from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation_base import GenerationBase
 from nemorl.config.generation_openai import OpenAIGenerationConfig
 from nemorl.errors import Violation
 
@@ -18,6 +19,22 @@ def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConf
             "logprobs (vLLM's, `nemorl serve`) and set it to true, or use this one with `nemorl eval`"
         )
         yield Violation("generation.token_ids", False, mend)
+
+
+def servers_are_used_as_they_are(generation: GenerationConfig) -> Iterator[Violation]:
+    """What speaks of an engine's weights, or of what text cannot carry, would do nothing."""
+    if not isinstance(generation, OpenAIGenerationConfig):
+        return
+    ignored = dict.fromkeys(
+        ("precision", "bucket_megabytes", "transport", "delta", "check_one_in"),
+        "the server has weights of its own, and gets none",
+    )
+    if not generation.token_ids:
+        ignored["stop_token_ids"] = "with generation.token_ids: false text alone goes to the server"
+    for name, why in ignored.items():
+        value = getattr(generation, name)
+        if value != GenerationBase.model_fields[name].default:
+            yield Violation(f"generation.{name}", value, f"{why}: remove this")
 
 
 def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:
