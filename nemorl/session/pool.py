@@ -85,6 +85,11 @@ class GenerationPool:
         """Check the engines' health from now on."""
         self._watch = asyncio.create_task(self._watch_on())
 
+    def check_watch(self) -> None:
+        """Raise what ended the watch, which has no other end."""
+        if self._watch is not None and self._watch.done():
+            self._watch.result()
+
     async def close(self) -> None:
         """End the watch and what was being started."""
         tasks = [*self._coming, *([self._watch] if self._watch else [])]
@@ -128,14 +133,14 @@ class GenerationPool:
         take part. Raises NoReplicaLeft.
         """
         async with self._lock:
-            if self._watch is not None and self._watch.done():
-                self._watch.result()  # it has no end but an error
+            self.check_watch()
             await self._check()
             came = self._admit()
             self._some_left()
             self._own_weights = False
             yield
-            await self._announce(came)
+            # the refit may have lost some of them again
+            await self._announce([worker for worker in came if worker in self.group.workers])
 
     async def lost_in_refit(self) -> bool:
         """Inside `refitting`, when the refit failed: whether engines were lost, so that it may go on without.

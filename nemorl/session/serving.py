@@ -105,6 +105,7 @@ async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> N
             asyncio.get_running_loop().add_signal_handler(number, end.set)
         tell(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
         while not await _set_within(end, _LOOK_SECONDS):
+            pool.check_watch()
             if pool.hopeless:
                 raise NoReplicaLeft(dict(pool.losses))
 

@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
@@ -146,6 +147,56 @@ def test_engines_die_hang_and_come_back(tmp_path, monkeypatch):
             await main(await runtime.reserve())
 
         asyncio.run(with_places())
+
+
+@dataclass(eq=False)
+class Engine:
+    """Stands in for the process of an engine."""
+
+    rank: int
+    dead: bool = False
+
+    async def call_async(self, method: str, *, stage: str, deadline_seconds: float) -> EngineHealth:
+        if self.dead:
+            raise ClusterError("the process vanished")
+        return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
+
+
+class Engines:
+    """Stands in for their group; whoever was dropped comes back at once."""
+
+    def __init__(self, *workers: Engine) -> None:
+        self.workers = workers
+
+    def drop(self, worker: Engine) -> None:
+        self.workers = tuple(w for w in self.workers if w is not worker)
+
+    def admit(self, worker: Engine) -> None:
+        self.workers = (*self.workers, worker)
+
+    async def restart_async(self, rank: int, deadline_seconds: float) -> Engine:
+        return Engine(rank)
+
+
+def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
+    async def main() -> None:
+        group = Engines(Engine(0, dead=True), Engine(1))
+        here = RouterHere(Router([]))
+        pool = GenerationPool(cast(WorkerGroup, group), DeadlineConfig())
+        pool.serve(here)
+        async with pool.refitting():
+            pass  # without engine 0, which is only now being started again
+        assert [w.rank for w in group.workers] == [1]
+        await asyncio.gather(*pool._coming)
+        async with pool.refitting():
+            came = next(w for w in group.workers if w.rank == 0)
+            came.dead = True
+            assert await pool.lost_in_refit()
+        assert here.came == []
+        assert [w.rank for w in group.workers] == [1]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize(
