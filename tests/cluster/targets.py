@@ -95,7 +95,8 @@ class Streamer:
     """An asynchronous worker."""
 
     def __init__(self) -> None:
-        self.cancelled = 0
+        self.cut_short = 0
+        self.begun = 0
 
     async def double(self, value: int) -> int:
         await asyncio.sleep(0.01)
@@ -115,13 +116,21 @@ class Streamer:
         os._exit(code)
 
     async def count(self, items: int, pause: float) -> AsyncIterator[int]:
+        finished = False
         try:
             for i in range(items):
                 yield i
                 await asyncio.sleep(pause)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+            finished = True
+        finally:  # cancelled while it slept, or closed at its `yield`
+            self.cut_short += not finished
+
+    async def meet(self, others: int) -> AsyncIterator[int]:
+        """Its one item comes when so many of these streams have begun."""
+        self.begun += 1
+        while self.begun < others:
+            await asyncio.sleep(0.01)
+        yield self.begun
 
     async def count_then_fail(self, items: int) -> AsyncIterator[int]:
         for i in range(items):
@@ -135,8 +144,8 @@ class Streamer:
         sys.stdout.write("about to die\n")
         os._exit(3)
 
-    async def was_cancelled(self) -> int:
-        return self.cancelled
+    async def times_cut_short(self) -> int:
+        return self.cut_short
 
     async def process(self) -> int:
         return os.getpid()
