@@ -43,7 +43,7 @@ class GenerationBase(Config):
     in the run folder, which machines share; `auto` is shared memory on one machine and gloo on several."""
     delta: bool = False
     """Send only the weights that changed since the last refit, exactly; the policy keeps a copy of what it
-    sent in host memory. Pays in bfloat16, where a step changes one to three weights in a hundred."""
+    sent in host memory. Pays in bfloat16, where a step changes a few weights in a hundred."""
     check_one_in: int | None = Field(None, ge=1)
     """Of so many tensors one is checked in each refit, on both sides, and all in turn: 1 on a CPU and 16 on
     GPUs when not given."""

@@ -1,6 +1,6 @@
 """Refits that carry only what changed.
 
-A small optimizer step moves few weights far enough to change their bfloat16: one to three in a hundred. A
+A small optimizer step moves few weights far enough to change their bfloat16: two to four in a hundred. A
 sender keeps what it sent last, in the type that travels, and sends of each bucket the places that changed and
 how far:
 

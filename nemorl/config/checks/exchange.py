@@ -15,7 +15,7 @@ def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Itera
         yield Violation(
             "generation.delta",
             True,
-            "in float32 a step changes nearly every weight (in bfloat16 one to three in a hundred), so that "
+            "in float32 a step changes nearly every weight (in bfloat16 two to four in a hundred), so that "
             "nothing is saved and a copy is kept: set generation.precision to bfloat16, or this to false",
         )
 
