@@ -11,7 +11,7 @@ from nemorl.generation.async_engine import AsyncEngineWorker
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
-from nemorl.generation.types import EngineStats
+from nemorl.generation.types import EngineHealth, EngineStats
 from nemorl.weights.messages import ReceiverLayout
 
 
@@ -46,6 +46,12 @@ class OpenAIHost(AsyncEngineWorker):
             max_sequence_length=max_sequence_length,
         )
         super().__init__(backend, f"generation client {rank} of {config.base_url}")
+
+    def health(self) -> EngineHealth:
+        """Where the client stands. An answer comes in one piece, so that long ones are no hanging engine: a
+        server that hangs is noticed by the deadlines of requests.
+        """
+        return replace(super().health(), seconds_since_step=0.0)
 
     async def stats(self) -> EngineStats:
         """What was done since the last call, with the retries."""
