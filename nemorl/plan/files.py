@@ -1,4 +1,4 @@
-"""The files that an experiment names: whether they are there and hold what is asked of them."""
+"""Files, packages and keys that an experiment names: whether they are there and hold what is asked."""
 
 import importlib.util
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 from nemorl.config.checks.facts import datasets
 from nemorl.config.data import JsonlDataset
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation_openai import OpenAIGenerationConfig
 from nemorl.errors import Violation
 
 from .weights import weight_problems
@@ -32,6 +33,7 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
         )
         yield Violation("logger.tensorboard", True, mend)
     yield from _engine_packages(experiment)
+    yield from _keys(experiment)
 
 
 def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
@@ -43,6 +45,20 @@ def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
             "(docs/trtllm.md), or take torch or vllm"
         )
         yield Violation("generation.backend", backend, mend)
+
+
+def _keys(experiment: Experiment) -> Iterator[Violation]:
+    """Variables that name a key, which the processes of a Ray of our own inherit."""
+    generation = experiment.generation
+    wanted = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        wanted["generation.api_key_env"] = generation.api_key_env
+    if generation.endpoint is not None:
+        wanted["generation.endpoint.api_key_env"] = generation.endpoint.api_key_env
+    for field, variable in wanted.items():
+        if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
+            mend = "this environment variable is not set, or empty; it holds the key: set it"
+            yield Violation(field, variable, mend)
 
 
 def _installed(package: str) -> bool:

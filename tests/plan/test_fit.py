@@ -304,6 +304,30 @@ def test_tensorrt_llm_must_be_installed_where_it_samples(
     assert not list(file_violations(configure("generation.backend=trtllm", "cluster.gpus_per_node=2")))
 
 
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        (
+            "generation={backend: openai, base_url: 'http://h/v1', model: m, api_key_env: A_KEY}",
+            "api_key_env",
+        ),
+        ("generation.endpoint={api_key_env: A_KEY}", "endpoint.api_key_env"),
+    ],
+)
+def test_a_key_that_is_named_must_be_there(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, override: str, field: str
+) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    experiment = configure(override)
+    (found,) = file_violations(experiment)
+    assert (found.field, found.value) == (f"generation.{field}", "A_KEY")
+    monkeypatch.setenv("A_KEY", "secret")
+    assert not list(file_violations(experiment))
+    monkeypatch.delenv("A_KEY")
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # whose processes have variables of their own
+    assert not list(file_violations(experiment))
+
+
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
