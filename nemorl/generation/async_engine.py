@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from nemorl.rollout.types import StopReason
+from nemorl.rollout.types import Int16Array, StopReason
 
 from .async_request import Figures, OpenRequest
 from .engine_thread import PauseMode
@@ -28,6 +28,7 @@ class Chunk:
     logprobs: Sequence[float]  # [n] of the distribution sampled
     versions: Sequence[int]  # [n] weights that sampled each
     stop: StopReason | None = None  # of the last chunk
+    routed_experts: Int16Array | None = None  # rows that are new; see `Completion`
 
 
 class AsyncBackend(Protocol):
@@ -231,6 +232,8 @@ class AsyncEngineWorker:
                 self._enter(request)
                 async with aclosing(self._backend.sample(request)) as chunks:
                     async for chunk in chunks:
+                        if chunk.routed_experts is not None:
+                            sequence.routed_experts.append(chunk.routed_experts)
                         sequence.take(
                             chunk.tokens, chunk.logprobs, chunk.versions, last=chunk.stop is not None
                         )

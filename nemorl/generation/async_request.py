@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemorl.rollout.types import Float32Array, Int32Array, StopReason
+from nemorl.rollout.types import Float32Array, Int16Array, Int32Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress, Report
 
@@ -22,7 +22,9 @@ class OpenRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed_experts: list[Int16Array] = field(default_factory=list)  # rows of each chunk
     num_told: int = 0  # tokens that progress has reported
+    _chunks_told: int = 0  # of experts
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -36,18 +38,25 @@ class OpenRequest:
         self.versions += versions
         every = self.request.progress_tokens
         if not last and every and len(self.tokens) - self.num_told >= every:
-            self.reports.put_nowait(Progress(self.request.id, *self._arrays(self.num_told)))
-            self.num_told = len(self.tokens)
+            arrays, experts = self._arrays(self.num_told), self._experts(self._chunks_told)
+            self.reports.put_nowait(Progress(self.request.id, *arrays, experts))
+            self.num_told, self._chunks_told = len(self.tokens), len(self.routed_experts)
 
     def end(self, stop: StopReason) -> None:
         """Answer with what there is."""
         seconds = time.monotonic() - self._began
-        self.reports.put_nowait(Completion(self.request.id, *self._arrays(0), stop=stop, seconds=seconds))
+        arrays, experts = self._arrays(0), self._experts(0)
+        self.reports.put_nowait(Completion(self.request.id, *arrays, stop, seconds, experts))
 
     def abort(self) -> None:
         """Stop sampling; it is answered when its task has ended."""
         if self.task is not None:
             self.task.cancel()
+
+    def _experts(self, first: int) -> Int16Array | None:
+        """Rows of the chunks from `first` on."""
+        new = self.routed_experts[first:]
+        return np.concatenate(new) if new else None
 
     def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
         return (

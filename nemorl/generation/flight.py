@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nemorl.rollout.types import Int32Array, StopReason
+from nemorl.rollout.types import Int16Array, Int32Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress
 
@@ -29,7 +29,10 @@ class Flight:
     losses: int = 0  # of the replicas that it was on
     parts: list[Progress] = field(default_factory=list)  # in the order of sampling
     num_sampled: int = 0  # tokens of the parts
-    _num_kept: int = 0  # of them those that were sampled before the replica it is on now
+    num_routed: int = 0  # rows of experts in the parts
+    # Of both those that came before the replica it is on now.
+    _num_kept: int = 0
+    _num_routed_kept: int = 0
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -51,7 +54,7 @@ class Flight:
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
         """What is left to ask of a replica: the sampled tokens stand at the end of the prompt."""
-        self._num_kept = self.num_sampled
+        self._num_kept, self._num_routed_kept = self.num_sampled, self.num_routed
         request = self.request
         progress = request.progress_tokens or progress_tokens
         if not self.num_sampled:
@@ -63,24 +66,28 @@ class Flight:
             sampled_before=request.sampled_before + self.num_sampled,
             deadline_seconds=max(_LEAST_SECONDS, request.deadline_seconds - self._seconds),
             progress_tokens=progress,
+            routed_experts_from=request.routed_experts_from + self.num_routed,
         )
 
     def advance(self, progress: Progress) -> None:
         """Keep what was sampled since the last report."""
         self.parts.append(progress)
         self.num_sampled += len(progress.tokens)
+        if progress.routed_experts is not None:
+            self.num_routed += len(progress.routed_experts)
         if self.on_progress is not None:
             self.on_progress(progress)
 
     def finish(self, completion: Completion) -> None:
         """Answer with what this replica sampled behind what others had."""
-        told = self.num_new
+        told, experts = self.num_new, completion.routed_experts
         self.advance(
             Progress(
                 completion.id,
                 completion.tokens[told:],
                 completion.logprobs[told:],
                 completion.versions[told:],
+                None if experts is None else experts[self.num_routed - self._num_routed_kept :],
             )
         )
         self._answer(completion.stop, completion.seconds if self.losses == 0 else self._seconds)
@@ -119,8 +126,13 @@ class Flight:
                 versions=_join([part.versions for part in self.parts], np.int32),
                 stop=stop,
                 seconds=seconds,
+                routed_experts=self._routed_experts(),
             )
         )
+
+    def _routed_experts(self) -> Int16Array | None:
+        parts = [part.routed_experts for part in self.parts if part.routed_experts is not None]
+        return np.concatenate(parts) if parts else None
 
     def _tokens(self) -> Int32Array:
         """[n] of all parts."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemorl.rollout.types import Float32Array, Int32Array, StopReason
+from nemorl.rollout.types import Float32Array, Int16Array, Int32Array, StopReason
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class GenerationRequest:
     # Tokens at the end of `prompt` that another replica sampled for this request before it was lost. Draws
     # and stop strings go on from there.
     sampled_before: int = 0
+    # Position of the first token whose experts an engine returns, if it returns any: those before are known.
+    routed_experts_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Completion:
     versions: Int32Array  # [n] weights that sampled each token
     stop: StopReason
     seconds: float = 0.0  # from arrival to the last token
+    # [m, layers with experts, experts of a token] what the routers chose when each token was read, prompt
+    # included, from position `routed_experts_from` on as far as is known: the last token was not read yet
+    routed_experts: Int16Array | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Progress:
     tokens: Int32Array  # [n]
     logprobs: Float32Array  # [n]
     versions: Int32Array  # [n]
+    routed_experts: Int16Array | None = None  # rows since the last report; see `Completion`
 
 
 Report = Completion | Progress

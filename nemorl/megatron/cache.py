@@ -15,6 +15,7 @@ from torch import Tensor
 # Places that are read are a multiple of this, so that a row sums in the same order whatever else is running.
 PLACES = 64
 _FIRST = 1  # place of a sequence's first token
+_EXPERTS = -1  # in the place of a layer
 
 
 class KeyValueCache:
@@ -24,7 +25,9 @@ class KeyValueCache:
         """`max_tokens`: rows times the tokens of the longest."""
         self._max_tokens = max_tokens
         self._rows = self._length = 0
-        self._layers: dict[int, Tensor] = {}  # [2, rows, places, kv_heads, dim]; made when first written
+        # [2, rows, places, kv_heads, dim], and of experts [1, rows, places, MoE layers, top_k]; each is made
+        # when it is first written
+        self._layers: dict[int, Tensor] = {}
 
     @property
     def rows(self) -> int:
@@ -54,7 +57,7 @@ class KeyValueCache:
         self._rows = rows if not self.fits(self._rows, roomy) else max(rows, self._rows)
         self._length = -(-(roomy + _FIRST) // PLACES) * PLACES - _FIRST
         for layer, old in self._layers.items():
-            new = old.new_zeros(2, self._rows, self._places, *old.shape[3:])
+            new = old.new_zeros(len(old), self._rows, self._places, *old.shape[3:])
             kept_places = min(places, self._places)
             new[:, :kept, :kept_places] = old[:, :kept, :kept_places]
             self._layers[layer] = new
@@ -79,16 +82,27 @@ class KeyValueCache:
 
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put keys and values [n, kv_heads, dim] at their slots [n]."""
-        if layer not in self._layers:
-            self._layers[layer] = key.new_zeros(2, self._rows, self._places, *key.shape[1:])
-        stored = self._layers[layer].flatten(1, 2)
-        stored[0].index_copy_(0, slots, key)
-        stored[1].index_copy_(0, slots, value)
+        self._keep(layer, slots, key, value)
+
+    def keep_experts(self, slots: Tensor, experts: Tensor) -> None:
+        """Put the experts [n, MoE layers, top_k] of tokens at their slots [n]."""
+        self._keep(_EXPERTS, slots, experts)
+
+    def experts(self, row: int, first: int, end: int) -> Tensor:
+        """[end - first, MoE layers, top_k] of the tokens at these positions of a row, which were read."""
+        return self._layers[_EXPERTS][0, row, first + _FIRST : end + _FIRST]
 
     def read(self, layer: int, rows: int, places: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, places, dim] of the first rows and places."""
         key, value = self._layers[layer][:, :rows, :places].transpose(2, 3)
         return key, value
+
+    def _keep(self, layer: int, slots: Tensor, *values: Tensor) -> None:
+        if layer not in self._layers:
+            size = (len(values), self._rows, self._places, *values[0].shape[1:])
+            self._layers[layer] = values[0].new_zeros(size)
+        for stored, value in zip(self._layers[layer].flatten(1, 2), values, strict=True):
+            stored.index_copy_(0, slots, value)
 
     @property
     def _places(self) -> int:

@@ -39,9 +39,20 @@ class _Input:
 class CachedModel:
     """This rank's stage with its cache. Every method is collective over the ranks of a copy."""
 
-    def __init__(self, model: PolicyModel, maker: MicroBatchMaker, vocab_size: int, max_tokens: int) -> None:
-        """`max_tokens` of the cache: rows times the tokens of the longest."""
+    def __init__(
+        self,
+        model: PolicyModel,
+        maker: MicroBatchMaker,
+        vocab_size: int,
+        max_tokens: int,
+        kept_experts: tuple[int, int] | None = None,
+    ) -> None:
+        """`max_tokens` of the cache: rows times the tokens of the longest.
+
+        `kept_experts`, MoE layers and experts of a token, has the routers' choices kept beside the keys.
+        """
         self.cache = KeyValueCache(max_tokens)
+        self._kept_experts = kept_experts
         self._vocab_size = vocab_size
         self._model = model
         self._maker = maker
@@ -103,6 +114,10 @@ class CachedModel:
         if not self._is_last:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+        if cached is not None and self._kept_experts is not None:
+            experts = self._chosen_experts(step, self._kept_experts)
+            self.cache.keep_experts(cached.slots, experts.index_select(0, cached.sources))
+        if not self._is_last:
             return None
         if model.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
@@ -126,8 +141,22 @@ class CachedModel:
         layout.cached = cached
         if maker.routes:
             places = torch.arange(n + missing, device=self._device)
-            layout.routing = TokenRouting(places < n, torch.zeros_like(places), rotary[0].new_zeros(1))
+            chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
+            balance = rotary[0].new_zeros(1)
+            layout.routing = TokenRouting(places < n, torch.zeros_like(places), balance, chosen=chosen)
         return _Input(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
+
+    def _chosen_experts(self, step: _Input, size: tuple[int, int]) -> Tensor:
+        """[n, MoE layers, top_k] of all tokens and layers, which are spread over the ranks of the copy."""
+        assert step.layout.routing is not None
+        experts = torch.full((step.tokens.numel(), *size), -1, dtype=torch.int32, device=self._device)
+        rank = parallel_state.get_tensor_model_parallel_rank() if self._model.config.sequence_parallel else 0
+        for layer, chosen in (step.layout.routing.chosen or {}).items():
+            experts[len(chosen) * rank : len(chosen) * (rank + 1), layer] = chosen.to(torch.int32)
+        group = parallel_state.get_model_parallel_group()
+        if group.size() > 1:
+            dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
+        return experts.to(torch.int16)
 
     def _from_previous_stage(self, num_tokens: int) -> Tensor:
         config = self._model.config

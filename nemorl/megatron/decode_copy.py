@@ -213,6 +213,10 @@ class LeadingRunner:
         """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         return self._pass(_Order.DECODE, [*tokens, *positions])
 
+    def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
+        """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""
+        return self._copy.cache.experts(row, first, end).cpu().numpy().copy()
+
     def rest(self) -> float:
         """Where this copy has nothing to do: let the others do theirs; seconds until the next rest."""
         if self._copy.agree(_State.RESTING) is _State.PASSING:

@@ -26,15 +26,16 @@ class TokenRouting:
     # [sequences] 1 / T^2 for a sequence of T tokens, 0 for one that nothing is learned from
     balance: Tensor
     experts: Tensor | None = None  # [n, MoE layers, top_k] to be taken; -1 where the router chooses
+    # What this rank's routers chose, by MoE layer: [tokens of the rank, top_k]. None where nobody asks.
+    chosen: dict[int, Tensor] | None = None
 
     def part(self, rank: int, size: int) -> "TokenRouting":
         """A tensor-parallel rank's tokens under sequence parallelism."""
         if size == 1:
             return self
         experts = None if self.experts is None else self.experts.chunk(size)[rank]
-        return TokenRouting(
-            self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank], self.balance, experts
-        )
+        is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
+        return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
 
 
 class _Choice:
@@ -89,6 +90,8 @@ class PolicyRouter(TopKRouter):
         if tokens.experts is not None:
             self.router_replay = _Choice(tokens.experts[:, self.moe_layer].long())
         weights, chosen = super().routing(logits)
+        if tokens.chosen is not None:
+            tokens.chosen[self.moe_layer] = chosen.nonzero()[:, 1].view(len(chosen), -1)
         if torch.is_grad_enabled():
             counted = chosen & tokens.is_real.unsqueeze(1)
             counts = counted.sum(0)

@@ -165,7 +165,7 @@ class PolicyWorker:
         check_batch(batch, self._config.max_sequence_length)
         if not self._config.moe.router_replay:
             batch = replace(batch, routed_experts=None)
-        elif batch.routed_experts is None:
+        elif batch.routed_experts is None and batch.loss_mask.any():
             raise ValueError(
                 "policy.moe.router_replay is true, but the batch names no experts: the generation back end "
                 "does not return them, so set it to false"
@@ -232,7 +232,9 @@ class PolicyWorker:
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
         (model,) = self._modules
-        cached = CachedModel(model, self._maker, self._shape.vocab_size, max_kv_tokens)
+        moe = self._shape.moe if self._config.moe.router_replay else None
+        experts = None if moe is None else (self._shape.num_moe_layers, moe.top_k)
+        cached = CachedModel(model, self._maker, self._shape.vocab_size, max_kv_tokens, experts)
         return DecodingCopy(cached, self._config.layout, self._device)
 
     def offload(self) -> int:

@@ -47,7 +47,9 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     if training:
         violations += _precision_violations(experiment, shape)
     violations += _adapter_violations(experiment, shape)
-    violations += moe_violations(shape, experiment.policy.moe, samples=generates(experiment.algorithm))
+    sampler = experiment.generation if generates(experiment.algorithm) else None
+    gpus = experiment.cluster.gpus_per_node > 0
+    violations += moe_violations(shape, experiment.policy.moe, sampler, gpus=gpus)
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
         violations += vllm_violations(experiment, shape)

@@ -6,7 +6,7 @@ import numpy as np
 
 from nemorl.generation.types import Completion
 
-from .types import Conversation, Message, Step, StopReason, Trajectory, Turn
+from .types import Conversation, Int16Array, Message, Step, StopReason, Trajectory, Turn
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Record:
     sampled: list[bool] = field(default_factory=list)  # [T]
     logprobs: list[float] = field(default_factory=list)  # [T]
     versions: list[int] = field(default_factory=list)  # [T]
+    routed_experts: list[Int16Array] = field(default_factory=list)  # rows of the first tokens, turn by turn
     turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     stop: StopReason = StopReason.ERROR  # until a turn ends in another way
@@ -39,9 +40,16 @@ class Record:
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
+        if completion.routed_experts is not None:
+            self.routed_experts.append(completion.routed_experts)
         self.turns.append(Turn(start, len(self.tokens), completion.stop))
         self.exchange.append(Message("assistant", text))
         self.stop = completion.stop
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens from the first on whose experts are known."""
+        return sum(len(rows) for rows in self.routed_experts)
 
     def add_observation(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
         """What the environment answered, and the tokens up to the next turn."""
@@ -73,8 +81,16 @@ class Record:
             error=error,
             seconds_generation=self.seconds_generation,
             seconds_environment=self.seconds_environment,
+            routed_experts=self._all_experts(),
         )
         return Conversation(trajectory, self.opening, tuple(self.exchange), self.num_prompt_tokens)
+
+    def _all_experts(self) -> Int16Array | None:
+        """[T, layers, experts of a token], -1 for the tokens at the end that no engine has read."""
+        if not self.routed_experts:
+            return None
+        size = (len(self.tokens) - self.num_routed, *self.routed_experts[0].shape[1:])
+        return np.concatenate([*self.routed_experts, np.full(size, -1, dtype=np.int16)])
 
     def _append_given(self, tokens: list[int]) -> None:
         self.tokens += tokens

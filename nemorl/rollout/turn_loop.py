@@ -133,6 +133,7 @@ class TurnLoop:
             stop_strings=self._limits.stop_strings,
             deadline_seconds=self._limits.generation_seconds,
             conversation=str(key),
+            routed_experts_from=record.num_routed,
         )
 
     def _observe(self, record: Record, action: Action, step: Step) -> bool:

@@ -45,6 +45,7 @@ class PolicySampler(EngineService):
             max_batch_size=config.max_batch_size,
             device=device,
             decode=decode,
+            experts=self._runner.experts if policy.moe.router_replay else None,
         )
         super().__init__(self._engine, EngineLoop(self._engine, name, rest=self._runner.rest))
 

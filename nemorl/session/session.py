@@ -244,6 +244,8 @@ class _Starter:
             "precision": policy.precision,
             "commit_seconds": cluster.deadlines.refit,
         }
+        if config.backend == "vllm":
+            shared["return_experts"] = policy.moe.router_replay
         ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
         options: dict[str, Any] = {"threads": threads, "concurrent": True}
         if config.backend == "trtllm":

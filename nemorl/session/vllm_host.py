@@ -50,14 +50,19 @@ class VllmHost(AsyncEngineWorker):
         max_sequence_length: int,
         precision: Literal["float32", "bfloat16"],
         commit_seconds: float,
+        return_experts: bool = False,
     ) -> None:
-        """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last."""
+        """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last.
+
+        `return_experts` has the experts that tokens went to told with them.
+        """
         self._update = config.update_on(device)
         self._commit_seconds = commit_seconds
         self._device = device
         name = f"generation engine {rank}"
         decode = text_of(Path(tokenizer_path))
-        vocabulary = ModelShape.load(model_path).vocab_size
+        shape = ModelShape.load(model_path)
+        vocabulary = shape.vocab_size
         arguments = engine_arguments(
             config,
             Path(model_path),
@@ -65,6 +70,7 @@ class VllmHost(AsyncEngineWorker):
             precision=config.precision or precision,
             max_sequence_length=max_sequence_length,
             extension=EXTENSION,
+            return_experts=return_experts,
         )
         self._vllm = VllmBackend(
             arguments,
@@ -73,6 +79,7 @@ class VllmHost(AsyncEngineWorker):
             name=name,
             decode=decode,
             recompute_kv_cache=config.recompute_kv_cache,
+            moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
         )
         super().__init__(self._vllm, name)
         self._layouts: tuple[ReceiverLayout, ...] = ()

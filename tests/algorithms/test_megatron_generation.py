@@ -54,7 +54,10 @@ def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> No
 
 
 def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) -> None:
-    """Copies that share experts go through the model together, also while only one has work."""
+    """Copies that share experts go through the model together, also while only one has work.
+
+    The step replays the choices of their routers, which come with the samples.
+    """
     out = folder / "mixture"
     config = Qwen3MoeConfig(
         vocab_size=ModelShape.load(dense).vocab_size,
@@ -76,7 +79,11 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
     Qwen3MoeForCausalLM(config).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (out / name).write_bytes((dense / name).read_bytes())
-    policy = {"layout": {"data_parallel_size": 2, "expert_parallel_size": 2}, "offload": {"optimizer": True}}
+    policy = {
+        "layout": {"data_parallel_size": 2, "expert_parallel_size": 2},
+        "offload": {"optimizer": True},
+        "moe": {"router_replay": True},
+    }
     rewards = [{"function": "tests.algorithms.rewards:differs"}]
     path = experiment(folder / "mixture", out, "megatron", policy=policy, rewards=rewards)
     status, output = finish(start("train", path))

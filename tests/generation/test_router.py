@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -115,6 +115,45 @@ class Counting:
                 whole = completion(asked, [token], version=self.version)
                 yield [Progress(asked.id, whole.tokens, whole.logprobs, whole.versions)]
             yield [completion(asked, tokens, StopReason.LENGTH, version=self.version)]
+
+
+def experts_at(first: int, end: int) -> np.ndarray:
+    """[end - first, 2, 1] that tell their position and layer."""
+    rows = np.arange(first, end, dtype=np.int16) * 10
+    return np.stack([rows, rows + 1], 1)[..., None]
+
+
+@dataclass
+class Routing(Counting):
+    """Tells experts, by and by or at its end, of all tokens but the last sampled one."""
+
+    tells_early: bool = True
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[list, None]:
+        (asked,) = requests
+        first, told = len(asked.prompt), asked.routed_experts_from
+        async for (report,) in super().generate(requests):
+            if isinstance(report, Progress):
+                first += 1
+                rows = experts_at(told, first - 1) if self.tells_early else None
+                told = first - 1
+            else:
+                rows = experts_at(asked.routed_experts_from, first - 1)
+            yield [replace(report, routed_experts=rows)]
+
+
+@pytest.mark.parametrize("tells_early", [True, False])
+def test_experts_go_on_where_a_lost_replica_told_the_last(tells_early):
+    _, other = replicas = [Routing(3, breaks_at=4, tells_early=tells_early), Routing(5)]
+
+    async def main():
+        return await router_of(replicas).generate(request("r", prompt=4, new=6, routed_experts_from=1))
+
+    answer = run(main())
+    assert answer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    # Four of the prompt and three sampled tokens are the new prompt, whose last token nobody had read.
+    assert [asked.routed_experts_from for asked in other.requests] == [6 if tells_early else 1]
+    np.testing.assert_array_equal(answer.routed_experts, experts_at(1, 9))
 
 
 def test_a_lost_replicas_request_goes_on_elsewhere_with_what_it_has():

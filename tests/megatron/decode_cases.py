@@ -19,10 +19,11 @@ from nemorl.generation.types import Completion, GenerationRequest, SamplingParam
 from nemorl.megatron.cache import KeyValueCache
 from nemorl.megatron.decode import CachedModel, CachedPrompt
 from nemorl.megatron.decode_copy import DecodingCopy, copy_leaders
-from nemorl.megatron.stats import LogprobStats
+from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.megatron.worker import PolicyWorker
+from nemorl.rollout.types import Int16Array
 from nemorl.session.megatron_generation import PolicySampler
-from tests.megatron.cases import partition, start_worker
+from tests.megatron.cases import LOSS, partition, start_worker
 
 KV_TOKENS = 4096
 # Fewer than there are requests, so that some join later and rows are moved.
@@ -66,6 +67,21 @@ def sample(
     gap = _gap(worker, mine, completions, copy.leader)
     worker.close()
     return Sampled(completions, gap, kv_tokens, copy.leads)
+
+
+def sample_and_train(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, asked: Sequence[GenerationRequest]
+) -> tuple[dict[str, Completion], LogprobStats, TrainStats]:
+    """As `sample`, and a step on what was sampled."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    copy = worker.decoding_copy(KV_TOKENS)
+    number = copy_leaders(config.layout).index(copy.leader)
+    mine = asked[number :: config.layout.data_parallel_size]
+    completions = {c.id: c for c in _stage(copy, config, mine)}
+    gap = _gap(worker, mine, completions, copy.leader, reference=True)
+    stats = worker.train(LOSS, partition(len(mine), 2))
+    worker.close()
+    return completions, gap, stats
 
 
 def two_stages(
@@ -167,7 +183,12 @@ def _sampler(copy: DecodingCopy, config: PolicyConfig) -> PolicySampler:
 
 
 def _gap(
-    worker: PolicyWorker, mine: Sequence[GenerationRequest], completions: dict[str, Completion], leader: int
+    worker: PolicyWorker,
+    mine: Sequence[GenerationRequest],
+    completions: dict[str, Completion],
+    leader: int,
+    *,
+    reference: bool = False,
 ) -> LogprobStats:
     """All ranks of the copy are given what its leader sampled."""
     told: list[dict[str, Completion]] = [completions]
@@ -185,11 +206,21 @@ def _gap(
             position_ids=torch.cat([torch.arange(n) for n in lengths]),
             loss_mask=mask,
             weights=mask / mask.sum(),
-            advantages=torch.zeros(sum(lengths)),
+            advantages=mask.float(),
             logprobs=logprobs,
+            routed_experts=_experts([c.routed_experts for c in found], lengths),
         )
     )
-    return worker.compute_logprobs(partition(len(mine), 2), old=True, reference=False)
+    return worker.compute_logprobs(partition(len(mine), 2), old=True, reference=reference)
+
+
+def _experts(rows: Sequence[Int16Array | None], lengths: Sequence[int]) -> Tensor | None:
+    """[N, layers, experts of a token], -1 at the end of each sequence."""
+    told = [torch.from_numpy(r) for r in rows if r is not None]
+    if len(told) < len(rows):
+        return None
+    unknown = [torch.full((n - len(r), *r.shape[1:]), -1) for n, r in zip(lengths, told, strict=True)]
+    return torch.cat([part for both in zip(told, unknown, strict=True) for part in both]).to(torch.int16)
 
 
 def cache_that_grew(rows: int, length: int) -> tuple[Tensor, KeyValueCache]:

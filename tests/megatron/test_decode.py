@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemorl.cluster.mesh import Mesh
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import LayoutConfig, MoeConfig
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 from nemorl.megatron.decode_copy import copies_that_share_experts, copy_leaders
 from nemorl.rollout.types import StopReason
@@ -20,6 +20,7 @@ from tests.megatron.decode_cases import (
     logits_with_and_without_cache,
     request,
     sample,
+    sample_and_train,
     two_stages,
 )
 from tests.megatron.examples import VOCABULARY, layout, policy_config
@@ -159,6 +160,53 @@ def test_what_is_in_flight_goes_on_in_the_next_stage(pool: Pool, model: Model, w
     assert len(tokens) == 30
     assert versions == sorted(versions)
     assert set(versions) == {3, 4}
+
+
+def own_experts(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """[tokens, layers with experts, 2] those that transformers' routers choose, in order of their numbers."""
+    logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(2).indices.sort().values for layer in logits], 1)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [layout(), layout(dp=2, ep=2), layout(tp=2, sp=True, pp=2)],
+    ids=["one", "DP2 EP2", "TP2-SP PP2"],
+)
+@torch.no_grad()
+def test_what_the_routers_chose_is_returned_and_replayed(
+    pool: Pool, model: Model, where: LayoutConfig
+) -> None:
+    original, folder = model("qwen3-moe")
+    seen = {}
+    for replay in (False, True):
+        config = policy_config(folder, layout=where, moe=MoeConfig(router_replay=replay))
+        seen[replay] = pool.run(where.world_size, sample_and_train, config, asked(SamplingParams()))
+    completions = {name: c for rank in seen[True] for name, c in rank[0].items()}
+    assert len(completions) == len(PROMPTS)
+    for i, prompt in enumerate(PROMPTS):
+        completion = completions[str(i)]
+        read = [*prompt, *completion.tokens.tolist()][:-1]  # the last token was not
+        assert completion.routed_experts is not None
+        assert completion.routed_experts.dtype == np.int16
+        np.testing.assert_array_equal(completion.routed_experts, own_experts(original.eval(), read))
+    for (plain, _, without), (_, gap, stats) in zip(seen[False], seen[True], strict=True):
+        assert all(completion.routed_experts is None for completion in plain.values())
+        assert gap.gap_max < 1e-5
+        assert stats.grad_norm == pytest.approx(without.grad_norm, rel=1e-4)
+        assert stats.sums == pytest.approx(without.sums, rel=1e-4, abs=1e-6)
+        assert stats.experts is not None
+        assert without.experts is not None
+        assert stats.experts.figures() == pytest.approx(without.experts.figures())
+
+
+def test_experts_are_told_from_where_they_are_unknown(pool: Pool, model: Model) -> None:
+    config = policy_config(model("qwen3-moe")[1], moe=MoeConfig(router_replay=True))
+    whole = request("1", PROMPTS[1], GREEDY, 6)
+    later = request("1", PROMPTS[1], GREEDY, 6, routed_experts_from=7)
+    both = [pool.run(1, sample, config, [one])[0].completions["1"].routed_experts for one in (whole, later)]
+    assert [len(rows) for rows in both] == [14, 7]
+    np.testing.assert_array_equal(both[0][7:], both[1])
 
 
 def test_a_leader_stands_where_the_mesh_says_that_outputs_are() -> None:

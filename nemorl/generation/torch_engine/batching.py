@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress
-from nemorl.rollout.types import StopReason
+from nemorl.rollout.types import Int16Array, StopReason
 
 from .limits import RequestLimits
 from .runner import Prompt
@@ -89,8 +89,13 @@ class BatchingEngine:
         device: torch.device,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
+        experts: Callable[[int, int, int], Int16Array] | None = None,
     ) -> None:
-        """`decode` turns tokens into text and is wanted for stop strings only; `clock` counts seconds."""
+        """`decode` turns tokens into text and is wanted for stop strings only; `clock` counts seconds.
+
+        `experts` are those of a cache row, from a position to before another, where they are to be returned.
+        """
+        self._experts = experts
         self._limits = limits
         self._runner = runner
         self._device = device
@@ -262,9 +267,17 @@ class BatchingEngine:
 
     def _end(self, sequence: ActiveSequence, stop: StopReason) -> Completion:
         del self._sequences[sequence.request.id]
+        experts = self._experts_of(sequence, sequence.request.routed_experts_from)
         self._scheduler.remove(sequence)
         self._sampler = None
-        return sequence.complete(stop, self._clock())
+        return sequence.complete(stop, self._clock(), experts)
+
+    def _experts_of(self, sequence: ActiveSequence, first: int) -> Int16Array | None:
+        """Of its tokens from position `first` on, but for the last sampled one, which was not read yet."""
+        if self._experts is None or not sequence.tokens:
+            return None
+        row = next(row for row, other in self._scheduler.running() if other is sequence)
+        return self._experts(row, first, sequence.num_tokens - 1)
 
     def take_progress(self) -> list[Progress]:
         """What the running sequences have sampled, once one of them has as much as its request wants to hear.
@@ -274,7 +287,8 @@ class BatchingEngine:
         sequences = [s for _, s in self._scheduler.running() if s.num_unreported]
         if not any(s.num_unreported >= s.request.progress_tokens for s in sequences):
             return []
-        return [s.report() for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
+        told = [s for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
+        return [s.report(self._experts_of(s, s.experts_reported)) for s in told]
 
     def take_stats(self) -> EngineStats:
         """What was done since the last call; prompts that were shared count once."""

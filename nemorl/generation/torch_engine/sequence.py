@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from nemorl.generation.types import Completion, GenerationRequest, Progress
-from nemorl.rollout.types import StopReason
+from nemorl.rollout.types import Int16Array, StopReason
 
 from .stop_strings import StopStringFinder
 
@@ -28,6 +28,7 @@ class ActiveSequence:
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
+        self.experts_reported = self.request.routed_experts_from  # position up to which its caller has them
         self.expires = self.arrival + self.request.deadline_seconds
 
     @property
@@ -56,18 +57,20 @@ class ActiveSequence:
         """Sampled tokens that its caller, who asked for progress, has not heard of."""
         return len(self.tokens) - self.num_reported if self.request.progress_tokens else 0
 
-    def report(self) -> Progress:
-        """What was sampled since the last report."""
+    def report(self, experts: Int16Array | None) -> Progress:
+        """What was sampled since the last report; `experts` are the rows from `experts_reported` on."""
         new = slice(self.num_reported, None)
         self.num_reported = len(self.tokens)
+        self.experts_reported += 0 if experts is None else len(experts)
         return Progress(
             id=self.request.id,
             tokens=np.array(self.tokens[new], dtype=np.int32),
             logprobs=np.array(self.logprobs[new], dtype=np.float32),
             versions=np.array(self.versions[new], dtype=np.int32),
+            routed_experts=experts,
         )
 
-    def complete(self, stop: StopReason, now: float) -> Completion:
+    def complete(self, stop: StopReason, now: float, experts: Int16Array | None) -> Completion:
         """The completion with what was sampled so far; `now` counts where nothing was."""
         return Completion(
             id=self.request.id,
@@ -76,4 +79,5 @@ class ActiveSequence:
             versions=np.array(self.versions, dtype=np.int32),
             stop=stop,
             seconds=(now if self.last_sampled is None else self.last_sampled) - self.arrival,
+            routed_experts=experts,
         )

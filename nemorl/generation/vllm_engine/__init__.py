@@ -2,6 +2,7 @@
 
     arguments   our settings -> vLLM's, and the environment of its processes
     backend     requests and completions, over vLLM's asynchronous engine
+    experts     what its routers chose, for router replay
     trace       which box of which HF tensor its loader puts where
     processing  which of its modules compute with other memory than their parameters
     weights     both together: what a worker wants to be sent, and how it takes that into use

@@ -42,6 +42,7 @@ def engine_arguments(
     precision: Literal["float32", "bfloat16"],
     max_sequence_length: int,
     extension: str,
+    return_experts: bool = False,
 ) -> dict[str, Any]:
     """For `AsyncEngineArgs`; `vllm_kwargs` come last and win."""
     arguments: dict[str, Any] = {
@@ -68,6 +69,8 @@ def engine_arguments(
         # A prompt read in parts takes a draw back, which a CPU's random numbers cannot: vLLM 0.32 dies.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max_sequence_length)
+    if return_experts:
+        arguments["enable_return_routed_experts"] = True
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     return arguments | config.vllm_kwargs
@@ -87,6 +90,7 @@ def sampling_arguments(request: GenerationRequest, max_sequence_length: int) -> 
         "ignore_eos": True,
         "detokenize": False,
         "logprobs": 0,  # the sampled token's alone
+        "routed_experts_prompt_start": request.routed_experts_from,
     }
 
 

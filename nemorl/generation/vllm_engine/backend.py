@@ -15,9 +15,10 @@ from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
 from nemorl.generation.types import GenerationRequest
-from nemorl.rollout.types import StopReason
+from nemorl.rollout.types import Int16Array, StopReason
 
 from .arguments import sampling_arguments
+from .experts import ExpertRows
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -39,8 +40,13 @@ class VllmBackend:
         name: str,
         decode: Decode | None,
         recompute_kv_cache: bool,
+        moe_layers: Sequence[int] = (),
     ) -> None:
-        """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's."""
+        """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's.
+
+        `moe_layers` are those whose experts are told with the tokens.
+        """
+        self._moe_layers = moe_layers
         os.environ.update(environment)
         self._arguments = dict(arguments)
         self._limits = limits
@@ -83,6 +89,7 @@ class VllmBackend:
         if not self._recompute:  # else what comes after new weights might find the cache of the old ones
             prompt["cache_salt"] = f"version {self._version}"
         finder = self._finder(request)
+        rows = ExpertRows(self._moe_layers, request.routed_experts_from) if self._moe_layers else None
         received = 0
         try:
             async with aclosing(engine.generate(prompt, params, request.id)) as outputs:
@@ -91,13 +98,15 @@ class VllmBackend:
                     tokens = list(new.token_ids)
                     logprobs = _sampled_logprobs(tokens, new.logprobs)
                     versions = self._versions_of(request.id, new, received, len(tokens))
-                    received += len(tokens)
                     found = _end_of_stop_string(finder, tokens)
+                    received += len(tokens) if found is None else found
+                    experts = self._experts_of(request.id, new, rows, len(request.prompt) + received)
                     if found is not None:
-                        yield Chunk(tokens[:found], logprobs[:found], versions[:found], StopReason.STOP)
+                        ended = StopReason.STOP
+                        yield Chunk(tokens[:found], logprobs[:found], versions[:found], ended, experts)
                         return
                     stop = _STOPS.get(new.finish_reason) if new.finish_reason else None
-                    yield Chunk(tokens, logprobs, versions, stop)
+                    yield Chunk(tokens, logprobs, versions, stop, experts)
                     if stop is not None:
                         return
         except ValueError as error:
@@ -184,10 +193,26 @@ class VllmBackend:
             starts = [(span.version, span.start) for span in spans]
         else:
             # The spans so far: an output has them when it is the last one only.
-            processor = self._running.output_processor
-            states = [processor.request_states.get(name) for name in processor.external_req_ids[request_id]]
-            starts = [start for state in states if state is not None for start in state.weight_version_starts]
+            starts = [start for state in self._states_of(request_id) for start in state.weight_version_starts]
         return [_version_at(index, starts, self._version) for index in range(first, first + count)]
+
+    def _experts_of(
+        self, request_id: str, new: Any, rows: ExpertRows | None, num_tokens: int
+    ) -> Int16Array | None:
+        """Rows that are new, of the first `num_tokens` tokens of the sequence."""
+        if rows is None:
+            return None
+        if new.routed_experts is not None:
+            return rows.take_all(new.routed_experts, num_tokens)
+        # The chunks so far, for the same reason.
+        states = self._states_of(request_id)
+        return rows.take(states[0].routed_experts_chunks, num_tokens) if states else None
+
+    def _states_of(self, request_id: str) -> list[Any]:
+        """What vLLM's front keeps of a request until its last output is made."""
+        processor = self._running.output_processor
+        states = [processor.request_states.get(name) for name in processor.external_req_ids[request_id]]
+        return [state for state in states if state is not None]
 
 
 def _version_at(index: int, starts: Sequence[tuple[str, int]], otherwise: int) -> int:

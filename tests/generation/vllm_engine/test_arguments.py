@@ -34,6 +34,20 @@ def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
     assert "kv_cache_memory_bytes" not in on_gpu
 
 
+def test_experts_are_returned_where_they_are_replayed() -> None:
+    told = engine_arguments(
+        config(),
+        Path("m"),
+        device="cuda",
+        precision="float32",
+        max_sequence_length=64,
+        extension="e",
+        return_experts=True,
+    )
+    assert told["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in arguments("cuda")
+
+
 def test_a_cpu_reads_prompts_whole() -> None:
     long = engine_arguments(
         config(), Path("m"), device="cpu", precision="float32", max_sequence_length=5000, extension="e"
