@@ -95,6 +95,7 @@ class WeightExchange:
         self._deadline_seconds = deadline_seconds
         self._options = options or TransportOptions()
         self._route: _Route | None = None
+        self._num_refits = 0  # begun
         self._committed: int | None = None  # the version that all hold, if the last refit succeeded
 
     def layout_changed(self) -> None:
@@ -173,8 +174,14 @@ class WeightExchange:
         with ThreadPoolExecutor(max_workers=2) as pool:
             with route.session(version) as met:
                 base = self._committed if route.delta else None
-                one_in = self._options.check_one_in
-                session = replace(met, keep=route.delta, base=base, check_one_in=one_in)
+                self._num_refits += 1
+                session = replace(
+                    met,
+                    keep=route.delta,
+                    base=base,
+                    check_one_in=self._options.check_one_in,
+                    check_turn=self._num_refits,
+                )
                 sending = pool.submit(self._senders.send, session)
                 receiving = pool.submit(self._receivers.receive, session)
                 calls: list[Future[Any]] = [sending, receiving]

@@ -55,10 +55,11 @@ class RefitSession:
     keep: bool = False  # senders keep what they send, for the next refit to bring changes only
     base: int | None = None  # the version that all receivers hold, to bring only the changes from there
     check_one_in: int = 1  # of so many tensors one is checked, all in turn
+    check_turn: int = 0  # number of this refit; not its version, which may go in steps
 
     def checks(self, tensor: str) -> bool:
         """Whether a tensor's fingerprints are compared in this refit."""
-        return (zlib.crc32(tensor.encode()) + self.version) % self.check_one_in == 0
+        return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
         """Where a sender listens, of shared memory."""

@@ -133,8 +133,9 @@ def test_the_tensor_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.version == 0
 
 
-def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is written wrongly is found within three refits."""
+@pytest.mark.parametrize("period", [1, 3])
+def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    """A tensor that is written wrongly is found within three refits, whatever versions are handed over."""
     setup = Setup()
     options = TransportOptions(check_one_in=3)
     setup.exchange = WeightExchange(setup.senders, setup.receivers, BUCKET, 30.0, options)
@@ -147,11 +148,11 @@ def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(SocketReceiver, "next_bucket", spoil)
     found = []
-    for version in range(1, 7):
+    for number in range(1, 7):
         try:
-            setup.exchange.refit(version)
+            setup.exchange.refit(number * period)
         except CorruptWeights:
-            found.append(version)
+            found.append(number)
     assert len(found) == 2
     assert found[1] - found[0] == 3
 
