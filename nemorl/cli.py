@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NemorlError as error:
         if arguments.traceback:
             raise
-        complain(str(error))
+        complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
     except OSError as error:
         if arguments.traceback:

@@ -150,6 +150,15 @@ def test_a_failed_run_is_a_sentence(nemorl: Nemorl, trainer: Trainer, experiment
     assert outcome.err == "policy rank 1 died in stage 'training'\n"
 
 
+def test_what_else_failed_with_it_is_said_too(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+    trainer.failure = RunError("policy rank 1 died")
+    trainer.failure.add_note("on the other side: generation rank 0 waited")
+
+    outcome = nemorl("train", experiment)
+
+    assert outcome.err == "policy rank 1 died\non the other side: generation rank 0 waited\n"
+
+
 def test_developers_may_see_where_it_failed(
     nemorl: Nemorl, trainer: Trainer, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
