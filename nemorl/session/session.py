@@ -19,6 +19,7 @@ from nemorl.cluster.worker import Worker
 from nemorl.config.algorithm import GrpoConfig
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
+from nemorl.generation.errors import NoReplicaLeft
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import RefitStats, WeightExchange
@@ -86,7 +87,12 @@ class Session:
             try:
                 return await asyncio.to_thread(exchange.refit, version)
             except NemorlError as error:
-                if not await pool.lost_in_refit():
+                try:
+                    lost = await pool.lost_in_refit()
+                except NoReplicaLeft as nobody:  # maybe a consequence: engines written in place are torn
+                    nobody.add_note(f"The refit to version {version} ended with: {error}")
+                    raise
+                if not lost:
                     raise
                 logger.warning("the refit to version %d begins anew: %s", version, error)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from nemorl.generation.errors import NoReplicaLeft
 from nemorl.session.session import Session
 from nemorl.weights.exchange import RefitStats
 from nemorl.weights.session import RefitFailed
@@ -40,6 +41,8 @@ class Pool:
         self.around.append("ends")
 
     async def lost_in_refit(self) -> bool:
+        if not self.losses:
+            raise NoReplicaLeft({"generation replica 0": "its weights are of two versions"})
         return self.losses.pop(0) > 0
 
 
@@ -61,3 +64,9 @@ def test_a_refit_that_fails_with_all_engines_alive_ends_the_run() -> None:
     with pytest.raises(RefitFailed, match="generation rank 1 died"):
         hand_over(exchange, Pool([1, 0]))
     assert exchange.versions == [3, 3]
+
+
+def test_where_no_engine_is_left_the_refit_says_what_it_failed_of() -> None:
+    with pytest.raises(NoReplicaLeft) as caught:
+        hand_over(Exchange(failures=9), Pool([]))
+    assert caught.value.__notes__ == ["The refit to version 3 ended with: generation rank 1 died"]
