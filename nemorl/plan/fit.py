@@ -193,6 +193,7 @@ _SMALLER = {
     "logits": "lower policy.logprob_chunk_tokens, or the engine's batch",
     "kv_cache": "lower generation.max_kv_tokens, or kv_cache_gigabytes of vLLM",
     "staging": "take a smaller model, or fewer generation.replicas",
+    "staging_on_host": "take a smaller model, or fewer generation.replicas; generation.delta keeps a copy",
     "checkpoint": "set checkpointing.asynchronous to false, which keeps no copy of the training state",
     "runtime": "start fewer processes, or lower cluster.object_store_megabytes",
 }

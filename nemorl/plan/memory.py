@@ -47,6 +47,7 @@ class ProcessMemory:
     logits: int = 0
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
+    staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
     optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
     checkpoint: int = 0  # the copy that is written beside training, always in the host's memory
     runtime: int = 0  # libraries, and for the driver Ray and its object store
@@ -59,7 +60,7 @@ class ProcessMemory:
     @property
     def on_device(self) -> int:
         """Bytes of one process that a GPU holds, where there is one."""
-        return self.total - self.optimizer_on_host - self.checkpoint
+        return self.total - self.staging_on_host - self.optimizer_on_host - self.checkpoint
 
 
 def memory_parts() -> tuple[str, ...]:
@@ -115,6 +116,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     )
     is_last = stage == layout.pipeline_parallel_size - 1
     sends = generates(algorithm) and experiment.generation.has_engines
+    sent_item = ITEM_SIZE[experiment.generation.precision or policy.precision]
     kept = kept_elements(shape, policy, stage, own_tokens, -(-whole_tokens // tokens))
     return ProcessMemory(
         "policy",
@@ -132,6 +134,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         else 0,
         kv_cache=_own_cache(experiment, shape, stage) * item,
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if sends else 0,
+        staging_on_host=parameters.total * sent_item if sends and experiment.generation.delta else 0,
         optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
         checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
         runtime=_POLICY_RUNTIME,
@@ -187,14 +190,15 @@ def _vllm(
     """A rank of an engine, with its share of the engine's two processes that hold no weights."""
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
     buckets = _BUCKETS * config.bucket_megabytes * 2**20
-    copies = {"staged": -(-weights // ranks), "in_place": 0, "reload": weights}
+    update = config.update_on("cpu" if on_cpu else "cuda")
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
         weights=-(-weights // ranks),
         logits=config.max_num_seqs * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=copies[config.update_on("cpu" if on_cpu else "cuda")] + buckets,
+        staging=buckets + (-(-weights // ranks) if update == "staged" else 0),
+        staging_on_host=weights if update == "reload" else 0,
         runtime=_VLLM_RUNTIME + 2 * _VLLM_RUNTIME // ranks,
     )
 
@@ -208,6 +212,8 @@ def _trtllm(config: TrtllmGenerationConfig, shape: ModelShape, weights: int) -> 
         weights=-(-weights // ranks),
         logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
         staging=_BUCKETS * config.bucket_megabytes * 2**20,
+        # gathered by the replica's process; of it each worker's share
+        staging_on_host=-(-weights // ranks) if config.weight_delivery == "handles" else 0,
         runtime=_VLLM_RUNTIME,
     )
 

@@ -38,6 +38,15 @@ def test_sgd_has_one_moment(configure: Configure) -> None:
     assert group("policy", estimate_memory(experiment, SHAPE, training=True)).optimizer == 4 * WHOLE
 
 
+def test_what_delta_keeps_is_in_the_hosts_memory(configure: Configure) -> None:
+    overrides = ["generation.delta=true", "generation.precision=bfloat16"]
+    policy = group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
+
+    assert policy.staging_on_host == 2 * WHOLE
+    assert policy.on_device == policy.total - 2 * WHOLE - policy.checkpoint
+    assert group("policy", estimate_memory(configure(), SHAPE, training=True)).staging_on_host == 0
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_an_optimizer_on_the_host_takes_nothing_of_the_device(configure: Configure, precision: str) -> None:
     """Float32 weights and two moments, whatever the precision."""

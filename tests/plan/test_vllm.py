@@ -6,7 +6,7 @@ from nemorl.cluster.placement import worker_requests
 from nemorl.config.load import ConfigError
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
-from nemorl.plan.memory import estimate_memory
+from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.vllm import vllm_violations
 from tests.plan.conftest import Configure
 
@@ -112,14 +112,20 @@ def test_each_rank_of_an_engine_has_a_gpu(configure: Configure) -> None:
 
 
 def test_memory_is_counted_by_rank_and_by_the_way_weights_come(configure: Configure) -> None:
-    def rank(*overrides: str) -> tuple[int, int, int, int]:
+    def process(*overrides: str) -> ProcessMemory:
         experiment = configure(VLLM, "generation.tensor_parallel_size=2", *overrides)
         shape = ModelShape.load(experiment.policy.model_path)
         (engines,) = (p for p in estimate_memory(experiment, shape, True) if p.group == "generation")
+        return engines
+
+    def rank(*overrides: str) -> tuple[int, int, int, int]:
+        engines = process(*overrides)
         return engines.count, engines.weights, engines.staging, engines.kv_cache
 
     buckets = 2 * 64 * 2**20
     count, weights, staging, cache = rank()
     assert (count, staging, cache) == (2, weights + buckets, 2**30)
     assert rank("generation.update=in_place")[2] == buckets
-    assert rank("generation.update=reload")[2] == 2 * weights + buckets
+    reloading = process("generation.update=reload", "cluster.gpus_per_node=4")
+    assert (reloading.staging, reloading.staging_on_host) == (buckets, 2 * weights)
+    assert reloading.on_device == reloading.total - 2 * weights  # a GPU need not hold the whole model
