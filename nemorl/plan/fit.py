@@ -19,7 +19,7 @@ from nemorl.models.shape import ModelShape
 
 from .files import file_violations
 from .machine import Machine
-from .memory import ProcessMemory, estimate_memory, memory_parts
+from .memory import ON_HOST, ProcessMemory, estimate_memory, memory_parts
 from .vllm import vllm_violations
 
 
@@ -178,7 +178,8 @@ def _gpu_violations(
                 "policy.model_path",
                 str(experiment.policy.model_path),
                 f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
-                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}: {_largest_part((process,))}",
+                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}: "
+                f"{_largest_part((process,), on_device=True)}",
             )
 
 
@@ -199,12 +200,13 @@ _SMALLER = {
 }
 
 
-def _largest_part(processes: tuple[ProcessMemory, ...]) -> str:
+def _largest_part(processes: tuple[ProcessMemory, ...], *, on_device: bool = False) -> str:
     """What to do about the part that takes the most."""
     sizes = {
         (process.group, part): getattr(process, part) * process.count
         for process in processes
         for part in memory_parts()
+        if not (on_device and part in ON_HOST)
     }
     group, part = max(sizes, key=lambda key: sizes[key])
     name = part.replace("_", " ")

@@ -32,6 +32,9 @@ _CHUNK_COPIES = 2
 _SAMPLING_COPIES = 3
 _BUCKETS = 2
 
+ON_HOST = ("staging_on_host", "optimizer_on_host", "checkpoint")
+"""Parts that are in the host's memory, also where there are GPUs."""
+
 
 @dataclass(frozen=True)
 class ProcessMemory:
@@ -60,7 +63,8 @@ class ProcessMemory:
     @property
     def on_device(self) -> int:
         """Bytes of one process that a GPU holds, where there is one."""
-        return self.total - self.staging_on_host - self.optimizer_on_host - self.checkpoint
+        on_host: int = sum(getattr(self, name) for name in ON_HOST)
+        return self.total - on_host
 
 
 def memory_parts() -> tuple[str, ...]:

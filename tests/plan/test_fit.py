@@ -8,8 +8,9 @@ import pytest
 
 from nemorl.errors import Violation
 from nemorl.plan.files import file_violations
-from nemorl.plan.fit import plan_run
+from nemorl.plan.fit import _largest_part, plan_run
 from nemorl.plan.machine import Gpu, Machine
+from nemorl.plan.memory import ProcessMemory
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
 
@@ -273,6 +274,13 @@ def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
     assert "a policy process needs about" in violation.mend
     assert "the Tiny 1000 has 1.0 GB" in violation.mend
     assert "lower policy.micro_batch_tokens" in violation.mend
+
+
+def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small() -> None:
+    process = ProcessMemory("policy", 1, weights=10**9, optimizer_on_host=12 * 10**9)
+
+    assert "optimizer on host of the policy processes take 12.0 GB" in _largest_part((process,))
+    assert "weights of the policy processes take 1.0 GB" in _largest_part((process,), on_device=True)
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:
