@@ -46,8 +46,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         step=lambda step, version, values: StepMetrics(step, version, values),
         samples=lambda samples: None,
     )
-    learner = SimpleNamespace(away=contextlib.nullcontext)
-    session: Any = SimpleNamespace(rollout=(), hand_over=hand_over, learner=learner)
+    session: Any = SimpleNamespace(rollout=(), hand_over=hand_over, generating=contextlib.nullcontext)
     checkpoints: Any = SimpleNamespace(check=lambda: None)
     books = Bookkeeper(experiment, session, observer, checkpoints, Progress())
 
