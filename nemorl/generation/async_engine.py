@@ -204,7 +204,7 @@ class AsyncEngineWorker:
             version=self.version,
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
-            paused=self._paused,
+            paused=self._paused or self._standing,
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
         )
 
@@ -257,11 +257,13 @@ class AsyncEngineWorker:
         self._figures.peak = max(self._figures.peak, len(self._running))
 
     async def _thaw(self) -> None:
+        self._last_chunk = time.monotonic()  # nor is a stand
         try:
             await self._backend.thaw()
         except Exception as error:
             self.fail(error)
             raise
+        self._last_chunk = time.monotonic()
 
     def _set_gate(self) -> None:
         if self._paused or self._standing:

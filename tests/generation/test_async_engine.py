@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nemorl.generation import async_engine
 from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
 from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.types import Completion, GenerationRequest, Progress
 from nemorl.rollout.types import StopReason
+from nemorl.session.pool import hanging
 from tests.generation.examples import Prompts, request
 
 
@@ -183,6 +186,32 @@ def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
             assert engine.calls[-1] == "freeze"
         assert engine.calls[-1] == "thaw"
         assert engine.calls.count("freeze") == engine.calls.count("thaw") == 2
+
+    run(test)
+
+
+def test_a_stand_is_no_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(async_engine, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        nonlocal now
+        later(worker, ask("a"))
+        await turns()
+        now = 50.0
+        assert worker.health().seconds_since_step == 50.0
+        async with worker.standing(drain=False):
+            assert hanging(worker.health(), 600.0) is None
+            now += 700.0
+            assert hanging(worker.health(), 600.0) is None
+        assert worker.health().seconds_since_step == 0.0
+        await worker.pause("keep")
+        now += 700.0
+        assert hanging(worker.health(), 600.0) is None
+        await worker.resume()
+        assert worker.health().seconds_since_step == 0.0
+        now += 700.0
+        assert hanging(worker.health(), 600.0) is not None
 
     run(test)
 
