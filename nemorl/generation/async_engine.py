@@ -15,6 +15,7 @@ from typing import Protocol
 from nemorl.rollout.types import Int16Array, StopReason
 
 from .async_request import Figures, OpenRequest
+from .async_stand import Stand
 from .engine_thread import PauseMode
 from .errors import EngineFailed, RequestRefused
 from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
@@ -67,7 +68,9 @@ class AsyncEngineWorker:
         self._running: set[str] = set()  # of them those that have passed the gate
         self._gate = asyncio.Event()
         self._gate.set()
-        self._paused = self._frozen = self._standing = False
+        self._paused = self._kept = False
+        self._num_standing = 0  # blocks of `standing`
+        self._standstill = Stand(backend.freeze, self._thaw, self.fail)
         self._idle = asyncio.Event()  # nothing runs
         self._idle.set()
         self._failure: EngineFailed | None = None
@@ -130,43 +133,42 @@ class AsyncEngineWorker:
         self._paused = True
         self._set_gate()
         if mode == "wait":
-            await self._drained()
+            await _first_of(self._idle, self._gate)  # after a resume it would be pointless
         elif mode == "abort":
             await self.abort(list(self._sequences))
-        elif not self._frozen:
-            self._frozen = True
-            if not self._standing:  # else it stands already, and will after it
-                await self._backend.freeze()
+        elif not self._kept:
+            self._kept = True
+            try:
+                await self._standstill.hold()
+            except BaseException:
+                self._kept = False
+                raise
 
     async def resume(self) -> None:
         """Go on sampling."""
         self._paused = False
-        if self._frozen:
-            self._frozen = False
-            if not self._standing:
-                await self._thaw()
-        self._set_gate()
+        try:
+            if self._kept:
+                self._kept = False
+                await self._standstill.release()
+        finally:
+            self._set_gate()
 
     @asynccontextmanager
     async def standing(self, *, drain: bool) -> AsyncIterator[None]:
         """While the block runs no step does: sequences in flight have ended (`drain`) or keep their places.
 
-        A worker that was paused before stays so after it.
+        A worker that was paused before stays so after it. Blocks may overlap.
         """
-        self._standing = True
+        self._num_standing += 1
         self._set_gate()
         try:
-            if drain and not self._frozen:
-                await self._idle.wait()
-            if not self._frozen:
-                await self._backend.freeze()
-            try:
+            if drain:  # what others hold still keeps its place
+                await _first_of(self._idle, self._standstill.still)
+            async with self._standstill.holding():
                 yield
-            finally:
-                if not self._frozen:
-                    await self._thaw()
         finally:
-            self._standing = False
+            self._num_standing -= 1
             self._set_gate()
 
     def fail(self, error: Exception) -> None:
@@ -204,7 +206,7 @@ class AsyncEngineWorker:
             version=self.version,
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
-            paused=self._paused or self._standing,
+            paused=self._paused or self._standstill.wanted,
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
         )
 
@@ -258,27 +260,24 @@ class AsyncEngineWorker:
 
     async def _thaw(self) -> None:
         self._last_chunk = time.monotonic()  # nor is a stand
-        try:
-            await self._backend.thaw()
-        except Exception as error:
-            self.fail(error)
-            raise
+        await self._backend.thaw()
         self._last_chunk = time.monotonic()
 
     def _set_gate(self) -> None:
-        if self._paused or self._standing:
+        if self._paused or self._num_standing:
             self._gate.clear()
         else:
             self._gate.set()
 
-    async def _drained(self) -> None:
-        """Return when nothing runs, or when a resume has made that pointless."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._idle, self._gate)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return when one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _all_there(reports: asyncio.Queue[Report | Exception]) -> list[Report]:

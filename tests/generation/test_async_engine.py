@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.generation import async_engine
+from nemorl.generation import async_engine, async_stand
 from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
 from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.types import Completion, GenerationRequest, Progress
@@ -27,6 +27,9 @@ class Engine:
         self.closed: list[str] = []
         self.calls: list[str] = []
         self.error: Exception | None = None
+        self.stops = asyncio.Event()  # else it comes to no stand
+        self.stops.set()
+        self.goes_on: bool | None = True  # None: a thaw never ends
 
     def check(self, request: GenerationRequest) -> None:
         if len(request.prompt) > 5:
@@ -45,9 +48,14 @@ class Engine:
 
     async def freeze(self) -> None:
         self.calls.append("freeze")
+        await self.stops.wait()
 
     async def thaw(self) -> None:
         self.calls.append("thaw")
+        if self.goes_on is None:
+            await asyncio.Event().wait()
+        if not self.goes_on:
+            raise RuntimeError("it is stuck")
 
     def allow(self, tokens: int) -> None:
         for _ in range(tokens):
@@ -186,6 +194,93 @@ def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
             assert engine.calls[-1] == "freeze"
         assert engine.calls[-1] == "thaw"
         assert engine.calls.count("freeze") == engine.calls.count("thaw") == 2
+
+    run(test)
+
+
+def test_an_engine_that_comes_to_no_stand_in_time_goes_on() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.stops.clear()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), worker.standing(drain=False):
+                raise AssertionError("it does not stand")
+        assert engine.calls == ["freeze", "thaw"]
+        assert not worker.health().paused
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await worker.pause("keep")
+        assert engine.calls == ["freeze", "thaw"] * 2
+        await worker.resume()
+        engine.stops.set()
+        async with worker.standing(drain=False):
+            assert engine.calls == ["freeze", "thaw"] * 2 + ["freeze"]
+        engine.allow(4)
+        assert (await later(worker, ask("a"))).stop is StopReason.LENGTH
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "told"),
+    [(False, "RuntimeError: it is stuck"), (None, "TimeoutError: it came to no stand, and does not go on")],
+)
+def test_an_engine_that_does_neither_has_failed(
+    goes_on: bool | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_stand, "_GRACE_SECONDS", 0.01)
+
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.stops.clear()
+        engine.goes_on = goes_on
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), worker.standing(drain=False):
+                raise AssertionError("it does not stand")
+        with pytest.raises(EngineFailed, match=f"engine 7 has ended: {told}"):
+            worker.health()
+
+    run(test)
+
+
+def test_who_stands_relies_on_no_stand_that_has_not_come() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        async def update() -> None:
+            async with worker.standing(drain=False):
+                assert engine.stops.is_set()
+
+        engine.stops.clear()
+        pausing = asyncio.create_task(worker.pause("keep"))
+        await turns()
+        updating = asyncio.create_task(update())
+        await turns()
+        assert not updating.done()
+        pausing.cancel()
+        await turns()
+        assert engine.calls == ["freeze", "thaw", "freeze"]  # the one who is left has it stopped again
+        engine.stops.set()
+        await updating
+        assert engine.calls[-1] == "thaw"
+
+    run(test)
+
+
+def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        running = later(worker, ask("a"))
+        await turns()
+        draining = worker.standing(drain=True)
+        entering = asyncio.create_task(draining.__aenter__())
+        await turns()
+        assert engine.calls == []  # a sequence runs
+        async with worker.standing(drain=False):
+            await entering  # what others hold still does not end
+        held = later(worker, ask("b"))
+        await turns()
+        assert engine.calls == ["freeze"]
+        assert worker.health().waiting == 1
+        await draining.__aexit__(None, None, None)
+        assert engine.calls == ["freeze", "thaw"]
+        engine.allow(8)
+        assert (await running).stop is (await held).stop is StopReason.LENGTH
 
     run(test)
 
