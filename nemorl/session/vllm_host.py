@@ -124,11 +124,13 @@ class VllmHost(AsyncEngineWorker):
                 await stack.enter_async_context(self._standing_for(version))
             try:
                 await self._vllm.call("nemorl_commit", version)
+                await self._vllm.switch(version)
             except Exception as error:
-                torn = f"{self._name} has weights of no version, since it failed to take version {version}"
+                torn = (
+                    f"{self._name} may have weights of no version, since it failed to take version {version}"
+                )
                 self.fail(EngineFailed(f"{torn}: {error}"))
                 raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
-            await self._vllm.switch(version)
         self.recover()
 
     async def abandon_refit(self) -> None:
