@@ -24,6 +24,7 @@ _ROLLOUT_RUNTIME = 500_000_000
 _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
+_INT16 = 2
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 _STATE_SIZE = {**ITEM_SIZE, "float16": 2, "fp8": 1}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
@@ -136,7 +137,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         )
         if is_last
         else 0,
-        kv_cache=_own_cache(experiment, shape, stage) * item,
+        kv_cache=_own_cache(experiment, shape, stage) * item + _kept_experts(experiment, shape),
         staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if sends else 0,
         staging_on_host=parameters.total * sent_item if sends and experiment.generation.delta else 0,
         optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
@@ -151,6 +152,15 @@ def _sampling_logits(experiment: Experiment, shape: ModelShape) -> int:
     if not isinstance(config, MegatronGenerationConfig):
         return 0
     return config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
+
+
+def _kept_experts(experiment: Experiment, shape: ModelShape) -> int:
+    """Bytes of the choices of all routers, which every rank keeps beside its keys where they are replayed."""
+    config, policy = experiment.generation, experiment.policy
+    if not isinstance(config, MegatronGenerationConfig) or not policy.moe.router_replay or shape.moe is None:
+        return 0
+    cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
+    return _INT16 * shape.num_moe_layers * shape.moe.top_k * cached
 
 
 def _own_cache(experiment: Experiment, shape: ModelShape, stage: int) -> int:

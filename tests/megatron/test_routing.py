@@ -86,6 +86,16 @@ def test_replay_wants_choices(pool, model):
         pool.run(1, logprobs_of, config, ragged_batch())
 
 
+def test_a_rank_whose_trajectories_all_failed_has_none(pool, model):
+    config = policy_config(model("qwen3-moe")[1], moe=MoeConfig(router_replay=True))
+    batch = ragged_batch()
+    failed = replace(
+        batch, loss_mask=torch.zeros_like(batch.loss_mask), weights=torch.zeros_like(batch.weights)
+    )
+    ((policy, _),) = pool.run(1, logprobs_of, config, failed)
+    assert not policy.any()
+
+
 ALL = MoeConfig(router_replay=True, load_balancing_loss_coefficient=BALANCE)
 
 

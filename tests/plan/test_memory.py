@@ -1,8 +1,10 @@
 """Memory against figures worked out by hand for the model of `tests.plan.models`."""
 
+from dataclasses import replace
+
 import pytest
 
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
@@ -149,6 +151,18 @@ def test_a_policy_that_samples_by_itself_has_its_part_of_the_cache_and_sends_not
 
     assert policy.kv_cache == 3000 * 2 * 3 * 32 * 4
     assert policy.staging == 0
+
+
+def test_replayed_choices_are_kept_beside_the_keys(configure: Configure) -> None:
+    moe = MoeShape(num_experts=8, top_k=2, ffn_hidden_size=64, first_layer=1)
+    sizes = []
+    for replay in ("false", "true"):
+        sampling = "generation={backend: megatron, max_kv_tokens: 3000}"
+        experiment = configure(sampling, f"policy.moe.router_replay={replay}")
+        found = estimate_memory(experiment, replace(SHAPE, moe=moe), training=True)
+        sizes.append(group("policy", found).kv_cache)
+
+    assert sizes[1] - sizes[0] == 3000 * 5 * 2 * 2  # tokens, layers, experts of a token, bytes
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(512, 512), (100, 100), (5000, 2048)])
