@@ -68,7 +68,7 @@ class AsyncEngineWorker:
         self._running: set[str] = set()  # of them those that have passed the gate
         self._gate = asyncio.Event()
         self._gate.set()
-        self._paused = self._kept = False
+        self._paused = False
         self._num_standing = 0  # blocks of `standing`
         self._standstill = Stand(backend.freeze, self._thaw, self.fail)
         self._idle = asyncio.Event()  # nothing runs
@@ -136,21 +136,14 @@ class AsyncEngineWorker:
             await _first_of(self._idle, self._gate)  # after a resume it would be pointless
         elif mode == "abort":
             await self.abort(list(self._sequences))
-        elif not self._kept:
-            self._kept = True
-            try:
-                await self._standstill.hold()
-            except BaseException:
-                self._kept = False
-                raise
+        else:
+            await self._standstill.hold(self)
 
     async def resume(self) -> None:
         """Go on sampling."""
         self._paused = False
         try:
-            if self._kept:
-                self._kept = False
-                await self._standstill.release()
+            await self._standstill.release(self)
         finally:
             self._set_gate()
 

@@ -19,39 +19,41 @@ class Stand:
     ) -> None:
         """`fail` hears of an engine that does not go on."""
         self._freeze, self._thaw, self._fail = freeze, thaw, fail
-        self._holds = 0  # who wants it to stand
+        self._holders: set[object] = set()  # who wants it to stand
         self._turning = asyncio.Lock()  # held while it comes to a stand or goes on
         self.still = asyncio.Event()  # it has come to a stand
 
     @property
     def wanted(self) -> bool:
         """Whether it stands, or is coming to a stand."""
-        return self._holds > 0
+        return bool(self._holders)
 
-    async def hold(self) -> None:
+    async def hold(self, who: object) -> None:
         """Return when it stands, until `release`. If it does not come to a stand in time it goes on."""
-        self._holds += 1
+        self._holders.add(who)
         try:
             await self._settle()
         except BaseException:
-            self._holds -= 1
+            self._holders.discard(who)
             if self.still.is_set():  # others may have gone meanwhile
                 await self._settle()
             raise
 
-    async def release(self) -> None:
+    async def release(self, who: object) -> None:
         """Return when it goes on, or stands for others only."""
-        self._holds -= 1
-        await self._settle()
+        if who in self._holders:
+            self._holders.discard(who)
+            await self._settle()
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
         """It stands while the block runs."""
-        await self.hold()
+        who = object()
+        await self.hold(who)
         try:
             yield
         finally:
-            await self.release()
+            await self.release(who)
 
     async def _settle(self) -> None:
         async with self._turning:

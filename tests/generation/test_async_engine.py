@@ -263,6 +263,23 @@ def test_who_stands_relies_on_no_stand_that_has_not_come() -> None:
     run(test)
 
 
+def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.stops.clear()
+        pausing = asyncio.create_task(worker.pause("keep"))
+        await turns()
+        resuming = asyncio.create_task(worker.resume())
+        await turns()
+        pausing.cancel()
+        await resuming
+        engine.stops.set()
+        async with worker.standing(drain=False):
+            assert engine.calls == ["freeze", "thaw", "freeze"]
+        assert engine.calls[-1] == "thaw"
+
+    run(test)
+
+
 def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
     async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
         running = later(worker, ask("a"))
