@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation_vllm import Update
@@ -59,8 +60,10 @@ def _end_engine_with(process: int) -> None:
 
 _die_with_parent()
 if os.environ.get(PLAIN_WEIGHTS):
-    # oneDNN's linear layers keep a packed copy and drop the weights, into which nothing could be written.
+    # oneDNN's linear layers keep a packed copy and drop the weights, into which nothing could be written; so
+    # do the kernels that take small matrices in bfloat16 on CPUs with AMX.
     _custom_ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     base_loader.process_weights_after_loading = _process_and_learn
 
 

@@ -81,20 +81,37 @@ def encode(old: Tensor, new: Tensor, itemsize: int) -> bytearray | None:
     return encoded if len(encoded) < new.numel() else None
 
 
+class BrokenChanges(ValueError):
+    """Bytes that `encode` has not made."""
+
+
 def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
-    """Of what `encode` made ([bytes] uint8): the places, ascending, and the differences, as integers."""
+    """Of what `encode` made ([bytes] uint8): the places, ascending, and the differences, as integers.
+
+    Raises BrokenChanges, also for what was altered on its way: zlib has a checksum, and the header's figures
+    have to go with it.
+    """
     encoded = content.cpu().numpy().tobytes()
-    count, gap_bytes = _HEADER.unpack_from(encoded)
-    unpacked = np.frombuffer(zlib.decompress(encoded[_HEADER.size :]), np.uint8)
+    try:
+        count, gap_bytes = _HEADER.unpack_from(encoded)
+        unpacked = np.frombuffer(zlib.decompress(encoded[_HEADER.size :]), np.uint8)
+    except (struct.error, zlib.error) as error:
+        raise BrokenChanges(str(error)) from error
+    gaps = unpacked[: max(gap_bytes, 0)]
+    if count < 0 or gap_bytes + itemsize * count != unpacked.size or (gaps != _LONGEST_GAP).sum() != count:
+        raise BrokenChanges(f"{count} changes do not fit into {unpacked.size} bytes")
     planes = unpacked[gap_bytes:].reshape(itemsize, count)
     zigzag = np.ascontiguousarray(planes.T).view(f"<u{itemsize}").reshape(-1)
     sign = -(zigzag & 1).astype(zigzag.dtype)
     differences = ((zigzag >> 1) ^ sign).view(f"<i{itemsize}")
-    return torch.from_numpy(_places(unpacked[:gap_bytes])), torch.from_numpy(differences)
+    return torch.from_numpy(_places(gaps)), torch.from_numpy(differences)
 
 
 def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Add the changes of a bucket to the weights, which hold what they were taken from."""
+    """Add the changes of a bucket to the weights, which hold what they were taken from.
+
+    Raises BrokenChanges before it has added any.
+    """
     places, differences = decode(content, ITEM_BYTES[bucket.dtype])
     ends = np.cumsum([part.num_elements for part in bucket.slices])
     cuts = np.searchsorted(places.numpy(), ends)

@@ -12,11 +12,11 @@ from nemorl.models.slices import TensorSlice
 
 from .arrivals import arriving, pieces_of
 from .channel import sending_channel
-from .delta import LastSent, apply
+from .delta import BrokenChanges, LastSent, apply
 from .fingerprint import combine, fingerprint
 from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from .process_group import Membership
-from .session import CorruptWeights, RefitFailed, RefitSession
+from .session import CorruptWeights, RefitFailed, RefitSession, sender_name
 
 
 class WeightSender:
@@ -153,7 +153,13 @@ class WeightReceiver:
                     f"{'no whole version' if held is None else f'version {held}'}"
                 )
             self._about_to_write(session.version)
-            apply(bucket, content, weights)
+            try:
+                apply(bucket, content, weights)
+            except BrokenChanges as error:
+                raise CorruptWeights(
+                    f"{self._name} cannot read what changed for version {session.version}, as it came from "
+                    f"{sender_name(bucket.peer)}: {error}"
+                ) from error
 
         sums: dict[str, list[int]] = defaultdict(list)
         with arriving(part, layout, session, self._member, change) as pieces:

@@ -1,5 +1,7 @@
 """Changes carry a new version exactly, from whatever base, and only onto that base."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.delta import apply, decode, encode
+from nemorl.weights.delta import BrokenChanges, apply, decode, encode
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import PartBucket
 from nemorl.weights.session import RefitFailed
@@ -59,6 +61,32 @@ def test_a_bucket_that_has_changed_by_half_goes_whole() -> None:
     old = torch.zeros(100)
     assert encode(bits(old), bits(torch.ones(100)), 4) is None
     assert encode(bits(old), bits(old), 4) is not None
+
+
+def test_changes_that_were_altered_are_refused() -> None:
+    """Whichever bit it is, but for those at the end that zlib does not read."""
+    old = torch.randn(2000, generator=torch.Generator().manual_seed(3)).bfloat16()
+    new = torch.where(torch.arange(2000) % 300 == 7, -old, old)
+    encoded = encode(bits(old), bits(new), 2)
+    assert encoded is not None
+    sent = decode(torch.frombuffer(encoded, dtype=torch.uint8), 2)
+    accepted = 0
+    for bit in range(8 * len(encoded)):
+        altered = bytearray(encoded)
+        altered[bit // 8] ^= 1 << bit % 8
+        with suppress(BrokenChanges):
+            found = decode(torch.frombuffer(altered, dtype=torch.uint8), 2)
+            accepted += 1
+            assert all(torch.equal(a, b) for a, b in zip(found, sent, strict=True))
+    assert accepted < 8
+
+
+def test_changes_that_were_cut_are_refused() -> None:
+    encoded = encode(bits(torch.zeros(100)), bits(torch.eye(10).flatten()), 4)
+    assert encoded is not None
+    for length in (8, 20, len(encoded) - 1):
+        with pytest.raises(BrokenChanges):
+            decode(torch.frombuffer(encoded[:length], dtype=torch.uint8), 4)
 
 
 def test_changes_find_their_places_in_strided_parameters() -> None:

@@ -38,6 +38,7 @@ class Receivers:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self.reports: list[ReceiveReport] = []  # of the last refit
 
     def describe(self) -> Sequence[ReceiverLayout]:
         return list(self._engine.host.describe_weights())
@@ -46,7 +47,8 @@ class Receivers:
         self._engine.run(self._engine.host.prepare_refit(tuple(parts)))
 
     def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
-        return list(self._engine.run(self._engine.host.receive_weights(session)))
+        self.reports = list(self._engine.run(self._engine.host.receive_weights(session)))
+        return self.reports
 
     def commit(self, version: int) -> None:
         self._engine.run(self._engine.host.commit_weights(version))

@@ -59,6 +59,34 @@ def test_experts_that_the_kernels_repack_come_whole(reports: Any) -> None:
         assert all("expert" in name for name in report["reloaded"])
 
 
+UPDATES = ("staged", "in_place")
+SHARDED = [(family, rank, update) for family in FAMILIES for rank in range(2) for update in UPDATES]
+
+
+@pytest.mark.parametrize(("family", "rank", "update"), SHARDED)
+def test_a_sharded_policy_brings_every_bit_in_bfloat16(
+    reports: Any, family: str, rank: int, update: str
+) -> None:
+    """One that is sharded otherwise; whole, then what changed, twice. The reference is a direct load."""
+    refits = reports[family, 2, rank]["refits"][update]
+    for transport in ("shared_memory", "gloo", "files"):
+        assert refits[transport]["different"] == []
+        whole, *others = refits[transport]["shares"]
+        if transport == "files":  # of what was written for both ranks, this one reads its own
+            assert others == [whole, whole]
+        else:
+            assert whole == 1
+            assert all(0.01 < share < 0.03 for share in others)
+
+
+@pytest.mark.parametrize(("family", "rank", "update"), SHARDED)
+def test_changes_onto_another_base_are_refused(reports: Any, family: str, rank: int, update: str) -> None:
+    found = reports[family, 2, rank]["refits"][update]["without base"]
+    assert "got what changed since version 100, and holds version 200" in found["error"]
+    assert found["share"] == 1
+    assert found["different"] == []
+
+
 def test_a_head_that_shares_the_embedding_computes_with_reloaded_weights(
     reports: Any, model_folder: Path
 ) -> None:

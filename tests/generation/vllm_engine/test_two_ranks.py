@@ -1,9 +1,10 @@
 """An engine of two processes that is updated in place, and what it says when one of them dies."""
 
-import asyncio
 import os
 import re
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.types import Completion, SamplingParams
+from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import RefitFailed
+from nemorl.weights.shared_memory import SocketSender
+from nemorl.weights.venue import TransportOptions
 from tests.generation.examples import GREEDY, Prompts, request
-from tests.generation.vllm_engine.exchange import checkpoint, exchange_of
-from tests.generation.vllm_engine.test_engine import collect, gaps, group
+from tests.generation.vllm_engine.exchange import Receivers, checkpoint, exchange_of
+from tests.generation.vllm_engine.policy import Policy, all_fingerprints, changed
+from tests.generation.vllm_engine.test_engine import collect, gaps, group, until_sampled
 
 
 def check_against(engine: Any, network: Any, version: int) -> None:
@@ -57,36 +62,75 @@ def test_an_update_in_place_is_what_the_network_became(two: Any, mixture: Any) -
     check_against(two, network, 1)
 
 
+@pytest.mark.parametrize("transport", ["gloo", "files", "shared_memory"])
+def test_a_sharded_policy_reaches_both_ranks(two: Any, mixture: Any, tmp_path: Path, transport: Any) -> None:
+    """Through shared memory it sends what changed only: a fiftieth, in float32 too."""
+    folder, network = mixture
+    receivers = Receivers(two)
+    policy = Policy(folder)
+    options = TransportOptions(transport, tmp_path, delta=transport == "shared_memory")
+    exchange = WeightExchange(policy, receivers, 2**14, 60.0, options)
+    network.save_pretrained(tmp_path / "before")
+    after = changed(tmp_path / "before", tmp_path / "after")
+    version = two.host.version
+    for now in (tmp_path / "before", after):
+        policy.load(now)
+        stats = exchange.refit(two.host.version + 1)
+        if transport != "files":  # of which the ranks check by themselves what they have read
+            found = [report.fingerprints for report in receivers.reports]
+            assert found == all_fingerprints(now, two.host.describe_weights())
+    assert (stats.num_bytes < 0.05 * stats.num_bytes_whole) == (transport == "shared_memory")
+    network.load_state_dict(type(network).from_pretrained(after).state_dict())
+    check_against(two, network, version + 2)
+
+
 def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: Any) -> None:
     folder, network = mixture
     parameters = checkpoint(folder, 0.9)
     exchange = exchange_of(two, folder, parameters, 20.0)
+    version = two.host.version + 1
     last = parameters.popitem()  # found missing after others were sent
     with pytest.raises((RefitFailed, ValueError)):
-        exchange.refit(2)
+        exchange.refit(version)
     with pytest.raises(EngineFailed, match="its weights are of two versions"):
         two.host.health()
     with pytest.raises(EngineFailed, match="its weights are of two versions"):
         two.run(collect(two.host, group("", 1)))
     parameters.update([last])
-    exchange.refit(2)
-    check_against(two, network, 2)
+    exchange.refit(version)
+    with torch.no_grad():
+        network.load_state_dict(type(network).from_pretrained(folder).state_dict())
+        for parameter in network.parameters():
+            parameter.mul_(0.9)
+    check_against(two, network, version)
 
 
-def test_a_dead_worker_is_named(two: Any) -> None:
+def test_a_worker_that_dies_in_an_update_is_named(
+    two: Any, mixture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = next(
         int(what.split()[-1][:-1]) for what in two.host._vllm._processes.values() if "worker 1" in what
     )
+    folder, _ = mixture
+    policy = Policy(folder)
+    exchange = WeightExchange(policy, Receivers(two), 2**14, 60.0)
+    publish = SocketSender.publish
 
-    async def main() -> list[Any]:
-        waiting = asyncio.create_task(collect(two.host, group("", 2, 150)))
-        await asyncio.sleep(0.2)
-        os.kill(pid, signal.SIGKILL)
-        return await asyncio.gather(waiting, return_exceptions=True)
+    def publish_and_kill(sender: SocketSender, number: int, num_bytes: int) -> None:
+        if number == 3:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        publish(sender, number, num_bytes)
 
-    (failure,) = two.run(main())
-    assert isinstance(failure, EngineFailed)
+    two.run(two.host.stats())
+    waiting = two.submit(collect(two.host, group("", 2, 150)))
+    two.run(until_sampled(two.host, 4))
     message = f"generation engine 3 has ended: worker 1 (process {pid}) ended; its log says more"
+    monkeypatch.setattr(SocketSender, "publish", publish_and_kill)
+    with pytest.raises(RefitFailed, match=re.escape(message)):
+        exchange.refit(two.host.version + 1)
+    failure = waiting.exception(60)
+    assert isinstance(failure, EngineFailed)
     assert str(failure) == message
     with pytest.raises(EngineFailed, match=re.escape(message)):
         two.host.health()

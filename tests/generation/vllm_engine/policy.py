@@ -1,0 +1,69 @@
+"""A policy of two ranks, in threads, that has the weights of a folder; and folders that differ a little."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.hf_folder import HfFolder
+from nemorl.models.layout import policy_rank, policy_slices
+from nemorl.models.shape import ModelShape
+from nemorl.weights.endpoints import WeightSender
+from nemorl.weights.fingerprint import combine, fingerprint
+from nemorl.weights.messages import ReceiverLayout
+from tests.weights.ranks import Threads, allocate
+
+SHARE = 0.02  # of the elements of a folder that `changed` changes
+_TP2 = LayoutConfig(tensor_parallel_size=2)
+_TP2_EP2 = LayoutConfig(tensor_parallel_size=2, expert_parallel_size=2, sequence_parallel=True)
+
+
+class _Rank:
+    def __init__(self, shape: ModelShape, layout: LayoutConfig, number: int) -> None:
+        self.slices = policy_slices(shape, policy_rank(layout, number))
+        self.parameters = allocate(self.slices, torch.float32)
+        self.exchange = WeightSender(self.slices, lambda: self.parameters)
+
+
+class Policy(Threads):
+    """Ranks that share every matrix, and of a mixture the experts; float32, as a policy's master weights."""
+
+    def __init__(self, folder: Path) -> None:
+        shape = ModelShape.load(folder)
+        layout = _TP2 if shape.moe is None else _TP2_EP2
+        super().__init__([_Rank(shape, layout, number) for number in range(2)])
+        self.load(folder)
+
+    def load(self, folder: Path) -> None:
+        """Have the weights of a folder of the same model."""
+        for rank in self.ranks:
+            HfFolder(folder).load_into(rank.parameters, rank.slices)
+
+
+def changed(folder: Path, into: Path) -> Path:
+    """The model with other values in a fiftieth of the places of each tensor, in any type."""
+    shutil.copytree(folder, into)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors.values():
+        places = torch.rand(tensor.shape, generator=generator) < SHARE
+        tensor[places] *= 1.05
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def fingerprints(folder: Path, layout: ReceiverLayout) -> dict[str, int]:
+    """Of each tensor, what an engine's rank has of it once it holds the folder's weights."""
+    sums: dict[str, list[int]] = {}
+    for part, dtype in zip(layout.slices, layout.dtypes, strict=True):
+        values = HfFolder(folder).read(part).to(getattr(torch, dtype))
+        sums.setdefault(part.name, []).append(fingerprint(values, part.start, part.shape))
+    return {name: combine(found) for name, found in sums.items()}
+
+
+def all_fingerprints(folder: Path, layouts: Sequence[ReceiverLayout]) -> list[dict[str, int]]:
+    """The same of each rank."""
+    return [fingerprints(folder, layout) for layout in layouts]

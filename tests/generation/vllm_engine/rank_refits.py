@@ -1,0 +1,76 @@
+"""Refits of one rank of vLLM by a policy of several, over every transport, in one process."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from nemorl.generation.vllm_engine.weights import WorkerWeights
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.session import RefitFailed
+from nemorl.weights.venue import TransportOptions
+from tests.generation.vllm_engine.policy import Policy
+from tests.weights.ranks import Threads
+
+BUCKET = 2**14
+TRANSPORTS = ("shared_memory", "gloo", "files")
+
+State = Mapping[str, Tensor]
+
+
+def refits(
+    folders: tuple[Path, Path], loaded: tuple[State, State], model: Any, weights: WorkerWeights
+) -> dict[str, Any]:
+    """By transport: what share of a full refit each of three took, and what then was not as loaded directly.
+
+    The second folder is the first with a few changes, and comes first and last.
+    """
+    policy = Policy(folders[0])
+    receiver = WeightReceiver(
+        weights.layout.slices, weights.tensors, lambda version: weights.commit(), in_place=weights.in_place
+    )
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as place:
+        for first, transport in enumerate(TRANSPORTS):
+            exchange = _exchange(policy, receiver, transport, place)
+            shares, different = [], set()
+            for number, which in enumerate((1, 0, 1)):
+                policy.load(folders[which])
+                stats = exchange.refit(10 * first + number + 1)
+                shares.append(stats.num_bytes / stats.num_bytes_whole)
+                different |= differing(model, loaded[which])
+            found[transport] = {"shares": shares, "different": sorted(different)}
+    found["without base"] = _without_base(policy, receiver, folders[0], model, loaded[0])
+    return found
+
+
+def differing(model: Any, loaded: State) -> set[str]:
+    """Parameters that are not those of a model that was loaded directly, to the bit."""
+    return {name for name, values in model.named_parameters() if not values.equal(loaded[name])}
+
+
+def _without_base(
+    policy: Policy, receiver: WeightReceiver, folder: Path, model: Any, loaded: State
+) -> dict[str, Any]:
+    """Another policy brings a version; changes onto the one before it are refused, and all is sent."""
+    mine = _exchange(policy, receiver, "shared_memory", "")
+    mine.refit(100)
+    _exchange(Policy(folder), receiver, "shared_memory", "").refit(200)
+    error = ""
+    try:
+        mine.refit(101)
+    except RefitFailed as refused:
+        error = str(refused)
+    policy.load(folder)
+    stats = mine.refit(102)
+    share = stats.num_bytes / stats.num_bytes_whole
+    return {"error": error, "share": share, "different": sorted(differing(model, loaded))}
+
+
+def _exchange(policy: Policy, receiver: WeightReceiver, transport: Any, place: str) -> WeightExchange:
+    options = TransportOptions(transport, Path(place), delta=transport != "files")
+    return WeightExchange(policy, Threads([SimpleNamespace(exchange=receiver)]), BUCKET, 60.0, options)
