@@ -45,7 +45,7 @@ class GenerationHost(GenerationWorker):
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """This rank's side of a refit; the event loop goes on serving meanwhile."""
-        return (await asyncio.to_thread(self._receiver.receive, session),)
+        return (await asyncio.to_thread(self._receiver.begin(session)),)
 
     async def commit_weights(self, version: int) -> None:
         """Sample with what was received."""

@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ from nemorl.generation.vllm_engine.weights import Learned, WorkerWeights, layout
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.weights.endpoints import WeightReceiver
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import ReceiveReport
 
 from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
 
 _PR_SET_PDEATHSIG = 1
+_END_SECONDS = 2.0  # that an update which was given up may take to end
 _process = base_loader.process_weights_after_loading
 _NOTHING = Learned(LoaderTrace((), {}), {}, "its loading was not watched")
 _learned: dict[str, Learned] = {}  # one entry: of the model of this process
@@ -108,8 +109,11 @@ class VllmWorkerExtension:
     def nemorl_receive(self, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
         worker: Any = self
-        arguments = (worker.nemorl, worker.rank, SESSION.validate_json(session), reports)
-        threading.Thread(target=_receive, args=arguments, name="weight receiver", daemon=True).start()
+        receive = worker.nemorl.begin(SESSION.validate_json(session))
+        worker.nemorl_receiving = threading.Thread(
+            target=_receive, args=(receive, worker.rank, reports), name="weight receiver", daemon=True
+        )
+        worker.nemorl_receiving.start()
 
     def nemorl_commit(self, version: int) -> None:
         """Sample with what was received, from the next step on."""
@@ -120,14 +124,17 @@ class VllmWorkerExtension:
         """Forget an update that did not finish; why the weights in use are of no version, if they are."""
         worker: Any = self
         worker.nemorl.abandon()
+        receiving: threading.Thread | None = getattr(worker, "nemorl_receiving", None)
+        if receiving is not None:
+            receiving.join(_END_SECONDS)  # the next update finds a process group that nobody uses
         torn: str | None = worker.nemorl.torn
         return torn
 
 
-def _receive(receiver: WeightReceiver, rank: int, session: RefitSession, reports: str) -> None:
+def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:
     answer: dict[str, Any] = {"rank": rank}
     try:
-        answer["report"] = REPORT.dump_python(receiver.receive(session), mode="json")
+        answer["report"] = REPORT.dump_python(receive(), mode="json")
     except Exception as error:  # noqa: BLE001 - told to the process that asked
         answer |= {"error": type(error).__name__, "message": str(error)}
     # Who asked may have given up.

@@ -1,8 +1,10 @@
 """What a worker holds for the weight exchange: a sender beside a policy, a receiver beside an engine."""
 
 import socket
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,6 +91,15 @@ class _Filling:
         return {key: combine(found) for key, found in self._sums.items()}
 
 
+@dataclass(eq=False)
+class _Update:
+    """A refit at one receiver."""
+
+    session: RefitSession
+    held: int | None  # version of all that `weights` held when it began
+    over: bool = False  # given up, or another has begun
+
+
 class WeightReceiver:
     """Sits in the process that owns an engine's parameters.
 
@@ -122,6 +133,8 @@ class WeightReceiver:
         self._member = Membership()
         self._received: int | None = None
         self._torn: str | None = None
+        self._update: _Update | None = None
+        self._lock = threading.Lock()  # an update that is given up has written before, or never will
 
     @property
     def torn(self) -> str | None:
@@ -142,9 +155,22 @@ class WeightReceiver:
 
     def receive(self, session: RefitSession) -> ReceiveReport:
         """Write all buckets and read back what then lies there. Raises `RefitFailed`."""
+        return self.begin(session)()
+
+    def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
+        """`receive`, to be called in another thread; `abandon` stops it from now on."""
+        with self._lock:
+            if self._update is not None:
+                self._update.over = True
+            update = self._update = _Update(session, self._held)
+            self._held, self._received = None, None
+        return lambda: self._receive(update)
+
+    def _receive(self, update: _Update) -> ReceiveReport:
+        self._check_not_over(update)
+        session, held = update.session, update.held
         part, layout = _prepared(self._part), self.describe()
         weights = self._weights()
-        held, self._held, self._received = self._held, None, None
 
         def change(bucket: PartBucket, content: Tensor) -> None:
             if held is None or held != session.base:
@@ -152,7 +178,7 @@ class WeightReceiver:
                     f"{self._name} got what changed since version {session.base}, and holds "
                     f"{'no whole version' if held is None else f'version {held}'}"
                 )
-            self._about_to_write(session.version)
+            self._about_to_write(update)
             try:
                 apply(bucket, content, weights)
             except BrokenChanges as error:
@@ -164,7 +190,7 @@ class WeightReceiver:
         sums: dict[str, list[int]] = defaultdict(list)
         with arriving(part, layout, session, self._member, change) as pieces:
             for piece, values in pieces:
-                self._about_to_write(session.version)
+                self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
                 if session.transport == "files":  # no sender will tell
                     sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
@@ -174,7 +200,9 @@ class WeightReceiver:
                 raise CorruptWeights(
                     f"{self._name} read {name} for version {session.version}, and holds else"
                 )
-        self._received = session.version
+        with self._lock:
+            self._check_not_over(update)
+            self._received = session.version
         return ReceiveReport({} if sums else found, pieces.num_bytes)
 
     def commit(self, version: int) -> None:
@@ -188,18 +216,33 @@ class WeightReceiver:
         self._held, self._received, self._torn = version, None, None
 
     def abandon(self) -> None:
-        """Forget an update that did not finish; weights in use that it has written to stay `torn`."""
-        self._received = None
+        """Forget an update that did not finish; weights in use that it has written to stay `torn`.
+
+        It writes nothing after this, even where another thread still receives.
+        """
+        with self._lock:
+            self._received = None
+            if self._update is not None:
+                self._update.over = True
 
     @property
     def _name(self) -> str:
         return "this generation rank" if self._part is None else f"generation rank {self._part.rank}"
 
-    def _about_to_write(self, version: int) -> None:
-        if self._in_place and self._torn is None:
-            self._torn = (
-                f"{self._name} was being brought to version {version} in place, and that did not finish: its "
-                "weights are of two versions until a whole refit has been done"
+    def _about_to_write(self, update: _Update) -> None:
+        with self._lock:
+            self._check_not_over(update)
+            if self._in_place and self._torn is None:
+                self._torn = (
+                    f"{self._name} was being brought to version {update.session.version} in place, and that "
+                    "did not finish: its weights are of two versions until a whole refit has been done"
+                )
+
+    def _check_not_over(self, update: _Update) -> None:
+        if update.over:
+            raise RefitFailed(
+                f"refit to version {update.session.version}: {self._name} was still receiving when the refit "
+                "was given up"
             )
 
     def _fingerprints(self, weights: Mapping[str, Tensor], session: RefitSession) -> dict[str, int]:

@@ -22,6 +22,7 @@ from nemorl.rollout.types import StopReason
 from nemorl.session import vllm_host
 from nemorl.session.vllm_host import VllmHost
 from nemorl.session.vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.session import RefitFailed
 from tests.generation.examples import Prompts, request
 from tests.weights.ranks import EngineSide
@@ -30,7 +31,7 @@ WATCHED = "model.norm.weight"
 
 
 class Engine:
-    """A `VllmBackend` of one worker in this process; each token is the version in use, its logprob a weight."""
+    """A `VllmBackend` of one worker, in this process; a token is the version in use, its logprob a weight."""
 
     def __init__(self, *_: Any, name: str, **options: Any) -> None:
         self._name = name
@@ -80,8 +81,8 @@ class Engine:
         self.side.exchange.prepare(part)
 
     def nemorl_receive(self, session: str, reports: str) -> None:
-        arguments = (SESSION.validate_json(session), reports)
-        threading.Thread(target=self._receive, args=arguments, daemon=True).start()
+        receive = self.side.exchange.begin(SESSION.validate_json(session))
+        threading.Thread(target=self._receive, args=(receive, reports), daemon=True).start()
 
     def nemorl_commit(self, version: int) -> None:
         self.side.exchange.commit(version)
@@ -106,10 +107,10 @@ class Engine:
     def close(self) -> None:
         pass
 
-    def _receive(self, session: Any, reports: str) -> None:
+    def _receive(self, receive: Callable[[], ReceiveReport], reports: str) -> None:
         answer: dict[str, Any] = {"rank": 0}
         try:
-            answer["report"] = REPORT.dump_python(self.side.exchange.receive(session), mode="json")
+            answer["report"] = REPORT.dump_python(receive(), mode="json")
         except RefitFailed as error:
             answer |= {"error": type(error).__name__, "message": str(error)}
         with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
@@ -160,11 +161,11 @@ def test_an_engine_that_fails_to_switch_answers_nothing(folder: Path) -> None:
         engine.broken = "switch"
         with pytest.raises(RefitFailed, match="version 2: the prefix cache could not be reset"):
             await host.commit_weights(2)
-        with pytest.raises(EngineFailed, match="it failed to take version 2"):
+        with pytest.raises(EngineFailed, match="failed to take version 2"):
             await in_flight
-        with pytest.raises(EngineFailed, match="it failed to take version 2"):
+        with pytest.raises(EngineFailed, match="failed to take version 2"):
             await sample(host, "after")
-        with pytest.raises(EngineFailed, match="it failed to take version 2"):
+        with pytest.raises(EngineFailed, match="failed to take version 2"):
             host.health()
 
     asyncio.run(asyncio.wait_for(main(), 60))

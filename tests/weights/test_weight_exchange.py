@@ -1,5 +1,6 @@
 """A refit from the driver's point of view, every rank a thread."""
 
+import itertools
 import shutil
 import struct
 import tempfile
@@ -309,6 +310,52 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     assert in_place.torn is None
     for engine in setup.engines:
         assert_holds(engine, 3, model(seed=2))
+
+
+@pytest.mark.parametrize("bucket", [0, 3])
+def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives it up is told whether the weights are torn, and that stays true."""
+    setup = Setup()
+    engine = EngineSide(torch.float32, in_place=True)
+    setup.engines[:] = [engine]
+    setup.train(seed=1)
+    setup.exchange.refit(1)
+    setup.train(seed=2)
+    next_bucket, counted = SocketReceiver.next_bucket, itertools.count()
+    found: list[tuple[str | None, dict[str, Tensor]]] = []
+
+    def give_up(receiver: SocketReceiver) -> Tensor:
+        content = next_bucket(receiver)
+        if next(counted) == bucket:
+            engine.exchange.abandon()
+            found.append((engine.exchange.torn, {name: w.clone() for name, w in engine.weights.items()}))
+        return content
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SocketReceiver, "next_bucket", give_up)
+        with pytest.raises(
+            RefitFailed, match="generation rank 0 was still receiving when the refit was given"
+        ):
+            setup.exchange.refit(2)
+    ((torn, weights),) = found
+    assert engine.exchange.torn == torn
+    assert (torn is None) == (bucket == 0)
+    assert_holds(engine, 1, weights)
+    setup.exchange.refit(2)
+    assert engine.exchange.torn is None
+    assert_holds(engine, 2, model(seed=2))
+
+
+def test_an_update_can_be_given_up_before_its_thread_runs() -> None:
+    setup = Setup()
+    setup.exchange.refit(1)
+    receiver = setup.engines[0].exchange
+    receive = receiver.begin(RefitSession(2, "shared_memory", "/nowhere", 30.0))
+    receiver.abandon()
+    with pytest.raises(RefitFailed, match="was given up"):
+        receive()
 
 
 def test_messages_survive_json() -> None:
