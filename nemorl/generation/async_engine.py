@@ -18,7 +18,7 @@ from .async_request import Figures, OpenRequest
 from .async_stand import Stand
 from .engine_thread import PauseMode
 from .errors import EngineFailed, RequestRefused
-from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
+from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Progress, Refusal, Report
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,19 @@ class AsyncEngineWorker:
         return self._backend.version
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
-        """Completions as they finish, one by one; see `generate_batches`."""
+        """Completions as they finish, one by one; see `generate_batches`. Every refusal is raised."""
         async with aclosing(self.generate_batches(requests)) as batches:
             async for batch in batches:
                 for report in batch:
+                    if isinstance(report, Refusal):
+                        raise RequestRefused(report.reason)
                     if isinstance(report, Completion):
                         yield report
 
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Sequence[Report], None]:
-        """What there is to tell since the last item: completions, and progress where a request asks for it.
+        """What there is to tell since the last item: completions, refusals, and progress where it is wanted.
 
         Raises RequestRefused, before any of them begins, if one can never be served, and EngineFailed if the
         engine dies. A caller that stops reading ends what is left.
@@ -113,13 +115,19 @@ class AsyncEngineWorker:
         unanswered = len(own)
         try:
             while unanswered:
-                batch = await _all_there(reports)
-                unanswered -= sum(isinstance(report, Completion) for report in batch)
-                yield batch
+                batch, error = await _all_there(reports)
+                unanswered -= sum(not isinstance(report, Progress) for report in batch)
+                if batch:
+                    yield batch
+                if error is not None:
+                    raise error
         finally:
-            for sequence in own:
-                if self._sequences.get(sequence.request.id) is sequence:
-                    sequence.abort()
+            left = [one for one in own if self._sequences.get(one.request.id) is one]
+            for sequence in left:
+                sequence.abort()
+            ending = [sequence.task for sequence in left if sequence.task]
+            if ending and self._failure is None:  # a dead engine may end nothing
+                await asyncio.wait(ending)  # then their ids may be used again
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; those in flight are answered with what they have and stop reason `abort`."""
@@ -208,7 +216,7 @@ class AsyncEngineWorker:
         if task.cancelled():
             sequence.end(StopReason.ABORT)
         elif isinstance(error := task.exception(), RequestRefused):
-            sequence.reports.put_nowait(error)  # of a server that refuses late: nobody else is concerned
+            sequence.refuse(str(error))  # as servers do
         elif error:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
@@ -273,14 +281,12 @@ async def _first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-async def _all_there(reports: asyncio.Queue[Report | Exception]) -> list[Report]:
-    """The next reports, at least one."""
-    found = [await reports.get()]
-    while not reports.empty():
-        found.append(reports.get_nowait())
-    batch = []
-    for report in found:
+async def _all_there(reports: asyncio.Queue[Report | Exception]) -> tuple[list[Report], Exception | None]:
+    """The next reports, up to an error: at least one, or the error."""
+    batch: list[Report] = []
+    while not batch or not reports.empty():
+        report = await reports.get()
         if isinstance(report, Exception):
-            raise report
+            return batch, report
         batch.append(report)
-    return batch
+    return batch, None

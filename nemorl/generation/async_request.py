@@ -9,7 +9,7 @@ import numpy as np
 
 from nemorl.rollout.types import Float32Array, Int16Array, Int32Array, StopReason
 
-from .types import Completion, GenerationRequest, Progress, Report
+from .types import Completion, GenerationRequest, Progress, Refusal, Report
 
 
 @dataclass(eq=False)
@@ -47,6 +47,10 @@ class OpenRequest:
         seconds = time.monotonic() - self._began
         arrays, experts = self._arrays(0), self._experts(0)
         self.reports.put_nowait(Completion(self.request.id, *arrays, stop, seconds, experts))
+
+    def refuse(self, reason: str) -> None:
+        """Answer that it cannot be served; others are not concerned."""
+        self.reports.put_nowait(Refusal(self.request.id, reason))
 
     def abort(self) -> None:
         """Stop sampling; it is answered when its task has ended."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import NoReplicaLeft, ReplicaLost, RequestRefused
 from .flight import Flight, OnProgress
-from .types import Completion, GenerationRequest, Progress, Report
+from .types import Completion, GenerationRequest, Progress, Refusal, Report
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,10 @@ MOST_LOSSES = 2
 class Replica:
     """One engine, as the router calls it.
 
-    `generate` yields what finished, and progress, as it comes, in any order. It raises RequestRefused for
-    requests that can never be served (then none of the call has begun) and ReplicaLost, or anything else,
-    when no more answers will come. `abort` ends requests that nobody waits for any more.
+    `generate` yields what finished, refusals of single requests, and progress, as it comes, in any order. It
+    raises RequestRefused for requests that can never be served (then none of the call has begun) and
+    ReplicaLost, or anything else, when no more answers will come. `abort` ends requests that nobody waits
+    for any more.
     """
 
     name: str
@@ -184,6 +185,8 @@ class Router:
                         continue
                     if isinstance(report, Progress):
                         flight.advance(report)
+                    elif isinstance(report, Refusal):
+                        flight.fail(RequestRefused(report.reason))
                     else:
                         flight.finish(report)
 

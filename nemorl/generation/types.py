@@ -67,8 +67,16 @@ class Progress:
     routed_experts: Int16Array | None = None  # rows since the last report; see `Completion`
 
 
-Report = Completion | Progress
-"""An item of an engine's stream; an engine without progress gives completions only."""
+@dataclass(frozen=True)
+class Refusal:
+    """The end of a request that an engine began and then could not serve: nothing of it is an answer."""
+
+    id: str
+    reason: str
+
+
+Report = Completion | Progress | Refusal
+"""An item of an engine's stream; an engine without progress gives completions only, and refusals at most."""
 
 
 @dataclass(frozen=True)

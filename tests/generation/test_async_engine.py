@@ -1,7 +1,7 @@
 """The worker over engines that sample by themselves, with one that samples when it is told."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 from nemorl.generation import async_engine, async_stand
 from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
 from nemorl.generation.errors import EngineFailed, RequestRefused
-from nemorl.generation.types import Completion, GenerationRequest, Progress
+from nemorl.generation.router import Replica, Router
+from nemorl.generation.types import Completion, GenerationRequest, Progress, Refusal, Report
 from nemorl.rollout.types import StopReason
 from nemorl.session.pool import hanging
 from tests.generation.examples import Prompts, request
@@ -27,6 +28,9 @@ class Engine:
         self.closed: list[str] = []
         self.calls: list[str] = []
         self.error: Exception | None = None
+        self.refuses: set[str] = set()  # ids, at their first token
+        self.ends = asyncio.Event()  # else a request that is ended early goes on ending
+        self.ends.set()
         self.stops = asyncio.Event()  # else it comes to no stand
         self.stops.set()
         self.goes_on: bool | None = True  # None: a thaw never ends
@@ -39,11 +43,14 @@ class Engine:
         try:
             for number in range(1, request.max_new_tokens + 1):
                 await self.permits.acquire()
+                if request.id in self.refuses:
+                    raise RequestRefused("the server minds")
                 if self.error is not None:
                     raise self.error
                 stop = StopReason.LENGTH if number == request.max_new_tokens else None
                 yield Chunk([number], [-number], [self.version], stop)
         finally:
+            await self.ends.wait()
             self.closed.append(request.id)
 
     async def freeze(self) -> None:
@@ -144,6 +151,90 @@ def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
             await anext(worker.generate_batches([ask("a")]))
         engine.allow(4)
         assert (await waiting).stop is StopReason.LENGTH
+
+    run(test)
+
+
+def test_a_late_refusal_ends_nobody_else() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.refuses = {"b"}
+        names = ["a", "b", "c"]
+        stream = worker.generate_batches([ask(name, 2, progress_tokens=1) for name in names])
+        first = asyncio.ensure_future(anext(stream))
+        engine.allow(3)
+        reports = [*await first]
+        engine.allow(4)
+        reports += [report async for batch in stream for report in batch]
+        assert [report for report in reports if report.id == "b"] == [Refusal("b", "the server minds")]
+        for name in ("a", "c"):
+            progress, answer = (report for report in reports if report.id == name)
+            assert isinstance(progress, Progress)
+            assert isinstance(answer, Completion)
+            assert answer.tokens.tolist() == [1, 2]
+        engine.allow(1)
+        with pytest.raises(RequestRefused, match="the server minds"):
+            await later(worker, ask("b"))
+
+    run(test)
+
+
+def test_the_router_tells_a_late_refusal_to_whom_it_concerns() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.refuses = {"b"}
+        calls = []
+
+        async def generate(requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
+            calls.append([request.id for request in requests])
+            async for batch in worker.generate_batches(requests):
+                yield batch
+
+        router = Router([Replica("one", generate, worker.abort)])
+        engine.allow(10)
+        asked = (router.generate(ask(name)) for name in ("a", "b", "c"))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(answers[1], RequestRefused)
+        assert str(answers[1]) == "the server minds"
+        for answer in (answers[0], answers[2]):
+            assert isinstance(answer, Completion)
+            assert answer.tokens.tolist() == [1, 2, 3, 4]
+        assert calls == [["a", "b", "c"]]  # nobody was asked again
+        assert router.living == ["one"]
+        assert router.outstanding_tokens == [0]
+
+    run(test)
+
+
+def test_what_came_before_an_error_is_told() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        stream = worker.generate_batches([ask("a", 1), ask("b")])
+        reading = asyncio.ensure_future(anext(stream))
+        engine.allow(2)
+        while "a" not in engine.closed:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # answered, and not yet read
+        worker.fail(RuntimeError("out of memory"))
+        (answer,) = await reading
+        assert isinstance(answer, Completion)
+        assert answer.id == "a"
+        with pytest.raises(EngineFailed, match="out of memory"):
+            await anext(stream)
+
+    run(test)
+
+
+def test_who_has_left_may_ask_again_by_the_same_names() -> None:
+    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+        engine.ends.clear()
+        stream = worker.generate_batches([ask("a", progress_tokens=1)])
+        engine.allow(1)
+        await anext(stream)
+        leaving = asyncio.create_task(stream.aclose())
+        await turns()
+        assert not leaving.done()
+        engine.ends.set()
+        await leaving
+        engine.allow(4)
+        assert (await later(worker, ask("a"))).stop is StopReason.LENGTH
 
     run(test)
 
