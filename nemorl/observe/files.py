@@ -29,11 +29,14 @@ def room_left(folder: Path) -> str:
         return f"its folder {there} cannot be read"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically: after a crash it holds the old text or the new one. Raises `WriteError`."""
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace a file atomically: after a crash it holds the old text or the new one. Raises `WriteError`.
+
+    A private one is read and written by its owner only (mode 0600).
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=_open_private if private else None) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -41,6 +44,12 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise write_failed(path, error) from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # of one that a crash has left there
+    return descriptor
 
 
 class JsonLinesWriter:

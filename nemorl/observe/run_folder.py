@@ -25,6 +25,7 @@ ABOUT = """# A run of nemorl
 | `tensorboard/` | the figures for TensorBoard, if asked for |
 | `checkpoints/` | what `--resume` goes on from |
 | `logs/` | what the driver and the workers said |
+| `endpoint_key` | the key that the endpoint of the latest start wants, if it was made there; for you alone |
 """
 
 LINE_FILES = ("metrics.jsonl", "samples.jsonl")
@@ -80,6 +81,11 @@ class RunPaths:
     def logs(self) -> Path:
         """Logs of the driver and the workers."""
         return self.root / "logs"
+
+    @property
+    def endpoint_key(self) -> Path:
+        """The key to the endpoint, if it was made at the start; nobody but the owner may read it."""
+        return self.root / "endpoint_key"
 
     @property
     def holds_run(self) -> bool:

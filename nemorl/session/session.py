@@ -20,6 +20,8 @@ from nemorl.config.algorithm import GrpoConfig
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
+from nemorl.observe.files import write_whole
+from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import RefitStats, WeightExchange
@@ -89,7 +91,7 @@ class Session:
             except NemorlError as error:
                 try:
                     lost = await pool.lost_in_refit()
-                except NoReplicaLeft as nobody:  # maybe a consequence: engines written in place are torn
+                except NoReplicaLeft as nobody:  # maybe a consequence
                     nobody.add_note(f"The refit to version {version} ended with: {error}")
                     raise
                 if not lost:
@@ -147,7 +149,7 @@ async def open_session(
                 endpoint = await starter.endpoint(engines.workers)
                 stack.push_async_exit(_end(endpoint))
                 pool.serve(endpoint)
-                await _tell_endpoint(endpoint, experiment.cluster.deadlines.start)
+                await _tell_endpoint(endpoint, experiment)
             rollout = await starter.rollout(engines.workers)
             stack.push_async_exit(_end(rollout))
             pool.serve(rollout)
@@ -176,11 +178,16 @@ async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIte
         yield pool
 
 
-async def _tell_endpoint(endpoint: WorkerGroup, seconds: float) -> None:
-    """Let it listen, and say where: a key that was made for this run is told nowhere else."""
-    (at,) = await endpoint.call_async("listen", stage="start", deadline_seconds=seconds)
-    key = f", key {at.api_key}" if at.generated else ""
-    logger.warning("the engines answer at %s%s", at.url, key)
+async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
+    """Let it listen, and say where. A key that was made for this run stands in its folder and in no log."""
+    deadline = experiment.cluster.deadlines.start
+    (at,) = await endpoint.call_async("listen", stage="start", deadline_seconds=deadline)
+    if not at.generated:
+        logger.warning("the engines answer at %s", at.url)
+        return
+    file = RunPaths(experiment.run_dir).endpoint_key
+    write_whole(file, at.api_key + "\n", private=True)
+    logger.warning("the engines answer at %s; the key is in %s", at.url, file)
 
 
 def _end(group: WorkerGroup) -> Callable[..., Coroutine[Any, Any, None]]:

@@ -1,0 +1,54 @@
+"""Where the key to a run's endpoint is told, and where not; the endpoint is a stand-in."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from nemorl.serve.server import Listening
+from nemorl.session.session import _tell_endpoint
+
+URL = "http://127.0.0.1:8000/v1"
+
+
+@dataclass
+class Endpoint:
+    """Listens with this key."""
+
+    api_key: str
+    generated: bool
+
+    async def call_async(self, method: str, *, stage: str, deadline_seconds: float) -> list[Listening]:
+        assert (method, deadline_seconds) == ("listen", 7.0)
+        return [Listening(URL, self.api_key, self.generated)]
+
+
+def tell(run_dir: Path, endpoint: Endpoint) -> None:
+    cluster = SimpleNamespace(deadlines=SimpleNamespace(start=7.0))
+    experiment = SimpleNamespace(run_dir=run_dir, cluster=cluster)
+    asyncio.run(_tell_endpoint(endpoint, experiment))  # type: ignore[arg-type]
+
+
+def test_a_made_key_is_for_its_owner_and_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "endpoint_key"
+    left = tmp_path / "endpoint_key.tmp"  # of a crash
+    for key in ("made-first", "made-again"):
+        left.touch(mode=0o644)
+        with caplog.at_level(logging.DEBUG):
+            tell(tmp_path, Endpoint(key, generated=True))
+        assert file.read_text() == key + "\n"
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert list(tmp_path.iterdir()) == [file]
+    assert f"the engines answer at {URL}; the key is in {file}" in caplog.text
+    assert "made-" not in caplog.text
+
+
+def test_a_key_of_the_environment_is_told_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        tell(tmp_path, Endpoint("from-outside", generated=False))
+    assert f"the engines answer at {URL}" in caplog.text
+    assert "from-outside" not in caplog.text
+    assert list(tmp_path.iterdir()) == []
