@@ -74,6 +74,7 @@ class AsyncEngineWorker:
         self._idle = asyncio.Event()  # nothing runs
         self._idle.set()
         self._failure: EngineFailed | None = None
+        self._torn: str | None = None
         self._last_chunk = time.monotonic()
         self._figures = Figures()
 
@@ -183,9 +184,14 @@ class AsyncEngineWorker:
             sequence.reports.put_nowait(error)
             sequence.abort()
 
+    def tear(self, reason: str) -> None:
+        """Tell by `health` that the weights are of no version. The caller lets it stand until `recover`."""
+        self._torn = reason
+
     def recover(self) -> None:
-        """Serve again: what had failed has been mended."""
+        """Serve again: what had failed or was torn has been mended."""
         self._failure = None
+        self._torn = None
 
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
@@ -209,6 +215,7 @@ class AsyncEngineWorker:
             waiting=len(self._sequences) - len(self._running),
             paused=self._paused or self._standstill.wanted,
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
+            torn=self._torn,
         )
 
     def _finish(self, sequence: OpenRequest, task: asyncio.Task[StopReason]) -> None:

@@ -88,6 +88,7 @@ class EngineHealth:
     waiting: int
     paused: bool
     seconds_since_step: float  # or since it last had nothing to do
+    torn: str | None = None  # why it answers nothing until a whole refit; its requests wait
 
 
 class Generator(Protocol):

@@ -129,13 +129,14 @@ class TrtllmHost(AsyncEngineWorker):
         await self._update.aclose()
 
     async def abandon_refit(self) -> None:
-        """Forget an update that did not finish. An engine that it has written to answers nothing now."""
+        """Forget an update that did not finish. An engine that was written into stands until a refit."""
         self._receiver.abandon()
         try:
             torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
             if torn:
-                self.fail(EngineFailed(torn[0]))
-            await self._update.aclose()
+                self.tear(torn[0])
+            else:
+                await self._update.aclose()
         except EngineFailed as error:  # a worker is gone: then nothing can be released
             self._update.pop_all()
             self.fail(error)

@@ -134,14 +134,14 @@ class VllmHost(AsyncEngineWorker):
         self.recover()
 
     async def abandon_refit(self) -> None:
-        """Stay on the version in use; an engine into whose weights was written answers nothing now."""
+        """Stay on the version in use; an engine that was written into stands until a refit."""
         if self._died.is_set():
-            self._stand.pop_all()  # nothing is left to go on
-            return
-        for torn in await self._vllm.call("nemorl_abandon"):
-            if torn is not None:
-                self.fail(EngineFailed(torn))
-        await self._stand.aclose()
+            return  # nothing is left to go on
+        torn = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
+        if torn:
+            self.tear(torn[0])
+        else:
+            await self._stand.aclose()
 
     async def sleep(self, level: int) -> None:
         """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.

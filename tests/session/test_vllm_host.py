@@ -1,31 +1,41 @@
 """vLLM's host in refits that fail, over a stand-in for the engine whose weights are written in place."""
 
 import asyncio
+import inspect
 import json
 import os
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from nemorl.cluster.errors import WorkerFailed
+from nemorl.cluster.group import WorkerGroup
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.run import DeadlineConfig
 from nemorl.generation.async_engine import Chunk
 from nemorl.generation.errors import EngineFailed
-from nemorl.generation.types import Completion, GenerationRequest
+from nemorl.generation.types import Completion, EngineHealth, GenerationRequest
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.types import StopReason
 from nemorl.session import vllm_host
+from nemorl.session.pool import GenerationPool, hanging
+from nemorl.session.refit import GenerationReceivers
+from nemorl.session.session import Session
 from nemorl.session.vllm_host import VllmHost
 from nemorl.session.vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.session import RefitFailed, receiver_name
+from nemorl.weights.shared_memory import SocketReceiver
 from tests.generation.examples import Prompts, request
-from tests.weights.ranks import EngineSide
+from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, model
 
 WATCHED = "model.norm.weight"
 
@@ -167,5 +177,122 @@ def test_an_engine_that_fails_to_switch_answers_nothing(folder: Path) -> None:
             await sample(host, "after")
         with pytest.raises(EngineFailed, match="failed to take version 2"):
             host.health()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@dataclass(eq=False)
+class Replica:
+    """A host as the worker of a group that lives in this event loop."""
+
+    rank: int
+    host: VllmHost
+
+    async def call_async(self, method: str, *arguments: Any, stage: str, deadline_seconds: float) -> Any:
+        try:
+            answer = getattr(self.host, method)(*arguments)
+            return await answer if inspect.isawaitable(answer) else answer
+        except EngineFailed as error:
+            raise WorkerFailed(
+                "generation",
+                self.rank,
+                stage,
+                "nemorl.generation.errors.EngineFailed",
+                str(error),
+                Path("log"),
+            ) from error
+
+
+class Group:
+    """Stands in for the group of engines. Nobody comes back."""
+
+    def __init__(self, hosts: Sequence[VllmHost]) -> None:
+        self.workers = tuple(Replica(rank, host) for rank, host in enumerate(hosts))
+        self._loop = asyncio.get_running_loop()
+
+    def call(self, method: str, *arguments: Any, stage: str, deadline_seconds: float, **_: Any) -> list[Any]:
+        return self._all(method, [arguments] * len(self.workers), stage, deadline_seconds)
+
+    def call_sharded(
+        self, method: str, shards: Sequence[Any], *, stage: str, deadline_seconds: float, **_: Any
+    ) -> list[Any]:
+        return self._all(method, [(shard,) for shard in shards], stage, deadline_seconds)
+
+    def drop(self, worker: Replica) -> None:
+        self.workers = tuple(one for one in self.workers if one is not worker)
+
+    async def restart_async(self, rank: int, deadline_seconds: float) -> Replica:
+        return await asyncio.Future()
+
+    def _all(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], stage: str, seconds: float
+    ) -> list[Any]:
+        async def together() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    worker.call_async(method, *given, stage=stage, deadline_seconds=seconds)
+                    for worker, given in zip(self.workers, arguments, strict=True)
+                )
+            )
+
+        return asyncio.run_coroutine_threadsafe(together(), self._loop).result(seconds)
+
+
+def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are written in place; only the one that was killed is lost."""
+    told: list[EngineHealth] = []
+
+    async def main() -> None:
+        hosts = [await start(folder, rank) for rank in range(2)]
+        killed, other = map(engine_of, hosts)
+        loop = asyncio.get_running_loop()
+        taken = SocketReceiver.taken
+
+        def kill_once_both_are_written_to(receiver: SocketReceiver) -> None:
+            its_own = not killed.failure() and receiver._waiting._who == receiver_name(killed.rank)
+            if its_own and other.side.exchange.torn is not None:
+                loop.call_soon_threadsafe(killed.die)
+                raise RefitFailed("this process was killed")
+            taken(receiver)
+
+        class Pool(GenerationPool):
+            async def lost_in_refit(self) -> bool:
+                await asyncio.sleep(0.05)
+                told.append(hosts[1].health())
+                return await super().lost_in_refit()
+
+        group = Group(hosts)
+        pool = Pool(cast(WorkerGroup, group), DeadlineConfig())
+        policy = [PolicySide(layout) for layout in TP2_PP2]
+        receivers = GenerationReceivers(cast(WorkerGroup, group), 30.0)
+        exchange = WeightExchange(Threads(policy), receivers, 4096, 30.0)
+        pool.on_change(exchange.layout_changed)
+        session = Session(exchange=exchange, pool=pool)
+        for rank in policy:
+            rank.train(1)
+        await session.hand_over(1)
+        in_flight = asyncio.create_task(sample(hosts[1], "in flight", tokens=2000))
+        while hosts[1].health().running == 0:
+            await asyncio.sleep(0.01)
+        for rank in policy:
+            rank.train(2)
+        monkeypatch.setattr(SocketReceiver, "taken", kill_once_both_are_written_to)
+        await session.hand_over(2)
+
+        assert [name for name, _ in pool.losses] == ["generation replica 0"]
+        assert [worker.rank for worker in group.workers] == [1]
+        (health,) = told
+        assert health.torn is not None
+        assert "was being brought to version 2 in place" in health.torn
+        assert (health.version, health.running, hanging(health, 0.0)) == (1, 1, None)
+        assert hosts[1].health().torn is None
+        expected = {version: float(model(version)[WATCHED][0]) for version in (1, 2)}
+        for answer in (await in_flight, await sample(hosts[1], "after")):
+            for version, logprob in zip(answer.versions.tolist(), answer.logprobs.tolist(), strict=True):
+                assert logprob == pytest.approx(expected[version])
+            assert answer.versions[-1] == 2
+        await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -108,10 +109,13 @@ class Setup:
         }
 
     def serve(self, requests: Sequence[Any]) -> dict[str, Any]:
+        return self.submit(requests).result(SECONDS)
+
+    def submit(self, requests: Sequence[Any]) -> "Future[dict[str, Any]]":
         async def collect() -> dict[str, Any]:
             return {one.id: one async for one in self.host.generate_many(requests)}
 
-        return self.loop.run(collect())
+        return asyncio.run_coroutine_threadsafe(collect(), self.loop.loop)
 
 
 def group(name: str, count: int = 3, max_new_tokens: int = 8, **fields: Any) -> list[Any]:
