@@ -114,7 +114,7 @@ class TrtllmHost(AsyncEngineWorker):
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The replica's side of a refit; with `workers` the engine stands from here to the commit."""
         if self._config.weight_delivery == "handles":
-            return (await asyncio.to_thread(self._receiver.receive, session),)
+            return (await asyncio.to_thread(self._receiver.begin(session)),)
         await self._update.enter_async_context(self._standing_for(session.version))
         return tuple(await self._engine.call("nemorl_receive", session))
 
@@ -123,7 +123,12 @@ class TrtllmHost(AsyncEngineWorker):
         if self._config.weight_delivery == "handles":
             await asyncio.to_thread(self._receiver.commit, version)
             return
-        await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
+        try:
+            await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
+        except Exception as error:
+            torn = f"{self._name} may have weights of no version, since it failed to take version {version}"
+            self.fail(EngineFailed(f"{torn}: {error}"))
+            raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
         self._engine.switch(version)
         self.recover()
         await self._update.aclose()

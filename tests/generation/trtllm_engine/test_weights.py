@@ -217,6 +217,29 @@ def test_workers_that_were_written_to_answer_nothing_until_a_whole_refit(replica
     assert_samples_with(replica, network_of(tensors), replica.version, "mended")
 
 
+def test_workers_that_took_the_weights_and_failed_then_answer_nothing(replica, network_of, monkeypatch):
+    """They would say the version before."""
+    replica.configure(weight_delivery="workers")
+    engine = replica.host._engine
+    call = engine.call
+
+    async def fail_late(method, *args):
+        answers = await call(method, *args)
+        if method == "nemorl_commit":
+            raise RuntimeError("the cache could not be read anew")
+        return answers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "call", fail_late)
+        with pytest.raises(RefitFailed, match="the cache could not be read anew"):
+            replica.refit(replica.weights(23))
+    with pytest.raises(EngineFailed, match="failed to take version"):
+        replica.serve(group("late"))
+    tensors = replica.weights(24)
+    replica.refit(tensors)
+    assert_samples_with(replica, network_of(tensors), replica.version, "after-late")
+
+
 def test_workers_that_were_not_written_to_stay_on_the_old_version(replica, network_of, monkeypatch):
     replica.configure(weight_delivery="workers")  # batches larger than what comes before the failure
     tensors = replica.weights(13)
