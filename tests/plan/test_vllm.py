@@ -1,8 +1,11 @@
 """What a vLLM engine cannot be started with, and what its processes hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from nemorl.cluster.placement import worker_requests
+from nemorl.config.experiment import Experiment
 from nemorl.config.load import ConfigError
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
@@ -19,8 +22,12 @@ GPUS = "cluster.gpus_per_node=16"
 
 def violations(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Violation]:
     experiment = configure(VLLM, *overrides)
-    shape = ModelShape.load(experiment.policy.model_path)
-    return list(vllm_violations(experiment, shape, lambda: version))
+    return list(vllm_violations(experiment, shape_of(experiment), lambda: version))
+
+
+def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
+    """The tiny model's, whose own heads are of a size that vLLM's CPU kernels lack."""
+    return replace(ModelShape.load(experiment.policy.model_path), head_dim=head_dim)
 
 
 def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
@@ -48,11 +55,18 @@ def test_an_engine_that_is_not_installed_is_refused(configure: Configure) -> Non
     assert "vLLM is not installed here" in violation.mend
 
 
+def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Configure) -> None:
+    for overrides, refused in (((), ["policy.model_path"]), ((GPUS,), [])):
+        experiment = configure(VLLM, *overrides)
+        found = list(vllm_violations(experiment, shape_of(experiment, head_dim=24), lambda: "0.32"))
+        assert [violation.field for violation in found] == refused
+
+
 def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     experiment = configure(VLLM)
     long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
-    shape = ModelShape.load(experiment.policy.model_path)
-    found = vllm_violations(experiment.model_copy(update={"policy": long}), shape, lambda: "0.32")
+    changed = experiment.model_copy(update={"policy": long})
+    found = vllm_violations(changed, shape_of(experiment), lambda: "0.32")
     assert [violation.field for violation in found] == ["generation.kv_cache_gigabytes"]
 
 
