@@ -51,13 +51,22 @@ class Tokenizer:
         return int(self._backend.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text; special tokens only where the text spells them."""
-        return list(self._backend.encode(text, add_special_tokens=False))
+        """Token ids of a piece of text; special tokens only where the text spells them.
+
+        Raises TokenizerError for a text that the vocabulary cannot write.
+        """
+        return self._encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text that opens a sequence, with the start token if the model has one."""
-        tokens = list(self._backend.encode(text, add_special_tokens=True))
+        """As `encode`, of a text that opens a sequence: with the start token if the model has one."""
+        tokens = self._encode(text, add_special_tokens=True)
         return tokens[:-1] if tokens and tokens[-1] in self.end_token_ids else tokens
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens))
+        except Exception as error:  # tokenizers raises no narrower class
+            raise TokenizerError(f"the tokenizer {self.name} cannot encode the text: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The exact text of the tokens, special ones included."""

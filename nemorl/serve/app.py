@@ -6,6 +6,7 @@ POST /v1/completions       a prompt, as text or token ids
 POST /v1/chat/completions  a conversation, with tools
 """
 
+import asyncio
 import hmac
 import json
 import logging
@@ -73,13 +74,15 @@ class _Endpoint:
         """Goes on from prompts."""
         asked = read_request(CompletionRequest, await request.read())
         self._check_model(asked.model)
-        return await self._answer(request, asked, completion_work(asked, self._served))
+        return await self._answer(
+            request, asked, await asyncio.to_thread(completion_work, asked, self._served)
+        )
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """The assistant's next message."""
         asked = read_request(ChatRequest, await request.read())
         self._check_model(asked.model)
-        return await self._answer(request, asked, chat_work(asked, self._served))
+        return await self._answer(request, asked, await asyncio.to_thread(chat_work, asked, self._served))
 
     def _check_model(self, name: str) -> None:
         if name != self._served.model_name:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from .requests import MOST_CHOICES, ChatRequest, CompletionRequest, SamplingRequ
 from .tools import OPENING
 
 STREAM_TOKENS = 4  # of a piece of a stream
+MOST_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 100
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Work:
 def completion_work(request: CompletionRequest, served: Served) -> Work:
     """What a completion asks for. Raises ApiError."""
     prompts = [
-        served.tokenizer.encode_document(prompt) if isinstance(prompt, str) else list(prompt)
+        _encode(served.tokenizer.encode_document, prompt, "prompt", served)
+        if isinstance(prompt, str)
+        else list(prompt)
         for prompt in request.prompts
     ]
     if len(prompts) * request.n > MOST_CHOICES:
@@ -75,11 +78,25 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
         text = served.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
     except TokenizerError as error:
         raise bad_request(str(error), "messages") from error
-    prompt = served.tokenizer.encode(text)
+    prompt = _encode(served.tokenizer.encode, text, "messages", served)
     limit = request.max_completion_tokens or request.max_tokens
     room = max(1, served.max_sequence_length - len(prompt))
     _check_room(len(prompt), limit or room, "messages", served)
     return Work([prompt], limit or room, tools=bool(tools))
+
+
+def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: Served) -> list[int]:
+    # Refused before it is encoded, which takes a minute for some megabytes.
+    if len(text) > MOST_CHARACTERS * served.max_sequence_length:
+        raise bad_request(
+            f"{len(text)} characters are more than {served.max_sequence_length} tokens hold, the longest "
+            "sequence that is served here",
+            param,
+        )
+    try:
+        return encode(text)
+    except TokenizerError as error:
+        raise bad_request(str(error), param) from error
 
 
 def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:

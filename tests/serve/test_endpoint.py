@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.router import Replica
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.rollout.types import StopReason
@@ -82,6 +83,27 @@ def test_a_completion_is_what_the_engine_draws(endpoint, served_model, served_to
     assert answer["usage"] == {
         "prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled,
     }  # fmt: skip
+
+
+def test_texts_that_cannot_become_prompts_are_refused(endpoint, monkeypatch):
+    def cannot(text):
+        raise TokenizerError("the tokenizer tiny cannot encode the text: Missing [UNK] token")
+
+    async def talk(e):
+        long = await e.post("/completions", {**BODY, "prompt": "a" * (256 * LENGTH + 1)})
+        monkeypatch.setattr(Tokenizer, "_encode", lambda self, text, **_: cannot(text))
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "h\u00e4llo"}]}
+        return (
+            long,
+            await e.post("/completions", {**BODY, "prompt": "h\u00e4llo"}),
+            await e.post("/chat/completions", chat),
+        )
+
+    long, odd, chat = run(endpoint, talk)
+    assert (long[0], odd[0], chat[0]) == (400, 400, 400)
+    assert "characters are more than" in long[1]["error"]["message"]
+    assert "Missing [UNK] token" in odd[1]["error"]["message"]
+    assert (odd[1]["error"]["param"], chat[1]["error"]["param"]) == ("prompt", "messages")
 
 
 def test_several_prompts_with_several_choices_each(endpoint):
