@@ -230,7 +230,7 @@ class WorkerGroup:
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
             except ClusterError as error:
-                if not _same_death(error, after):
+                if not _tells_of(error, after):
                     logger.warning("%s", error)
         self._end("it was shut down")
 
@@ -272,11 +272,12 @@ class WorkerGroup:
             ray.kill(worker.actor)
 
 
-def _same_death(error: ClusterError, other: BaseException | None) -> bool:
+def _tells_of(death: ClusterError, error: BaseException | None) -> bool:
+    """Whether an error is of this death, or of what a worker made of it."""
     return (
-        isinstance(error, WorkerDied)
-        and isinstance(other, WorkerDied)
-        and (error.group, error.rank) == (other.group, other.rank)
+        isinstance(death, WorkerDied)
+        and error is not None
+        and f"{death.group} rank {death.rank} died in stage" in str(error)
     )
 
 

@@ -133,8 +133,13 @@ class _LogHandlers:
         self._ours = logging.getLogger("nemorl")
         self._level = self._ours.level
         self._ours.setLevel(logging.INFO)
+        root = logging.getLogger()
+        # What the command line prints with until a run has a console; else warnings come twice.
+        self._replaced = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+        for handler in self._replaced:
+            root.removeHandler(handler)
         for handler in self._handlers:
-            logging.getLogger().addHandler(handler)
+            root.addHandler(handler)
 
     def remove(self) -> None:
         """Leave logging as it was."""
@@ -142,6 +147,8 @@ class _LogHandlers:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
+        for handler in self._replaced:
+            logging.getLogger().addHandler(handler)
 
 
 def _throughput(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:

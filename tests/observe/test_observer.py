@@ -86,6 +86,21 @@ def test_a_report_without_room_is_a_warning_and_a_log_without_room_is_silent(run
     assert capsys.readouterr().err == ""
 
 
+def test_a_warning_is_shown_once(run_dir):
+    screen, before = io.StringIO(), io.StringIO()
+    of_the_command_line = logging.StreamHandler(before)
+    logging.getLogger().addHandler(of_the_command_line)
+    try:
+        folder = RunFolder.create(run_dir, CONFIG)
+        with Observer(folder, LoggerConfig(console="plain"), total_steps=1, stream=screen):
+            logging.getLogger("a.library").warning("look here")
+        logging.getLogger("a.library").warning("afterwards")
+    finally:
+        logging.getLogger().removeHandler(of_the_command_line)
+    assert screen.getvalue().count("look here") == 1
+    assert before.getvalue() == "afterwards\n"
+
+
 def test_logging_and_the_folder_are_free_afterwards(run_dir):
     before = list(logging.getLogger().handlers)
     with (
