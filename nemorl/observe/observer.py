@@ -135,9 +135,9 @@ class _LogHandlers:
         self._ours.setLevel(logging.INFO)
         root = logging.getLogger()
         # What the command line prints with until a run has a console; else warnings come twice.
-        self._replaced = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
-        for handler in self._replaced:
-            root.removeHandler(handler)
+        self._replaced = [other for other in root.handlers if type(other) is logging.StreamHandler]
+        for other in self._replaced:
+            root.removeHandler(other)
         for handler in self._handlers:
             root.addHandler(handler)
 
@@ -147,8 +147,8 @@ class _LogHandlers:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
-        for handler in self._replaced:
-            logging.getLogger().addHandler(handler)
+        for other in self._replaced:
+            logging.getLogger().addHandler(other)
 
 
 def _throughput(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
