@@ -196,7 +196,7 @@ class Megatron(_MegatronSide):
 
         def loss_of(hidden: Tensor) -> Any:
             predicting = hidden.squeeze(1).index_select(0, micro.predictors)
-            logits = F.linear(predicting, policy._output_weight())
+            logits = F.linear(predicting, policy.output_weight())
             labels = micro.batch.tokens.index_select(0, micro.labels)
             losses = vocab_parallel_cross_entropy(logits.float(), labels)
             return _reported((losses * micro.batch.weights[micro.labels]).sum())
