@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as the router calls it."""
+"""Engines in processes of their own, as a router calls them, and a router, as their pool calls it."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -6,7 +6,7 @@ from contextlib import aclosing
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.worker import Worker
 from nemorl.generation.errors import ReplicaLost, RequestRefused
-from nemorl.generation.router import Replica
+from nemorl.generation.router import Replica, Router, RouterFigures
 from nemorl.generation.types import GenerationRequest, Report
 
 # Beyond the requests' own deadline, at which the engine ends them: who hangs longer is lost.
@@ -41,3 +41,21 @@ def ray_replica(engine: Worker) -> Replica:
         await engine.call_async("abort", request_ids, stage="abort", deadline_seconds=ABORT_SECONDS)
 
     return Replica(f"generation replica {engine.rank}", generate, abort)
+
+
+class PooledRouter:
+    """What has a router over a pool's engines in its process: mixed into what the process hosts."""
+
+    _router: Router
+
+    def add_engine(self, engine: Worker) -> None:
+        """Sample from this engine too, which takes the place of a lost one."""
+        self._router.add(ray_replica(engine))
+
+    def lost_replicas(self) -> dict[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self._router.lost)
+
+    def take_router_figures(self) -> RouterFigures:
+        """What became of requests since the last call."""
+        return self._router.take_figures()

@@ -7,33 +7,21 @@ from typing import Any
 
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
-from nemorl.generation.router import Router, RouterFigures
+from nemorl.generation.router import Router
 
 from .dispatch import RunGroups
 from .groups import GroupAssignment, GroupSummary
-from .ray_replica import ray_replica
+from .ray_replica import PooledRouter, ray_replica
 from .worker import RolloutWorker
 
 
-class RayRolloutWorker(RolloutWorker):
+class RayRolloutWorker(PooledRouter, RolloutWorker):
     """Hosted by an `AsyncHost`."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
         """`engines`: the workers that host an engine each."""
         self._router = Router([ray_replica(engine) for engine in engines])
         super().__init__(experiment, self._router, store=lambda trajectories: trajectories)
-
-    def add_engine(self, engine: Worker) -> None:
-        """Sample from this engine too, which takes the place of a lost one."""
-        self._router.add(ray_replica(engine))
-
-    def lost_replicas(self) -> dict[str, str]:
-        """The cause of each loss by the replica's name."""
-        return dict(self._router.lost)
-
-    def take_router_figures(self) -> RouterFigures:
-        """What became of requests since the last call."""
-        return self._router.take_figures()
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
         """Each group's trajectories, then its summary.

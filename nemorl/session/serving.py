@@ -13,8 +13,8 @@ from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.errors import NoReplicaLeft
-from nemorl.generation.router import Router, RouterFigures
-from nemorl.rollout.ray_replica import ray_replica
+from nemorl.generation.router import Router
+from nemorl.rollout.ray_replica import PooledRouter, ray_replica
 from nemorl.serve.sampling import Served
 from nemorl.serve.server import Listening, listening
 
@@ -34,7 +34,7 @@ def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> 
     )
 
 
-class EndpointHost:
+class EndpointHost(PooledRouter):
     """What runs in the process of an endpoint beside a run. Lives in an event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
@@ -49,36 +49,19 @@ class EndpointHost:
         """Answer from now on. Raises RunError when the address cannot be had."""
         return await self._open.enter_async_context(listening(self._config, self._served))
 
-    def add_engine(self, engine: Worker) -> None:
-        """Sample from this engine too, which takes the place of a lost one."""
-        self._router.add(ray_replica(engine))
-
-    def lost_replicas(self) -> dict[str, str]:
-        """The cause of each loss by the replica's name."""
-        return dict(self._router.lost)
-
-    def take_router_figures(self) -> RouterFigures:
-        """What became of requests since the last call."""
-        return self._router.take_figures()
-
     async def close(self) -> None:
         """Answer no more."""
         await self._open.aclose()
 
 
-class _RouterHere:
-    """The router of this process, as a pool tells of engines that come back (`Routers`)."""
+class _RouterHere(PooledRouter):
+    """The router of this process, as a pool calls those of others (`Routers`)."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        if method == "take_router_figures":
-            return [self._router.take_figures()]
-        if method == "lost_replicas":
-            return [dict(self._router.lost)]
-        self._router.add(ray_replica(*args))
-        return [None]
+        return [getattr(self, method)(*args)]
 
 
 def serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:

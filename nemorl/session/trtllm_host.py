@@ -6,8 +6,8 @@ workers    exchange ──▶ a receiver in every worker (the engine stands) ─
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
-from nemorl.generation.async_engine import AsyncEngineWorker
 from nemorl.generation.backends import text_of
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits
@@ -31,14 +30,16 @@ from nemorl.models.shape import ModelShape
 from nemorl.weights.arrivals import torch_dtype
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
-from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.session import RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import whole_slices
+
+from .refitted import RefittedEngine
 
 EXTENSION = "nemorl.session.trtllm_extension.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 
-class TrtllmHost(AsyncEngineWorker):
+class TrtllmHost(RefittedEngine):
     """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -63,7 +64,6 @@ class TrtllmHost(AsyncEngineWorker):
             torch.set_num_threads(threads)
         self._config = config
         self._device = device
-        self._commit_seconds = commit_seconds
         shape = ModelShape.load(model_path)
         self._tensors = hf_tensors(shape)
         self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
@@ -79,7 +79,7 @@ class TrtllmHost(AsyncEngineWorker):
             place=None if bundle is None else _place(config, bundle),
             decode=decode,
         )
-        super().__init__(self._engine, name)
+        super().__init__(self._engine, name, commit_seconds=commit_seconds)
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
@@ -115,7 +115,7 @@ class TrtllmHost(AsyncEngineWorker):
         """The replica's side of a refit; with `workers` the engine stands from here to the commit."""
         if self._config.weight_delivery == "handles":
             return (await asyncio.to_thread(self._receiver.begin(session)),)
-        await self._update.enter_async_context(self._standing_for(session.version))
+        await self._update.enter_async_context(self._standing_for(session.version, drain=self._drain))
         return tuple(await self._engine.call("nemorl_receive", session))
 
     async def commit_weights(self, version: int) -> None:
@@ -126,9 +126,7 @@ class TrtllmHost(AsyncEngineWorker):
         try:
             await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
         except Exception as error:
-            torn = f"{self._name} may have weights of no version, since it failed to take version {version}"
-            self.fail(EngineFailed(f"{torn}: {error}"))
-            raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
+            raise self._torn_by(version, error) from error
         self._engine.switch(version)
         self.recover()
         await self._update.aclose()
@@ -175,7 +173,7 @@ class TrtllmHost(AsyncEngineWorker):
 
     async def _hand_over(self, version: int) -> None:
         """Give the staged weights to all workers while the engine stands."""
-        async with self._standing_for(version):
+        async with self._standing_for(version, drain=self._drain):
             try:
                 places = self._places(await self._engine.call("nemorl_device"))
                 for batch in _batches(self._staging, self._config.bucket_megabytes * 2**20):
@@ -205,19 +203,10 @@ class TrtllmHost(AsyncEngineWorker):
             )
         return {name: torch.device("cuda", here[name]) for name in names}
 
-    @asynccontextmanager
-    async def _standing_for(self, version: int) -> AsyncIterator[None]:
-        """`standing`, which must begin in time."""
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self._commit_seconds):
-                    await stack.enter_async_context(self.standing(drain=not self._config.in_flight_updates))
-            except TimeoutError as error:
-                raise RefitDeadline(
-                    f"refit to version {version}: {self._name} did not come to a stand within "
-                    f"{self._commit_seconds:g} s (cluster.deadlines.refit)"
-                ) from error
-            yield
+    @property
+    def _drain(self) -> bool:
+        """Whether sequences in flight end before new weights come."""
+        return not self._config.in_flight_updates
 
     async def _keep_watch(self) -> None:
         """Notice workers that die; calls wait their turn behind whatever a worker does."""

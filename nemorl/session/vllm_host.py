@@ -10,13 +10,11 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.config.generation_vllm import VllmGenerationConfig
-from nemorl.generation.async_engine import AsyncEngineWorker
 from nemorl.generation.backends import text_of
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits
@@ -27,6 +25,7 @@ from nemorl.weights import session as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
 
+from .refitted import RefittedEngine
 from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ EXTENSION = "nemorl.session.vllm_worker.VllmWorkerExtension"
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 
 
-class VllmHost(AsyncEngineWorker):
+class VllmHost(RefittedEngine):
     """A vLLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -57,7 +56,6 @@ class VllmHost(AsyncEngineWorker):
         `return_experts` has the experts that tokens went to told with them.
         """
         self._update = config.update_on(device)
-        self._commit_seconds = commit_seconds
         self._device = device
         name = f"generation engine {rank}"
         decode = text_of(Path(tokenizer_path))
@@ -81,7 +79,7 @@ class VllmHost(AsyncEngineWorker):
             recompute_kv_cache=config.recompute_kv_cache,
             moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
         )
-        super().__init__(self._vllm, name)
+        super().__init__(self._vllm, name, commit_seconds=commit_seconds)
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._stand = AsyncExitStack()  # the engine stands still, from an update's beginning to its end
         self._died = asyncio.Event()
@@ -107,7 +105,7 @@ class VllmHost(AsyncEngineWorker):
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The engine's side of a refit; but in place it goes on sampling meanwhile. Raises `RefitFailed`."""
         if self._update == "in_place":
-            await self._stand.enter_async_context(self._standing_for(session.version))
+            await self._stand.enter_async_context(self._standing_for(session.version, drain=False))
         with tempfile.TemporaryDirectory(prefix="nemorl-vllm-") as folder:  # of mode 0700
             address = Path(folder) / "reports"
             async with _Reports(address, len(self._layouts)) as reports:
@@ -121,16 +119,12 @@ class VllmHost(AsyncEngineWorker):
             if self._update == "in_place":
                 await stack.enter_async_context(self._stand.pop_all())
             else:
-                await stack.enter_async_context(self._standing_for(version))
+                await stack.enter_async_context(self._standing_for(version, drain=False))
             try:
                 await self._vllm.call("nemorl_commit", version)
                 await self._vllm.switch(version)
             except Exception as error:
-                torn = (
-                    f"{self._name} may have weights of no version, since it failed to take version {version}"
-                )
-                self.fail(EngineFailed(f"{torn}: {error}"))
-                raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
+                raise self._torn_by(version, error) from error
         self.recover()
 
     async def abandon_refit(self) -> None:
@@ -190,20 +184,6 @@ class VllmHost(AsyncEngineWorker):
             worst = min(errors, key=lambda answer: answer["error"] == "PeerClosed")
             raise _error(worst)
         return sorted(found, key=lambda answer: int(answer["rank"]))
-
-    @asynccontextmanager
-    async def _standing_for(self, version: int) -> AsyncIterator[None]:
-        """`standing`, which must begin in time."""
-        async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(self._commit_seconds):
-                    await stack.enter_async_context(self.standing(drain=False))
-            except TimeoutError as error:
-                raise RefitDeadline(
-                    f"refit to version {version}: {self._name} did not come to a stand within "
-                    f"{self._commit_seconds:g} s (cluster.deadlines.refit)"
-                ) from error
-            yield
 
     def _lose(self, failure: str) -> None:
         """One of the engine's processes has ended."""

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
@@ -24,9 +23,9 @@ from nemorl.models.slices import TensorSlice
 from .boxes import Box, box_of
 from .messages import ITEM_BYTES, Part, PartBucket, SendReport
 from .session import RefitFailed, RefitSession, sender_name
+from .slots import SLOTS, Slots
 
 MANIFEST = "manifest.json"
-_SLOTS = 2
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
 _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -39,8 +38,7 @@ class FileSender:
         self._session = session
         self._writer = writer
         self._path = partial_folder(session) / file_name(part.rank)
-        largest = max(bucket.num_bytes for bucket in part.buckets)
-        self._slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(_SLOTS)]
+        self._slots = Slots(part)
         self._writing: dict[int, Future[None]] = {}
         self._header, self._offsets = _header(part.buckets)
         with self._said():
@@ -49,16 +47,16 @@ class FileSender:
     @property
     def num_bytes(self) -> int:
         """Memory for buckets."""
-        return sum(slot.numel() for slot in self._slots)
+        return self._slots.num_bytes
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
-        self._wait_written(number - _SLOTS)
-        return self._slots[number % _SLOTS][: self._part.buckets[number].num_bytes]
+        self._wait_written(number - SLOTS)
+        return self._slots.bucket(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
         """Begin to write the bucket."""
-        values = self._slots[number % _SLOTS][:num_bytes].numpy().data
+        values = self._slots.bucket(number, num_bytes).numpy().data
         self._writing[number] = self._writer.submit(self._write, values, self._offsets[number])
 
     def drain(self) -> None:

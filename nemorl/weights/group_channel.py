@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .messages import Part
 from .process_group import ABORTED, Group, Membership, here_key, over_key, store_of
 from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
+from .slots import SLOTS, Slots
 
-_SLOTS = 2
 _LOOK_UP_SECONDS = 0.2  # how often a rank looks whether the session is over
 
 
@@ -50,27 +50,25 @@ class GroupSender:
     def __init__(self, part: Part, meeting: _Meeting) -> None:
         self._part = part
         self._meeting = meeting
-        largest = max(bucket.num_bytes for bucket in part.buckets)
-        device = meeting.group.device
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
+        self._slots = Slots(part, meeting.group.device)
         self._on_the_way: dict[int, list[tuple[Tensor, Any]]] = {}  # by bucket: what is sent, and its work
 
     @property
     def num_bytes(self) -> int:
         """Memory for buckets."""
-        return sum(slot.numel() for slot in self._slots)
+        return self._slots.num_bytes
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
-        self._wait_gone(number - _SLOTS)
-        return self._slots[number % _SLOTS][: self._part.buckets[number].num_bytes]
+        self._wait_gone(number - SLOTS)
+        return self._slots.bucket(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
         """Begin to send the bucket."""
         peer = self._part.buckets[number].peer
         group, to = self._meeting.group, self._meeting.first_peer + peer
         size = torch.tensor([num_bytes], device=group.device)
-        messages = (size, self._slots[number % _SLOTS][:num_bytes])
+        messages = (size, self._slots.bucket(number, num_bytes))
 
         def send() -> None:
             self._on_the_way[number] = [(message, group.send(message, to)) for message in messages]
@@ -97,10 +95,8 @@ class GroupReceiver:
     def __init__(self, part: Part, meeting: _Meeting) -> None:
         self._part = part
         self._meeting = meeting
-        largest = max((bucket.num_bytes for bucket in part.buckets), default=0)
-        device = meeting.group.device
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
-        self._free = threading.Semaphore(_SLOTS)
+        self._slots = Slots(part, meeting.group.device)
+        self._free = threading.Semaphore(SLOTS)
         self._ready: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._receive_all, daemon=True)
@@ -146,7 +142,7 @@ class GroupReceiver:
             raise RefitFailed(
                 f"{self._meeting.name(peer)} sends {num_bytes} bytes where {most_bytes} were due"
             )
-        slot = self._slots[number % _SLOTS][:num_bytes]
+        slot = self._slots.bucket(number, num_bytes)
         self._meeting.wait(lambda: group.receive(slot, sender), peer, what)
         return slot
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .messages import Part
 from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
+from .slots import SLOTS
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot
-_SLOTS = 2
 _ALIGNMENT = 64
 
 
@@ -40,7 +40,7 @@ class _Memory:
 
     def slot(self, number: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, a view."""
-        start = number % _SLOTS * self.slot_bytes
+        start = number % SLOTS * self.slot_bytes
         return torch.frombuffer(self.mapping, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
@@ -63,7 +63,7 @@ class SocketSender:
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
-        self._wait_taken(number - _SLOTS)
+        self._wait_taken(number - SLOTS)
         return self._memory.slot(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
@@ -144,8 +144,8 @@ def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
     with ExitStack() as stack:
         descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{part.rank}")
         stack.callback(os.close, descriptor)
-        os.ftruncate(descriptor, _SLOTS * slot_bytes)
-        memory = _Memory(mmap.mmap(descriptor, _SLOTS * slot_bytes), slot_bytes)
+        os.ftruncate(descriptor, SLOTS * slot_bytes)
+        memory = _Memory(mmap.mmap(descriptor, SLOTS * slot_bytes), slot_bytes)
         # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
         stack.callback(memory.mapping.madvise, mmap.MADV_REMOVE)
         listener = stack.enter_context(waiting.listen(session.socket_path(part.rank), len(receivers)))
@@ -211,7 +211,7 @@ def _receive_memory(connection: socket.socket, waiting: Waiting, version: int, p
         sent_version, slot_bytes = _HELLO.unpack(hello)
         if sent_version != version:
             raise RefitFailed(f"{peer} offers version {sent_version} in the refit to version {version}")
-        return _Memory(mmap.mmap(descriptors[0], _SLOTS * slot_bytes), slot_bytes)
+        return _Memory(mmap.mmap(descriptors[0], SLOTS * slot_bytes), slot_bytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
