@@ -32,7 +32,7 @@ class PlainConsole:
         """Stop the clock; a stage that was mentioned gets its end mentioned too."""
         self._timers.pop(id(stage)).cancel()
         if stage.seconds > self._slow_seconds:
-            self._line(_describe(stage, f"done after {format_seconds(stage.seconds)}"))
+            self._line(_describe(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}"))
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         """The step's line comes with its figures."""

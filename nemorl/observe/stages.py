@@ -7,9 +7,12 @@ seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4
 """
 
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
+
+Outcome = Literal["done", "failed", "interrupted"]
 
 
 class Stage:
@@ -23,6 +26,7 @@ class Stage:
         self.unit = unit  # what is counted, in the plural
         self.done = 0
         self.tokens = 0  # generated or trained so far, where somebody counts them
+        self.outcome: Outcome = "done"  # once it is over
         self.started = time.time()  # seconds since the epoch, for the timeline
         self.shares: dict[str, float] = {}  # fraction of the stage's seconds by other stage names
         self._begin = time.perf_counter()
@@ -68,7 +72,7 @@ class StageListener(Protocol):
         ...
 
     def stage_finished(self, stage: Stage) -> None:
-        """A stage is over, by success or by an error."""
+        """A stage is over, by success or by an error: `stage.outcome` says which."""
         ...
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
@@ -98,6 +102,12 @@ class Stages:
             listener.stage_started(stage)
         try:
             yield stage
+        except (KeyboardInterrupt, CancelledError):
+            stage.outcome = "interrupted"
+            raise
+        except BaseException:
+            stage.outcome = "failed"
+            raise
         finally:
             stage.finish()
             if outside_step:

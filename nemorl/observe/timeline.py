@@ -46,7 +46,9 @@ class Timeline:
         if stage.name not in self._tracks:
             self._tracks[stage.name] = len(self._tracks) + 1
             self._name("thread_name", self._tracks[stage.name], stage.name)
-        arguments = {"done": stage.done, "unit": stage.unit} if stage.unit else {}
+        arguments: JsonObject = {"done": stage.done, "unit": stage.unit} if stage.unit else {}
+        if stage.outcome != "done":
+            arguments["outcome"] = stage.outcome
         self._span(stage.name, self._tracks[stage.name], stage.started, stage.seconds, arguments)
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:

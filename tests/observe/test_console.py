@@ -1,5 +1,6 @@
 """What is printed, on a terminal and elsewhere."""
 
+import asyncio
 import io
 import logging
 import re
@@ -60,6 +61,18 @@ def test_quick_stages_are_silent_and_slow_ones_speak_less_and_less(screen):
 
     time.sleep(0.3)
     assert screen.getvalue().splitlines() == lines  # no clock goes on behind our back
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError, "failed"), (KeyboardInterrupt, "interrupted"), (asyncio.CancelledError, "interrupted")],
+)
+def test_a_stage_says_how_it_ended(screen, error, told):
+    stages = Stages([PlainConsole(screen, total_steps=1, slow_seconds=0)])
+    with pytest.raises(error), stages.stage("generation"):
+        raise error
+    assert f"generation: {told} after 0.0 s\n" in screen.getvalue()
+    assert "done" not in screen.getvalue()
 
 
 def test_a_validation_before_the_first_step_does_not_choose_the_columns(screen):

@@ -22,8 +22,8 @@ def test_each_stage_is_a_span_on_its_own_track(tmp_path):
     with stages.stage("generation", unit="trajectories") as stage:
         stage.advance(8)
     assert spans(json.loads(path.read_text())) == ["generation"]  # whole although nobody has closed it
-    with stages.stage("training"):
-        pass
+    with pytest.raises(OSError, match="gone"), stages.stage("training"):
+        raise OSError("gone")
     stages.finish_step(1)
     timeline.close()
 
@@ -31,6 +31,7 @@ def test_each_stage_is_a_span_on_its_own_track(tmp_path):
     assert spans(events) == ["generation", "training", "step 1"]
     by_name = {event["name"]: event for event in events if event["ph"] == "X"}
     assert by_name["generation"]["args"] == {"done": 8, "unit": "trajectories"}
+    assert by_name["training"]["args"] == {"outcome": "failed"}
     step, generation, training = (by_name[name] for name in ("step 1", "generation", "training"))
     assert {event["pid"] for event in events} == {os.getpid()}
     assert len({step["tid"], generation["tid"], training["tid"]}) == 3
