@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import AdvantageConfig
+from nemorl.config.algorithm import GroupAdvantageConfig
 
 
-def group_relative(rewards: Sequence[float], groups: Sequence[int], config: AdvantageConfig) -> Tensor:
+def group_relative(rewards: Sequence[float], groups: Sequence[int], config: GroupAdvantageConfig) -> Tensor:
     """Advantage of each trajectory against the others of its task: [S] float32.
 
     `A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group (Shao

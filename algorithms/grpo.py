@@ -7,7 +7,7 @@ surrogate per token, with an optional divergence from the reference policy in th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.batches import STAND_IN_TOKENS
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.shard import SequencePlace
@@ -21,12 +21,12 @@ from .losses import PolicyLoss
 class Grpo:
     """How a batch of groups is scored, and the loss it is learnt with."""
 
-    config: GrpoConfig
+    config: OnlineConfig
 
     @property
     def loss(self) -> PolicyLoss:
         """The loss of one micro-batch."""
-        return PolicyLoss(self.config.loss)
+        return PolicyLoss(self.config.loss, self.config.kl)
 
     def score(self, groups: Sequence[GroupSummary]) -> list[SequencePlace]:
         """All trajectories in the order of their groups, with advantage and weight.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import PolicyLossConfig
+from nemorl.config.algorithm import ClipLossConfig, KLConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
@@ -47,7 +47,8 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor
 class PolicyLoss:
     """Clipped policy gradient, with divergence from the reference and an entropy bonus where weighed."""
 
-    config: PolicyLossConfig
+    config: ClipLossConfig
+    kl: KLConfig = KLConfig()
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
@@ -74,8 +75,8 @@ class PolicyLoss:
             sums["logprob_gap/mean"] = gap.sum()
             maxima["logprob_gap/max"] = gap.max()
         if batch.reference_logprobs is not None:
-            divergence = kl_divergence(logprobs, batch.reference_logprobs, self.config.kl.estimator)
-            token_loss = token_loss + self.config.kl.coefficient * divergence
+            divergence = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
+            token_loss = token_loss + self.kl.coefficient * divergence
             sums["kl/reference"] = (divergence * mask).sum()
         loss = (batch.weights * token_loss).sum()
         sums["loss/total"] = loss

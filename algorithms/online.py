@@ -11,7 +11,7 @@ lets it run ahead. Nothing else differs.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import Collector
@@ -30,7 +30,7 @@ from .losses import finish_metrics
 class OnlineLoop:
     """GRPO and its kin over a started session."""
 
-    config: GrpoConfig
+    config: OnlineConfig
     algorithm: Grpo
     session: Session
     collector: Collector
@@ -106,7 +106,7 @@ class OnlineLoop:
             self._check_gap(gap)
             if not several:
                 await self._load(sequences)  # without the old logprobs, as in every other step
-        if self.config.loss.kl.coefficient > 0:
+        if self.config.kl.coefficient > 0:
             await learner.logprobs(old=False, reference=True)
         return gap if several else {}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.algorithm import GrpoConfig, SftConfig
+from nemorl.config.algorithm import OnlineConfig, SftConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.policy import PolicyConfig
@@ -157,7 +157,7 @@ async def _train(
 ) -> RunResult:
     progress = Progress.read(found.path) if found else Progress()
     data = _load_data(experiment, progress)  # what is wrong with it shows before any process starts
-    sampling = isinstance(experiment.algorithm, GrpoConfig) or experiment.algorithm.validation.scheduled
+    sampling = isinstance(experiment.algorithm, OnlineConfig) or experiment.algorithm.validation.scheduled
     with observer.stage("start", outside_step=True):
         stack = AsyncExitStack()
         session = await stack.enter_async_context(_session(experiment, policy=True, sampling=sampling))

@@ -30,7 +30,7 @@ from torch import Tensor
 from training_work import Padded, Work
 
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
-from nemorl.config.algorithm import PolicyLossConfig
+from nemorl.config.algorithm import ClipLossConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.data.batches import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device
@@ -123,7 +123,7 @@ class Nemorl:
                     logprobs=torch.zeros(batch.num_tokens),
                 )
             self._worker.load_batch(batch)
-            loss = PolicyLoss(PolicyLossConfig()) if variant == "grpo" else CrossEntropyLoss()
+            loss = PolicyLoss(ClipLossConfig()) if variant == "grpo" else CrossEntropyLoss()
             stats = self._worker.train(loss, work.packed(self._hidden_size))
             self._grad_norm = stats.grad_norm
             return stats.sums["logprob_gap/mean" if variant == "grpo" else "nll"] / work.num_learnt

@@ -57,7 +57,7 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
     sections: tuple[type[Config], ...] = (Experiment,)
     path: FieldPath = ()
     for step in location:
-        chosen = tuple(section for section in sections if len(sections) > 1 and step in names(section))
+        chosen = tuple(section for section in sections if step in names(section))
         if chosen:
             sections = chosen
             continue

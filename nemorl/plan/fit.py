@@ -189,7 +189,7 @@ _SMALLER = {
     "optimizer": "raise policy.layout.data_parallel_size, take a smaller model, or, on GPUs, set "
     "policy.optimizer.on_host to true",
     "optimizer_on_host": "raise policy.layout.data_parallel_size, or take a smaller model",
-    "reference": "set algorithm.loss.kl.coefficient to 0, which keeps no reference",
+    "reference": "set algorithm.kl.coefficient to 0, which keeps no reference",
     "activations": "lower policy.micro_batch_tokens",
     "logits": "lower policy.logprob_chunk_tokens, or the engine's batch",
     "kv_cache": "lower generation.max_kv_tokens, or kv_cache_gigabytes of vLLM",

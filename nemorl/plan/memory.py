@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
@@ -116,9 +116,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
     # Without its adapters a model is its own reference.
-    has_reference = (
-        isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0 and policy.lora is None
-    )
+    has_reference = algorithm.keeps_reference and policy.lora is None
     is_last = stage == layout.pipeline_parallel_size - 1
     sends = generates(algorithm) and experiment.generation.has_engines
     sent_item = ITEM_SIZE[experiment.generation.precision or policy.precision]
@@ -211,7 +209,8 @@ def _vllm(
         weights=-(-weights // ranks),
         logits=config.max_num_seqs * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=buckets + (-(-weights // ranks) if update == "staged" else 0),
+        # adapters that come alone are as small as a bucket
+        staging=buckets + (-(-weights // ranks) if update == "staged" and config.adapters == "merged" else 0),
         staging_on_host=weights if update == "reload" else 0,
         runtime=_VLLM_RUNTIME + 2 * _VLLM_RUNTIME // ranks,
     )
@@ -254,7 +253,7 @@ def _num_moments(policy: PolicyConfig) -> int:
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:
     """Most tokens of one optimizer step that a data-parallel rank may see."""
-    if isinstance(algorithm, GrpoConfig):
+    if isinstance(algorithm, OnlineConfig):
         sequences = algorithm.trajectories_per_step // algorithm.num_minibatches
     else:
         sequences = algorithm.batch_size

@@ -16,7 +16,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.mesh import Mesh
 from nemorl.cluster.placement import Placement, threads_per_worker
 from nemorl.cluster.worker import Worker
-from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
@@ -221,7 +221,7 @@ class _Starter:
         algorithm, deadlines = self.experiment.algorithm, cluster.deadlines
         ranks = config.layout.world_size
         threads = threads_per_worker(cluster.policy_threads, ranks, cluster.num_nodes)
-        online = isinstance(algorithm, GrpoConfig)
+        online = isinstance(algorithm, OnlineConfig)
         shared = {
             "config": config,
             "world_size": ranks,
@@ -230,7 +230,7 @@ class _Starter:
             "threads": threads,
             "temperature": self.experiment.generation.sampling.temperature if online else 1.0,
             "seed": self.experiment.seed,
-            "keep_reference": isinstance(algorithm, GrpoConfig) and algorithm.loss.kl.coefficient > 0,
+            "keep_reference": algorithm.keeps_reference,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
         }
         options = {"threads": threads, "mesh": Mesh.of(config.layout)}

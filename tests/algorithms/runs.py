@@ -46,7 +46,7 @@ def write_experiment(folder: Path, model: Path, name: str, **changes: Any) -> Pa
             "num_steps": 6,
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 4,
-            "loss": {"kl": {"coefficient": 0.01}},
+            "kl": {"coefficient": 0.01},
             "validation": {"period": 3},
         },
         "checkpointing": {"period": 2},

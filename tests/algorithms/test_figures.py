@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
 from nemorl.algorithms.grpo import Grpo
-from nemorl.config.algorithm import GrpoConfig, ValidationConfig
+from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.figures import figures
 from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
@@ -59,7 +59,7 @@ def test_rollout_figures() -> None:
 
 
 def test_every_figure_can_be_named_in_a_config() -> None:
-    config = GrpoConfig(
+    config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3,
         validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2)),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_validation_figures() -> None:
 
 
 def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
-    config = GrpoConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
+    config = OnlineConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
     failed = trajectory(0.0, 1, sampled=0, error="the environment hung")
     places = Grpo(config).score([group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
     assert [p.row for p in places] == [0, 1, 2]
@@ -94,7 +94,7 @@ def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
 
 
 def test_weights_are_counted_in_each_minibatch_by_itself() -> None:
-    config = GrpoConfig(
+    config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=2, num_generations_per_prompt=2, num_minibatches=2
     )
     groups = [

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate, gap_figures, versions_of
-from nemorl.config.algorithm import GrpoConfig
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.data.batches import pack_trajectories
 from nemorl.generation.backends import create_engine
@@ -90,7 +90,7 @@ def compare(right, tmp_path_factory):
 
 
 def gate(generation=None, **config) -> LogprobGate:
-    return LogprobGate(GrpoConfig(**GRPO, **config), generation or TorchGenerationConfig())
+    return LogprobGate(OnlineConfig(**GRPO, **config), generation or TorchGenerationConfig())
 
 
 def test_a_sound_engine_passes(right, compare):

@@ -8,9 +8,10 @@ import torch
 from nemorl.algorithms.advantages import group_relative
 from nemorl.algorithms.aggregation import sequence_weights
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics, kl_divergence
-from nemorl.config.algorithm import AdvantageConfig, KLConfig, PolicyLossConfig
+from nemorl.config.algorithm import ClipLossConfig, GroupAdvantageConfig, KLConfig
 from nemorl.data.packed import PackedBatch
 
+KL = KLConfig(coefficient=0.05)
 LENGTHS = [5, 3, 6]
 PROMPTS = [2, 1, 3]
 
@@ -37,9 +38,7 @@ def ragged_batch(seed: int, aggregation: str = "token-mean", *, old: bool = True
     )
 
 
-def written_out(
-    batch: PackedBatch, logprobs: list[float], entropy: list[float], c: PolicyLossConfig
-) -> float:
+def written_out(batch: PackedBatch, logprobs: list[float], entropy: list[float], c: ClipLossConfig) -> float:
     """The GRPO objective, one token at a time, then aggregated by its definition."""
     per_sequence: list[list[float]] = []
     start = 0
@@ -52,7 +51,7 @@ def written_out(
             clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
             policy = -min(ratio * advantage, clipped * advantage)
             kl = math.exp(reference - logprobs[i]) - (reference - logprobs[i]) - 1
-            losses.append(policy + c.kl.coefficient * kl - c.entropy_coefficient * entropy[i])
+            losses.append(policy + KL.coefficient * kl - c.entropy_coefficient * entropy[i])
         per_sequence.append(losses)
         start += length
     match c.aggregation:
@@ -74,14 +73,14 @@ def written_out(
     ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"],
 )
 def test_grpo_loss_equals_the_formula_and_its_gradient(aggregation: str, old: bool) -> None:
-    config = PolicyLossConfig(
+    config = ClipLossConfig(
         clip_low=0.2, clip_high=0.28, aggregation=aggregation, aggregation_length=7,  # type: ignore[arg-type]
-        kl=KLConfig(coefficient=0.05), entropy_coefficient=0.01,
+        entropy_coefficient=0.01,
     )  # fmt: skip
     batch = ragged_batch(0, aggregation, old=old)
     logprobs = (torch.randn(14, generator=torch.Generator().manual_seed(5)) - 2).requires_grad_()
     entropy = torch.rand(14, generator=torch.Generator().manual_seed(6))
-    output = PolicyLoss(config)(batch, logprobs, entropy)
+    output = PolicyLoss(config, KL)(batch, logprobs, entropy)
     values = logprobs.detach().double().tolist()
     assert output.loss.item() == pytest.approx(written_out(batch, values, entropy.tolist(), config), rel=1e-5)
 
@@ -103,19 +102,19 @@ def test_on_policy_gradient_is_minus_advantage_times_weight() -> None:
     batch = ragged_batch(1, old=False)
     logprobs = (torch.randn(14) - 2).requires_grad_()
     (gradient,) = torch.autograd.grad(
-        PolicyLoss(PolicyLossConfig())(batch, logprobs, torch.zeros(14)).loss, logprobs
+        PolicyLoss(ClipLossConfig())(batch, logprobs, torch.zeros(14)).loss, logprobs
     )
     torch.testing.assert_close(gradient, -batch.advantages * batch.weights)  # type: ignore[operator]
 
 
 def test_splitting_the_batch_does_not_change_sums() -> None:
-    config = PolicyLossConfig(kl=KLConfig(coefficient=0.1))
+    loss = PolicyLoss(ClipLossConfig(), KL)
     batch = ragged_batch(2)
     logprobs, entropy = torch.randn(14) - 2, torch.rand(14)
-    whole = PolicyLoss(config)(batch, logprobs, entropy)
+    whole = loss(batch, logprobs, entropy)
     index = {0: slice(0, 5), 1: slice(5, 8), 2: slice(8, 14)}
     parts = [
-        PolicyLoss(config)(
+        loss(
             batch.select(list(p)),
             torch.cat([logprobs[index[s]] for s in p]),
             torch.cat([entropy[index[s]] for s in p]),
@@ -131,7 +130,7 @@ def test_metrics_of_a_step_are_means_over_sampled_tokens() -> None:
     batch = ragged_batch(3)
     logprobs = torch.randn(14) - 2
     entropy = torch.rand(14)
-    output = PolicyLoss(PolicyLossConfig())(batch, logprobs, entropy)
+    output = PolicyLoss(ClipLossConfig())(batch, logprobs, entropy)
     metrics = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
     assert metrics["entropy"] == pytest.approx(entropy[batch.loss_mask].mean().item(), rel=1e-5)
     gap = (logprobs - batch.logprobs)[batch.loss_mask].abs().mean().item()  # type: ignore[operator]
@@ -160,7 +159,7 @@ def test_kl_estimators(estimator: str, formula) -> None:  # type: ignore[no-unty
 @pytest.mark.parametrize("normalize", [False, True])
 def test_group_relative_advantages_equal_the_formula(normalize: bool, leave_one_out: bool) -> None:
     rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.0, 7.0, 0.25], [4, 4, 4, 9, 9, 3, 4]
-    config = AdvantageConfig(normalize=normalize, leave_one_out=leave_one_out)
+    config = GroupAdvantageConfig(normalize=normalize, leave_one_out=leave_one_out)
     expected = []
     for i, group in enumerate(groups):
         mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]

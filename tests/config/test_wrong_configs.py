@@ -390,10 +390,10 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "checkpointing.enabled is false",
     ),
     "an estimator of nothing": (
-        ["algorithm.loss.kl.estimator=k1"],
-        "algorithm.loss.kl.estimator",
+        ["algorithm.kl.estimator=k1"],
+        "algorithm.kl.estimator",
         "k1",
-        "algorithm.loss.kl.coefficient is 0",
+        "algorithm.kl.coefficient is 0",
     ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],

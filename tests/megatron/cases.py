@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
-from nemorl.config.algorithm import KLConfig, PolicyLossConfig
+from nemorl.config.algorithm import ClipLossConfig, KLConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.worker import LogprobStats, PolicyWorker, TrainStats
 
-LOSS = PolicyLoss(PolicyLossConfig(kl=KLConfig(coefficient=0.05), entropy_coefficient=0.01))
+LOSS = PolicyLoss(ClipLossConfig(entropy_coefficient=0.01), KLConfig(coefficient=0.05))
 
 
 @dataclass(frozen=True)

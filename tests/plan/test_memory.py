@@ -88,7 +88,7 @@ def test_adapters_leave_the_weights_without_gradients_optimizer_state_and_refere
     configure: Configure,
 ) -> None:
     lora = "policy.lora={rank: 4, alpha: 8, targets: [q_proj, down_proj]}"
-    experiment = configure(lora, "algorithm.loss.kl.coefficient=0.01")
+    experiment = configure(lora, "algorithm.kl.coefficient=0.01")
     policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
 
     adapters = 6 * 4 * ((128 + 128) + (384 + 128))  # A and B of both matrices in each of 6 layers
@@ -103,7 +103,7 @@ def test_muon_keeps_whole_matrices_on_every_copy(configure: Configure) -> None:
 
 
 def test_a_reference_is_another_copy(configure: Configure) -> None:
-    experiment = configure("algorithm.loss.kl.coefficient=0.01")
+    experiment = configure("algorithm.kl.coefficient=0.01")
 
     assert group("policy", estimate_memory(experiment, SHAPE, training=True)).reference == 4 * WHOLE
 

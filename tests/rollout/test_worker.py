@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.algorithm import GrpoConfig, ValidationConfig
+from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.env import CalculatorEnvConfig, RewardConfig
 from nemorl.config.experiment import Experiment
@@ -30,7 +30,7 @@ def experiment(model_folder, **options) -> Experiment:
         "generation": TorchGenerationConfig(max_new_tokens=8, sampling=SamplingConfig(temperature=0.7)),
         "data": DataConfig(train=train, validation=validation, chat=False),
         "rewards": (RewardConfig(function="exact_match", weight=2.0),),
-        "algorithm": GrpoConfig(
+        "algorithm": OnlineConfig(
             name="grpo",
             num_steps=1,
             num_prompts_per_step=2,

@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AdvantageConfig, AlgorithmConfig, GrpoConfig, KLConfig, SftConfig
+from nemorl.config.algorithm import (
+    AlgorithmConfig,
+    GroupAdvantageConfig,
+    KLConfig,
+    OnlineConfig,
+    SftConfig,
+)
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import ABSENT, Violation
 
@@ -11,7 +17,7 @@ _FIXED_LENGTH = "seq-mean-token-sum-norm"
 
 def no_staleness_yet(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The loop is synchronous in this release."""
-    if isinstance(algorithm, GrpoConfig) and algorithm.max_staleness != 0:
+    if isinstance(algorithm, OnlineConfig) and algorithm.max_staleness != 0:
         yield Violation(
             "algorithm.max_staleness",
             algorithm.max_staleness,
@@ -21,7 +27,7 @@ def no_staleness_yet(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 def minibatches_divide(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Every optimizer step takes equally many trajectories."""
-    if isinstance(algorithm, GrpoConfig) and algorithm.trajectories_per_step % algorithm.num_minibatches:
+    if isinstance(algorithm, OnlineConfig) and algorithm.trajectories_per_step % algorithm.num_minibatches:
         yield Violation(
             "algorithm.num_minibatches",
             algorithm.num_minibatches,
@@ -67,7 +73,7 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 
 def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The baseline of a trajectory is made from the others of its task."""
-    if isinstance(algorithm, GrpoConfig) and algorithm.num_generations_per_prompt == 1:
+    if isinstance(algorithm, OnlineConfig) and algorithm.num_generations_per_prompt == 1:
         yield Violation(
             "algorithm.num_generations_per_prompt",
             1,
@@ -77,13 +83,13 @@ def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 def loss_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """What a term of the loss or the advantage is like says nothing where there is no such term."""
-    if not isinstance(algorithm, GrpoConfig):
+    if not isinstance(algorithm, OnlineConfig):
         return
-    kl, advantage = algorithm.loss.kl, algorithm.advantage
+    kl, advantage = algorithm.kl, algorithm.advantage
     if kl.coefficient == 0 and kl.estimator != KLConfig().estimator:
-        mend = "algorithm.loss.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
-        yield Violation("algorithm.loss.kl.estimator", kl.estimator, mend)
-    if not advantage.normalize and advantage.epsilon != AdvantageConfig().epsilon:
+        mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
+        yield Violation("algorithm.kl.estimator", kl.estimator, mend)
+    if not advantage.normalize and advantage.epsilon != GroupAdvantageConfig().epsilon:
         mend = "algorithm.advantage.normalize is false, so nothing is divided: set it to true, or remove this"
         yield Violation("algorithm.advantage.epsilon", advantage.epsilon, mend)
 
@@ -104,7 +110,7 @@ def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation
         yield Violation("algorithm.loss.aggregation_length", loss.aggregation_length, mend)
 
 
-def _trajectories(algorithm: GrpoConfig) -> str:
+def _trajectories(algorithm: OnlineConfig) -> str:
     return (
         f"{algorithm.trajectories_per_step} trajectories "
         f"({algorithm.num_prompts_per_step} prompts x {algorithm.num_generations_per_prompt} generations)"

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.data import DataConfig, DatasetConfig
 
 
 def generates(algorithm: AlgorithmConfig) -> bool:
     """Whether the run samples at all; supervised fine-tuning does so for validation only."""
-    return isinstance(algorithm, GrpoConfig) or algorithm.validation.scheduled
+    return isinstance(algorithm, OnlineConfig) or algorithm.validation.scheduled
 
 
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
@@ -21,5 +21,5 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks go through the environment: SFT learns its training tasks without it."""
     for path, dataset in datasets(data):
-        if isinstance(algorithm, GrpoConfig) or path == "data.validation":
+        if isinstance(algorithm, OnlineConfig) or path == "data.validation":
             yield path, dataset

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig, ValidationConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig, ValidationConfig
 from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
@@ -30,9 +30,9 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     """Names of all figures that a line of such a run may hold."""
     names = _UPDATES | _STAGES | _PACKING | _EXPERTS
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
-    if isinstance(algorithm, GrpoConfig):
+    if isinstance(algorithm, OnlineConfig):
         names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
-        if algorithm.loss.kl.coefficient > 0:
+        if algorithm.kl.coefficient > 0:
             names |= {"kl/reference"}
     else:
         names = names | {"loss/sft", "nll"}

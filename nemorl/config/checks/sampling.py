@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
@@ -21,7 +21,7 @@ def policy_has_a_vocabulary(policy: PolicyConfig) -> Iterator[Violation]:
 
 def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Greedy samples of one task are all the same, so there is nothing to compare."""
-    if isinstance(algorithm, GrpoConfig) and generation.sampling.temperature == 0:
+    if isinstance(algorithm, OnlineConfig) and generation.sampling.temperature == 0:
         yield Violation(
             "generation.sampling.temperature",
             0.0,
@@ -32,7 +32,7 @@ def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) 
 
 def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The trainer's logprobs are of the whole distribution, so what is sampled must come from it."""
-    if not isinstance(algorithm, GrpoConfig):
+    if not isinstance(algorithm, OnlineConfig):
         return
     sampling = generation.sampling
     for name, value, off in (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, GrpoConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
@@ -69,7 +69,7 @@ def vllm_shares_a_cpu(
     if cluster.gpus_per_node:
         mend = "this release shares CPUs only; engines have GPUs of their own: set it to false"
         yield Violation("generation.colocated", True, mend)
-    if isinstance(algorithm, GrpoConfig) and algorithm.max_staleness:
+    if isinstance(algorithm, OnlineConfig) and algorithm.max_staleness:
         mend = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
         yield Violation("generation.colocated", True, mend)
 

@@ -1,0 +1,60 @@
+"""What all algorithms share."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemorl.config.base import Config
+from nemorl.config.generation_base import SamplingConfig
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
+]
+
+
+class ValidationConfig(Config):
+    period: int | None = Field(None, ge=1)
+    """Steps between validations; null validates only where `at_start` and `at_end` say."""
+    at_start: bool = False
+    """Validate before the first step."""
+    at_end: bool = False
+    """Validate after the last step."""
+    num_prompts: int | None = Field(None, ge=1)
+    """Tasks of one validation; all of them when not given."""
+    num_generations_per_prompt: int = Field(1, ge=1)
+    """Samples of each task."""
+    pass_at_k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    """The k of pass@k (Chen et al. 2021, unbiased); each at most `num_generations_per_prompt`."""
+    pass_reward: float = 1.0
+    """A sample passes when its reward is at least this."""
+    sampling: SamplingConfig | None = None
+    """Sampling of the validation; the training's when not given."""
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether training validates at all."""
+        return self.period is not None or self.at_start or self.at_end
+
+
+class AlgorithmBase(Config):
+    """Fields and facts that the rest of nemorl needs of any algorithm."""
+
+    num_steps: int = Field(ge=1)
+    """Steps of the run."""
+    validation: ValidationConfig = ValidationConfig()
+    """Measuring on `data.validation`, by sampling."""
+
+    @property
+    def online(self) -> bool:
+        """Whether training itself samples."""
+        return False
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of one optimizer step, over all data-parallel ranks."""
+        raise NotImplementedError
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether logprobs of the reference policy are needed."""
+        return False
