@@ -7,6 +7,7 @@ from pydantic import Field
 from .generation_base import GenerationBase
 
 Update = Literal["staged", "in_place", "reload"]
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 
 
 class VllmGenerationConfig(GenerationBase):
@@ -31,12 +32,16 @@ class VllmGenerationConfig(GenerationBase):
     """Keep keys and values of texts for prompts that begin alike; emptied by new weights."""
     update: Literal["auto", "staged", "in_place", "reload"] = "auto"
     """How new weights come in: beside those in use, into them, or as whole tensors by vLLM's own loader."""
+    adapters: Literal["merged", "separate"] = "merged"
+    """What engines get of a policy with `policy.lora`: weights with its adapters in them, or the adapters,
+    which vLLM computes beside the weights of `policy.model_path`."""
     colocated: bool = False
     """Share the processors with the policy: the engines sleep while it trains."""
     recompute_kv_cache: bool = True
     """New weights read the sequences in flight anew; false keeps their old keys and values."""
     quantization: str | None = None
-    """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; wants `update: reload`."""
+    """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; then they come by `update: reload`,
+    or not at all with `adapters: separate`."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are."""
 
@@ -44,6 +49,8 @@ class VllmGenerationConfig(GenerationBase):
         """What `update` means: host memory has room for a second copy, a GPU's mostly has none."""
         if self.update != "auto":
             return self.update
+        if self.adapters == "separate":
+            return "staged"
         if self.quantization is not None:
             return "reload"
         return "staged" if device == "cpu" else "in_place"

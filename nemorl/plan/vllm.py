@@ -37,6 +37,7 @@ def vllm_violations(
         )
         yield Violation("generation.backend", "vllm", mend)
     yield from _layout(config, shape)
+    yield from _adapters(experiment, config, shape)
     yield from _heads(experiment, shape)
     yield from _cache(experiment, config, shape)
 
@@ -49,6 +50,19 @@ def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
         f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or megatron"
     )
     yield Violation("policy.model_path", str(experiment.policy.model_path), mend)
+
+
+def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+    """Adapters computed by vLLM 0.32 beside weights that it keeps in another form, or by Triton alone."""
+    if config.adapters == "merged":
+        return
+    mend = ""
+    if shape.mla is not None:
+        mend = "vLLM multiplies matrices of latent attention with each other, and adapters would not be seen"
+    elif shape.moe is not None and experiment.cluster.gpus_per_node == 0:
+        mend = "with adapters vLLM computes experts by Triton, which a CPU lacks"
+    if mend:
+        yield Violation("generation.adapters", config.adapters, f"{mend}: set it to merged")
 
 
 def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:

@@ -20,7 +20,8 @@ class PolicyHost(PolicyWorker):
     def __init__(self, config: PolicyConfig, *, rank: int, **options: Any) -> None:
         super().__init__(config, rank=rank, **options)
         self.load_hf(config.model_path)
-        self._sender = WeightSender(self.slices(), self.merged_parameters)
+        # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
+        self._sender = WeightSender((*self.slices(), *self.adapter_slices()), self.merged_parameters)
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""

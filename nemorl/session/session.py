@@ -259,6 +259,7 @@ class _Starter:
         }
         if config.backend == "vllm":
             shared["return_experts"] = policy.moe.router_replay
+            shared["lora"] = policy.lora if config.adapters == "separate" else None
         ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
         options: dict[str, Any] = {"threads": threads, "concurrent": True}
         if config.backend == "trtllm":

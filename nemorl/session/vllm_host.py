@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.policy import LoraConfig
 from nemorl.generation.backends import text_of
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.vllm_engine.arguments import engine_arguments, environment
 from nemorl.generation.vllm_engine.backend import VllmBackend
+from nemorl.models.adapters import adapted_projections
 from nemorl.models.shape import ModelShape
 from nemorl.weights import session as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
@@ -50,11 +52,14 @@ class VllmHost(RefittedEngine):
         precision: Literal["float32", "bfloat16"],
         commit_seconds: float,
         return_experts: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last.
 
-        `return_experts` has the experts that tokens went to told with them.
+        `return_experts` has the experts that tokens went to told with them. With `lora` the engine keeps the
+        weights of `model_path` and is sent adapters.
         """
+        self._lora = lora
         self._update = config.update_on(device)
         self._device = device
         name = f"generation engine {rank}"
@@ -69,6 +74,8 @@ class VllmHost(RefittedEngine):
             max_sequence_length=max_sequence_length,
             extension=EXTENSION,
             return_experts=return_experts,
+            lora=lora,
+            projections=adapted_projections(shape, lora) if lora is not None else (),
         )
         self._vllm = VllmBackend(
             arguments,
@@ -78,6 +85,7 @@ class VllmHost(RefittedEngine):
             decode=decode,
             recompute_kv_cache=config.recompute_kv_cache,
             moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
+            adapters=lora is not None,
         )
         super().__init__(self._vllm, name, commit_seconds=commit_seconds)
         self._layouts: tuple[ReceiverLayout, ...] = ()
@@ -87,7 +95,9 @@ class VllmHost(RefittedEngine):
     async def start(self) -> None:
         """Start vLLM's processes, load the model as version 0 and learn what its workers hold."""
         await self._vllm.start()
-        answers = [json.loads(one) for one in await self._vllm.call("nemorl_open", self._update, os.getpid())]
+        lora = self._lora.model_dump_json() if self._lora is not None else None
+        opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
+        answers = [json.loads(one) for one in opened]
         workers = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
         self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)

@@ -12,7 +12,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,17 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation_vllm import Update
-from nemorl.generation.vllm_engine.arguments import PLAIN_WEIGHTS
+from nemorl.config.policy import LoraConfig
+from nemorl.generation.vllm_engine.adapters import WorkerAdapters
+from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
 from nemorl.generation.vllm_engine.trace import LoaderTrace
 from nemorl.generation.vllm_engine.weights import Learned, WorkerWeights, layout_of, learn
+from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
+from nemorl.weights.whole_tensors import whole_slices
 
 from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
 
@@ -65,39 +69,32 @@ if os.environ.get(PLAIN_WEIGHTS):
     # do the kernels that take small matrices in bfloat16 on CPUs with AMX.
     _custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+if os.environ.get(LEARNED_LAYOUT):
     base_loader.process_weights_after_loading = _process_and_learn
 
 
 class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
-    def nemorl_open(self, update: Update, owner: int) -> str:
+    def nemorl_open(self, update: Update, owner: int, lora: str | None) -> str:
         """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
 
-        `owner` is the process to which the engine belongs.
+        `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone.
         """
         worker: Any = self
         threading.Thread(target=_end_engine_with, args=(owner,), name="owner watch", daemon=True).start()
-        config = worker.model_runner.model_config
-        tensors = hf_tensors(ModelShape.load(Path(config.model)))
-        layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
-
-        def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
-            worker.model_runner.reload_weights(weights_iterator=weights)
-
-        weights = WorkerWeights(
-            worker.model_runner.get_model(), layout, reload, update == "in_place", config.dtype
-        )
-        worker.nemorl = WeightReceiver(
-            layout.slices, weights.tensors, lambda version: weights.commit(), in_place=update == "in_place"
-        )
+        reasons: Mapping[str, str] = {}
+        if lora is None:
+            worker.nemorl, reasons = _weights_of(worker.model_runner, update)
+        else:
+            worker.nemorl = _adapters_of(worker.model_runner, LoraConfig.model_validate_json(lora))
         described = LAYOUT.dump_python(worker.nemorl.describe(), mode="json")
         return json.dumps(
             {
                 "process": os.getpid(),
                 "engine": os.getppid(),
                 "layout": described,
-                "reasons": dict(layout.reasons),
+                "reasons": dict(reasons),
             }
         )
 
@@ -129,6 +126,31 @@ class VllmWorkerExtension:
             receiving.join(_END_SECONDS)  # the next update finds a process group that nobody uses
         torn: str | None = worker.nemorl.torn
         return torn
+
+
+def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:
+    """What receives a worker's share of the weights, and why some come by reload."""
+    config = runner.model_config
+    tensors = hf_tensors(ModelShape.load(Path(config.model)))
+    layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
+
+    def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
+        runner.reload_weights(weights_iterator=weights)
+
+    weights = WorkerWeights(runner.get_model(), layout, reload, update == "in_place", config.dtype)
+    receiver = WeightReceiver(
+        layout.slices, weights.tensors, lambda version: weights.commit(), in_place=update == "in_place"
+    )
+    return receiver, layout.reasons
+
+
+def _adapters_of(runner: Any, lora: LoraConfig) -> WeightReceiver:
+    """What receives adapters, of which those that add nothing are in use."""
+    config = runner.model_config
+    shapes = adapter_tensors(ModelShape.load(Path(config.model)), lora)
+    adapters = WorkerAdapters(runner.get_model(), lora, shapes, config.dtype)
+    adapters.commit()
+    return WeightReceiver(whole_slices(shapes), adapters.tensors, lambda version: adapters.commit())
 
 
 def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:

@@ -8,7 +8,7 @@ from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import ConfigError
 from nemorl.errors import Violation
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.vllm import vllm_violations
 from tests.plan.conftest import Configure
@@ -62,6 +62,16 @@ def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Confi
         assert [violation.field for violation in found] == refused
 
 
+def test_adapters_beside_experts_want_gpus(configure: Configure) -> None:
+    for overrides, refused in (((), ["generation.adapters"]), ((GPUS,), [])):
+        experiment = configure(
+            VLLM, "generation.adapters=separate", "policy.lora={rank: 8, alpha: 16}", *overrides
+        )
+        mixture = replace(shape_of(experiment), moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8))
+        found = list(vllm_violations(experiment, mixture, lambda: "0.32"))
+        assert [violation.field for violation in found] == refused
+
+
 def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     experiment = configure(VLLM)
     long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
@@ -105,6 +115,17 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             "on a CPU prompts are read whole",
         ),
         (["generation.max_batch_size=8"], "generation.max_batch_size", "there is no such field"),
+        (["generation.adapters=separate"], "generation.adapters", "policy.lora is null"),
+        (
+            ["generation.adapters=separate", "policy.lora={rank: 513, alpha: 1}"],
+            "policy.lora.rank",
+            "vLLM takes at most 512",
+        ),
+        (
+            ["generation.adapters=separate", "policy.lora={rank: 8, alpha: 1}", "generation.update=in_place"],
+            "generation.update",
+            "adapters arrive beside those in use",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

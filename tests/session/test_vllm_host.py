@@ -81,7 +81,7 @@ class Engine:
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         return [getattr(self, method)(*arguments)]
 
-    def nemorl_open(self, update: str, owner: int) -> str:
+    def nemorl_open(self, update: str, owner: int, lora: str | None) -> str:
         layout = LAYOUT.dump_python(self.side.exchange.describe(), mode="json")
         return json.dumps({"process": os.getpid(), "engine": os.getpid(), "layout": layout, "reasons": {}})
 

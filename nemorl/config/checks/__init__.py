@@ -84,6 +84,7 @@ CHECKS: tuple[Check, ...] = (
     vllm.vllm_stages_want_gpus,
     vllm.vllm_reads_prompts_whole,
     vllm.vllm_quantises_by_reload,
+    vllm.vllm_computes_adapters,
     vllm.vllm_shares_a_cpu,
     vllm.vllm_quantises_on_gpus,
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
@@ -17,7 +17,8 @@ OWN_ARGUMENTS = frozenset(
         *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
         *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
-        "enable_return_routed_experts",
+        *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+        *("lora_dtype", "lora_target_modules"),
     }
 )
 
@@ -55,8 +56,23 @@ def vllm_quantises_by_reload(generation: GenerationConfig) -> Iterator[Violation
     """Quantised weights are made by the loader, from whole tensors."""
     if not isinstance(generation, VllmGenerationConfig) or generation.quantization is None:
         return
-    if generation.update not in ("auto", "reload"):
+    if generation.update not in ("auto", "reload") and generation.adapters == "merged":
         mend = "generation.quantization is set, and vLLM's loader makes such weights: set it to reload"
+        yield Violation("generation.update", generation.update, mend)
+
+
+def vllm_computes_adapters(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
+    """Adapters come alone where there are any, beside weights that stay."""
+    if not isinstance(generation, VllmGenerationConfig) or generation.adapters == "merged":
+        return
+    if policy.lora is None:
+        mend = "policy.lora is null, and whole weights are trained: set it to merged, or train adapters"
+        yield Violation("generation.adapters", generation.adapters, mend)
+    elif policy.lora.rank > ADAPTER_RANKS[-1]:
+        mend = f"vLLM takes at most {ADAPTER_RANKS[-1]}: lower it, or set generation.adapters to merged"
+        yield Violation("policy.lora.rank", policy.lora.rank, mend)
+    if generation.update not in ("auto", "staged"):
+        mend = "with generation.adapters separate, adapters arrive beside those in use: leave it out"
         yield Violation("generation.update", generation.update, mend)
 
 

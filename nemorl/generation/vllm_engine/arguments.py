@@ -1,14 +1,18 @@
 """Our settings as vLLM's arguments, and the environment of its processes. Imports neither vLLM nor torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
+from nemorl.config.policy import LoraConfig
 from nemorl.generation.types import GenerationRequest
 
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
 """Set in the environment of workers whose linear layers must keep weights as they were loaded."""
+
+LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"
+"""Set in the environment of workers that learn, as they load the model, where shards of weights belong."""
 
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
@@ -22,6 +26,9 @@ def environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
+    writes_shards = config.adapters == "merged" and config.update_on(device) != "reload"
+    if writes_shards:
+        variables[LEARNED_LAYOUT] = "1"
     if device == "cpu":
         each = max(1, threads // config.ranks_per_replica) if threads else None
         variables |= {
@@ -29,7 +36,7 @@ def environment(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks on one NUMA node are refused otherwise
             **({"OMP_NUM_THREADS": str(each)} if each else {}),
         }
-        if config.update_on(device) != "reload":
+        if writes_shards:
             variables[PLAIN_WEIGHTS] = "1"
     return variables
 
@@ -43,8 +50,13 @@ def engine_arguments(
     max_sequence_length: int,
     extension: str,
     return_experts: bool = False,
+    lora: LoraConfig | None = None,
+    projections: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """For `AsyncEngineArgs`; `vllm_kwargs` come last and win."""
+    """For `AsyncEngineArgs`; `vllm_kwargs` come last and win.
+
+    With `lora` the engine computes adapters of these `projections` beside its weights.
+    """
     arguments: dict[str, Any] = {
         "model": str(model_path),
         "skip_tokenizer_init": True,  # tokens go in and out
@@ -71,6 +83,13 @@ def engine_arguments(
         arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max_sequence_length)
     if return_experts:
         arguments["enable_return_routed_experts"] = True
+    if lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
+            "lora_target_modules": list(projections),
+        }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     return arguments | config.vllm_kwargs

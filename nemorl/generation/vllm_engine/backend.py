@@ -17,6 +17,7 @@ from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
 from nemorl.generation.types import GenerationRequest
 from nemorl.rollout.types import Int16Array, StopReason
 
+from .adapters import ADAPTER, ADAPTER_ID
 from .arguments import sampling_arguments
 from .experts import ExpertRows
 
@@ -41,12 +42,15 @@ class VllmBackend:
         decode: Decode | None,
         recompute_kv_cache: bool,
         moe_layers: Sequence[int] = (),
+        adapters: bool = False,
     ) -> None:
         """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's.
 
-        `moe_layers` are those whose experts are told with the tokens.
+        `moe_layers` are those whose experts are told with the tokens. With `adapters` every request is
+        sampled with the policy's, which the workers hold.
         """
         self._moe_layers = moe_layers
+        self._adapters = adapters
         os.environ.update(environment)
         self._arguments = dict(arguments)
         self._limits = limits
@@ -79,6 +83,7 @@ class VllmBackend:
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """A chunk for every token; closing the generator before its end ends the request."""
         from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -88,11 +93,13 @@ class VllmBackend:
         prompt = TokensPrompt(prompt_token_ids=request.prompt.tolist())
         if not self._recompute:  # else what comes after new weights might find the cache of the old ones
             prompt["cache_salt"] = f"version {self._version}"
+        # Its path is never read: the workers have it from the beginning.
+        adapter = LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if self._adapters else None
         finder = self._finder(request)
         rows = ExpertRows(self._moe_layers, request.routed_experts_from) if self._moe_layers else None
         received = 0
         try:
-            async with aclosing(engine.generate(prompt, params, request.id)) as outputs:
+            async with aclosing(engine.generate(prompt, params, request.id, lora_request=adapter)) as outputs:
                 async for output in outputs:
                     new = output.outputs[0]
                     tokens = list(new.token_ids)

@@ -38,8 +38,9 @@ def mixture(model_folder: Path) -> tuple[Path, Any]:
 class Running:
     """A host in an event loop of its own."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, lora: Any = None, **config: Any) -> None:
         self.folder = folder
+        self._lora = lora
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -52,7 +53,7 @@ class Running:
         host = VllmHost(
             folder, VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config), rank=3, device="cpu",
             threads=None, tokenizer_path=folder, max_sequence_length=200, precision="float32",
-            commit_seconds=60,
+            commit_seconds=60, lora=self._lora,
         )  # fmt: skip
         await host.start()
         return host

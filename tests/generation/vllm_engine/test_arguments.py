@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.policy import LoraConfig
 from nemorl.generation.vllm_engine.arguments import (
+    LEARNED_LAYOUT,
     PLAIN_WEIGHTS,
     engine_arguments,
     environment,
@@ -64,6 +66,27 @@ def test_weights_stay_plain_where_shards_are_written_into_them() -> None:
     assert PLAIN_WEIGHTS in environment(config(), device="cpu", threads=None)
     assert PLAIN_WEIGHTS not in environment(config(update="reload"), device="cpu", threads=None)
     assert PLAIN_WEIGHTS not in environment(config(), device="cuda", threads=None)
+
+
+def test_workers_learn_the_layout_on_every_device_where_shards_are_written() -> None:
+    for device in ("cpu", "cuda"):
+        for fields, learn in (({}, True), ({"update": "reload"}, False), ({"adapters": "separate"}, False)):
+            assert (LEARNED_LAYOUT in environment(config(**fields), device=device, threads=None)) is learn
+
+
+def test_adapters_have_room_of_a_size_that_vllm_takes() -> None:
+    told = engine_arguments(
+        config(adapters="separate"),
+        Path("m"),
+        device="cpu",
+        precision="float32",
+        max_sequence_length=64,
+        extension="e",
+        lora=LoraConfig(rank=9, alpha=1.0),
+        projections=["q_proj"],
+    )
+    assert (told["max_lora_rank"], told["lora_target_modules"]) == (16, ["q_proj"])
+    assert config(adapters="separate").update_on("cuda") == "staged"
 
 
 def test_auto_is_staged_on_a_cpu_in_place_on_a_gpu_and_reload_where_weights_are_quantised() -> None:
