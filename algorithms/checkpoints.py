@@ -14,7 +14,7 @@ from nemorl.errors import NemorlError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
 from nemorl.megatron.hf_export import export_hf
 from nemorl.observe.metrics import StepMetrics
-from nemorl.session.policy import Policy
+from nemorl.session.model_group import ModelGroup
 
 from .full_disk import full_disk_named
 from .origin import Origin
@@ -51,7 +51,7 @@ class Checkpoints:
     `check` or `settle`.
     """
 
-    def __init__(self, experiment: Experiment, policy: Policy, store: CheckpointStore) -> None:
+    def __init__(self, experiment: Experiment, policy: ModelGroup, store: CheckpointStore) -> None:
         self._experiment = experiment
         self._config = experiment.checkpointing
         self._policy = policy

@@ -22,8 +22,8 @@ from nemorl.session.shard import SequencePlace
 from .bookkeeping import Bookkeeper
 from .figures import environment_share, rollout_figures
 from .gate import LogprobGate, gap_figures, versions_of
-from .grpo import Grpo
 from .losses import finish_metrics
+from .scoring import Scorer
 
 
 @dataclass
@@ -31,7 +31,7 @@ class OnlineLoop:
     """GRPO and its kin over a started session."""
 
     config: OnlineConfig
-    algorithm: Grpo
+    scorer: Scorer
     session: Session
     collector: Collector
     observer: Observer
@@ -55,7 +55,7 @@ class OnlineLoop:
         async with self.session.generating():
             self.collector.advance(self.books.done)
             groups = await self._sample()
-        sequences = self.algorithm.score(groups)
+        sequences = self.scorer.score(groups)
         self._versions = versions_of(groups)
         values = rollout_figures(groups) | await self._learn(step, sequences)
         with self.observer.stage("refit"):
@@ -85,7 +85,7 @@ class OnlineLoop:
         with self.observer.stage("training", total=self.config.num_minibatches, unit="updates") as stage:
             updates = []
             for minibatch in range(self.config.num_minibatches):
-                updates.append(await self.session.learner.train(self.algorithm.loss, minibatch))
+                updates.append(await self.session.learner.train(self.scorer.loss, minibatch))
                 stage.advance(tokens=updates[-1].num_tokens)
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]} | gap

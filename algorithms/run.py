@@ -41,9 +41,9 @@ from .checkpoints import Checkpoints, Progress
 from .evaluate import num_validation_tasks, validate
 from .full_disk import full_disk_named
 from .gate import LogprobGate
-from .grpo import Grpo
 from .online import OnlineLoop
 from .origin import Origin
+from .scoring import Scorer
 from .sft import SftLoop
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _loop(
     seconds = experiment.cluster.deadlines.generation
     collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done)
     gate = LogprobGate(algorithm, experiment.generation)
-    return OnlineLoop(algorithm, Grpo(algorithm), session, collector, observer, books, gate)
+    return OnlineLoop(algorithm, Scorer(algorithm), session, collector, observer, books, gate)
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:

@@ -27,7 +27,7 @@ from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import RefitStats, WeightExchange
 from nemorl.weights.venue import TransportOptions
 
-from .policy import Policy
+from .model_group import ModelGroup
 from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
 
@@ -48,7 +48,7 @@ SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 class Session:
     """The started processes. A part that the run does not need is not there."""
 
-    policy: Policy | None = None
+    policy: ModelGroup | None = None
     generation: WorkerGroup | None = None
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
@@ -64,7 +64,7 @@ class Session:
         return self.pool
 
     @property
-    def learner(self) -> Policy:
+    def learner(self) -> ModelGroup:
         """The policy, of a session that has one."""
         assert self.policy is not None, "this session was started without a policy"
         return self.policy
@@ -138,7 +138,7 @@ async def open_session(
         )
         if learner is not None:
             stack.push_async_exit(_end(learner))
-            session.policy = Policy(learner, experiment)
+            session.policy = ModelGroup(learner, experiment)
         if engines is not None:
             session.generation = engines
             stack.push_async_exit(_end(engines))

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
-from nemorl.algorithms.grpo import Grpo
+from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.figures import figures
 from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
@@ -87,7 +87,7 @@ def test_validation_figures() -> None:
 def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
     config = OnlineConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
     failed = trajectory(0.0, 1, sampled=0, error="the environment hung")
-    places = Grpo(config).score([group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
+    places = Scorer(config).score([group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
     assert [p.row for p in places] == [0, 1, 2]
     assert [p.weight for p in places] == pytest.approx([1 / 6, 0, 1 / 6])
     assert [p.advantage for p in places] == pytest.approx([0.5**0.5, 0, -(0.5**0.5)], rel=1e-4)
@@ -101,4 +101,4 @@ def test_weights_are_counted_in_each_minibatch_by_itself() -> None:
         group(0, trajectory(1, sampled=1), trajectory(0, 1, sampled=3)),
         group(1, trajectory(1, sampled=2), trajectory(0, 1, sampled=8)),
     ]
-    assert [p.weight for p in Grpo(config).score(groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])
+    assert [p.weight for p in Scorer(config).score(groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])

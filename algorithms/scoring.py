@@ -1,8 +1,4 @@
-"""GRPO: a group's own mean is the baseline (Shao et al. 2024, arXiv 2402.03300).
-
-No critic: the advantage of a trajectory is its reward against the others of its task, the loss PPO's clipped
-surrogate per token, with an optional divergence from the reference policy in the loss.
-"""
+"""From sampled groups to the batch that is learnt: an advantage and a weight for every trajectory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +14,7 @@ from .losses import PolicyLoss
 
 
 @dataclass(frozen=True)
-class Grpo:
+class Scorer:
     """How a batch of groups is scored, and the loss it is learnt with."""
 
     config: OnlineConfig

@@ -1,4 +1,4 @@
-"""The driver's handle on the policy: batches laid over its ranks, one call for every stage."""
+"""The driver's handle on a model: batches laid over its ranks, one call for every stage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,8 +22,8 @@ from .shard import SequencePlace, make_shards
 _GRACE_SECONDS = 30.0
 
 
-class Policy:
-    """All ranks of the policy as one. Belongs to one event loop."""
+class ModelGroup:
+    """All ranks of a model as one: the policy's, a critic's. Belongs to one event loop."""
 
     def __init__(self, group: WorkerGroup, experiment: Experiment) -> None:
         self.group = group
