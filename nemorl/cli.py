@@ -61,10 +61,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     # argparse takes no `a.b=value` that stands behind an option.
     late_overrides = [word for word in rest if not word.startswith("-")]
     if len(late_overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(arguments, rest)}")
     if late_overrides:
         arguments.overrides += late_overrides
     return arguments
+
+
+def _hint(arguments: argparse.Namespace, rest: Sequence[str]) -> str:
+    """For who sets a field as other programs have it, `--seed 1`."""
+    if not hasattr(arguments, "overrides") and arguments.command != "check":
+        return ""
+    field = next(word for word in rest if word.startswith("-")).lstrip("-").partition("=")[0]
+    return f" (fields are set without dashes, as `{field}=value`)"
 
 
 def _parser() -> argparse.ArgumentParser:

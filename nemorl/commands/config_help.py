@@ -1,6 +1,6 @@
 """`nemorl config`: every field of an experiment file, with its type, default and help.
 
-Wrapped to the terminal; a line for each field where the output goes elsewhere.
+By sections and wrapped on a terminal; a line for each field where the output goes elsewhere.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from textwrap import fill
 from rich.text import Text
 
 from nemorl.commands.terminal import output, say
-from nemorl.config.schema import FieldHelp, describe
+from nemorl.config.schema import FieldHelp, describe, section_help
 from nemorl.errors import ABSENT, NemorlError
 
 HELP = "show the fields of an experiment file"
@@ -30,27 +30,50 @@ def run(arguments: Namespace) -> int:
     fields = describe(arguments.section)
     if not fields:
         raise NemorlError(_unknown_section(arguments.section))
-    shown = output()
-    for field in fields:
-        head = f"{_name(field)}: {field.type}, {_default(field)}"
-        if not shown.is_terminal:  # a line each, for grep
-            say(f"{head}. {field.help}".strip())
-            continue
-        width = min(shown.width, _WIDEST)
-        shown.print(Text(fill(head, width, subsequent_indent="  "), style="bold"))
-        if field.help:
-            shown.print(Text(fill(field.help, width, initial_indent="    ", subsequent_indent="    ")))
+    if output().is_terminal:
+        _print_sections(fields)
+    else:  # a line each, for grep
+        for field in fields:
+            say(f"{_head(field, field.path)}. {field.help}".strip())
     return 0
 
 
-def _name(field: FieldHelp) -> str:
-    return f"{field.path} [{field.variant}]" if field.variant else field.path
+def _print_sections(fields: list[FieldHelp]) -> None:
+    """Each section under its name, with its fields by theirs."""
+    sections: dict[str, list[FieldHelp]] = {}
+    for field in fields:
+        sections.setdefault(field.path.rpartition(".")[0], []).append(field)
+    for number, (section, members) in enumerate(sections.items()):
+        if number:
+            say("")
+        if section:
+            _print(section, "", "bold underline")
+        _print(section_help(section), "")
+        for field in members:
+            _print(_head(field, field.path.rpartition(".")[2]), "  ", "bold")
+            _print(field.help, "      ")
 
 
-def _default(field: FieldHelp) -> str:
-    if field.default is ABSENT:
-        return "required"
-    return f"default {json.dumps(field.default, default=str)}"
+def _print(text: str, indent: str, style: str = "") -> None:
+    """A paragraph; what a line continues stands two further in."""
+    console = output()
+    if text:
+        width = min(console.width, _WIDEST)
+        further = indent + ("  " if style else "")
+        # Names with hyphens and commands stay whole.
+        lines = fill(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+        console.print(Text(lines, style=style))
+
+
+def _head(field: FieldHelp, name: str) -> str:
+    variant = f" [{field.variant}]" if field.variant else ""
+    default = "required" if field.default is ABSENT else f"default {_yaml(field.default)}"
+    return f"{name}{variant}: {field.type}, {default}"
+
+
+def _yaml(default: object) -> str:
+    """As people write it: texts without quotes, unless they are empty."""
+    return default if isinstance(default, str) and default else json.dumps(default, default=str)
 
 
 def _unknown_section(asked: str) -> str:

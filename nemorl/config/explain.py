@@ -1,6 +1,7 @@
 """What pydantic found wrong, said to the person who wrote the file."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from pydantic import ValidationError
@@ -9,15 +10,18 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, Violation
 
 from .base import Config
-from .schema import describe, locate, names, tag
-from .yaml_tree import dotted
+from .schema import describe, help_text, locate, names, sections_at, tag
+from .yaml_tree import FieldPath, dotted
+
+_MOST_NAMED = 4  # variants in one sentence
+_QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'
 
 _WANTED = {
     "int": "a whole number is wanted",
     "float": "a number is wanted",
     "finite": "a finite number is wanted",
     "bool": "true or false is wanted",
-    "string": "a text is wanted: put the value into quotes",
+    "string": "a text is wanted (put the value into quotes)",
     "path": "a path is wanted",
     "tuple": "a list is wanted, such as `[1, 2]`",
     "dict": "a mapping is wanted",
@@ -43,10 +47,10 @@ def _violation(details: ErrorDetails) -> Violation:
     context = details.get("ctx", {})
     match kind:
         case "missing":
-            return Violation(field, ABSENT, f"this field is required{_help(field)}")
+            return Violation(field, ABSENT, f"this field is required{_help(details)}")
         case "extra_forbidden":
             _, owners = locate(details["loc"][:-1])
-            return Violation(field, value, _unknown_field(str(path[-1]), owners))
+            return Violation(field, value, _unknown_field(path, owners))
         case "union_tag_invalid":
             known = [name for section in sections for name in names(section)]
             where = f"{field}.{tag(sections[0])}"
@@ -56,31 +60,42 @@ def _violation(details: ErrorDetails) -> Violation:
             where = f"{field}.{tag(sections[0])}"
             return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
-            known = _literals(field)
-            return Violation(field, value, _choice(str(value), known) if known else details["msg"])
+            return Violation(field, value, _choice(str(value), _QUOTED.findall(context["expected"])))
         case _ if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
             return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
         case _:
             wanted = _WANTED.get(kind.split("_")[0], details["msg"])
-            return Violation(field, value, wanted + _help(field))
+            return Violation(field, value, wanted + _help(details))
 
 
-def _help(field: str) -> str:
-    texts = [known.help for known in describe() if known.path == field and known.help]
-    return f": {texts[0]}" if texts else ""
-
-
-def _literals(field: str) -> list[str]:
-    types = [known.type.removesuffix(" or null") for known in describe() if known.path == field]
-    return [name for text in types for name in text.split(" | ")]
+def _help(details: ErrorDetails) -> str:
+    """The help of the field that an error is about, in the variant that was chosen."""
+    location = details["loc"]
+    while location and isinstance(location[-1], int):
+        location = location[:-1]
+    _, owners = locate(location[:-1])
+    fields = [owner.model_fields.get(str(location[-1])) for owner in owners]
+    text = next((help_text(field) for field in fields if field is not None), "")
+    return f": {text}" if text else ""
 
 
 def _choice(given: str, known: list[str]) -> str:
     return f"{_did_you_mean(given, known)}known are {_listed(known)}"
 
 
-def _unknown_field(name: str, owners: tuple[type[Config], ...]) -> str:
+def _unknown_field(path: FieldPath, owners: tuple[type[Config], ...]) -> str:
+    """`owners` are the sections that may stand there: one, where the variant is known."""
+    name = str(path[-1])
+    others = [section for section in sections_at(path[:-1]) if name in section.model_fields]
+    if others:
+        theirs = [one for section in others for one in names(section)]
+        chosen = dotted((*path[:-1], tag(owners[0])))
+        which = f"{_listed(theirs[:_MOST_NAMED])}{' and others' * (len(theirs) > _MOST_NAMED)}"
+        return (
+            f"this field belongs to {which}, and {chosen} is {_listed(names(owners[0]))}: remove it, or "
+            f"change {chosen}"
+        )
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name})
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)

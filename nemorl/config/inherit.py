@@ -5,6 +5,7 @@ from pathlib import Path
 from nemorl.errors import ConfigError, Violation
 
 from .merge import merged
+from .variants import common_fields
 from .yaml_tree import Document, parse_document
 
 DEFAULTS = "defaults"
@@ -14,7 +15,7 @@ def read_document(file: Path) -> Document:
     """A file with everything it inherits.
 
     `defaults:` is a path or a list of paths, relative to the file that says so. They are read depth-first;
-    later ones win over earlier ones, and the file itself over all (see `merge.merged`).
+    later ones win over earlier ones, and the file itself over all (see `merge.merged` and `variants`).
     Raises `ConfigError`: a file that is missing or unreadable, broken YAML, files that inherit in a circle.
     """
     return _read(file, ())
@@ -32,7 +33,7 @@ def _read(file: Path, heirs: tuple[Path, ...]) -> Document:
 
 
 def _over(base: Document, over: Document) -> Document:
-    tree = merged(base.tree, over.tree)
+    tree = merged(base.tree, over.tree, common_fields)
     assert isinstance(tree, dict)
     return Document(tree, base.origins | over.origins)
 
@@ -41,7 +42,10 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        problem = "there is no such file"
+        overrides = "=" in file.name and not heirs
+        problem = "there is no such file" + (
+            ": the experiment file comes first, and overrides such as this after it" if overrides else ""
+        )
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:

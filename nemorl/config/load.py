@@ -97,7 +97,7 @@ def _with_origin(violation: Violation, document: Document) -> Violation:
     path = field_path(violation.field)
     if violation.value is not ABSENT and not _is_written(document.tree, path):
         return replace(violation, origin=DEFAULT)
-    while path and path not in document.origins:
+    while path and not (path in document.origins and _is_written(document.tree, path)):
         path = path[:-1]
     return replace(violation, origin=document.origins.get(path, ""))
 

@@ -1,28 +1,43 @@
-"""One tree laid over another: inheritance and command-line overrides."""
+"""One tree laid over another: inheritance, command-line overrides, presets."""
 
-from .yaml_tree import Tree
+from collections.abc import Callable
+
+from .yaml_tree import FieldPath, Tree
 
 # The keys that say which variant of a section is meant.
 VARIANT_KEYS = ("name", "backend")
 
+Staying = Callable[[FieldPath, Tree, Tree], Tree]
+"""What stays of the section at a path when another is laid over it."""
 
-def merged(base: object, over: object) -> object:
-    """`over` laid over `base`, neither changed.
 
-    Sections (mappings) merge key by key; everything else, lists included, is replaced. A section that names
-    another variant than its base (`name` or `backend` differs) replaces it whole, so that no key of the old
-    variant is left. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes those items.
+def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
+    """Nothing where both name their variant, and not the same one; else everything."""
+    changes = any(key in base and key in over and base[key] != over[key] for key in VARIANT_KEYS)
+    return {} if changes else base
+
+
+def merged(
+    base: object, over: object, staying: Staying = all_of_the_same_variant, path: FieldPath = ()
+) -> object:
+    """`over` laid over `base`, neither changed; `path` is where they stand.
+
+    Sections (mappings) merge key by key, after `staying` has said what remains of the one below; everything
+    else, lists included, is replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes
+    those items.
     """
     if isinstance(base, list) and isinstance(over, dict) and _indexes(over, len(base)):
-        return [merged(item, over[str(i)]) if str(i) in over else item for i, item in enumerate(base)]
-    if not (isinstance(base, dict) and isinstance(over, dict)) or changes_variant(base, over):
+        return [
+            merged(item, over[str(i)], staying, (*path, i)) if str(i) in over else item
+            for i, item in enumerate(base)
+        ]
+    if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
-    return base | {key: merged(base[key], value) if key in base else value for key, value in over.items()}
-
-
-def changes_variant(base: Tree, over: Tree) -> bool:
-    """Whether both name their variant, and not the same one."""
-    return any(key in base and key in over and base[key] != over[key] for key in VARIANT_KEYS)
+    below = staying(path, base, over)
+    return below | {
+        key: merged(below[key], value, staying, (*path, key)) if key in below else value
+        for key, value in over.items()
+    }
 
 
 def _indexes(over: Tree, length: int) -> bool:

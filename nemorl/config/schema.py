@@ -2,7 +2,9 @@
 
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,7 +23,7 @@ class FieldHelp:
     """One field as `nemorl config` shows it."""
 
     path: str  # such as `policy.optimizer.lr`; items of a list as `rewards.0.weight`
-    variant: str  # the `name` or `backend` under which the field exists; empty where there is one variant
+    variant: str  # the `name` or `backend` under which the field exists; empty where it always does
     type: str
     default: object  # ABSENT where the field is required
     help: str
@@ -64,31 +66,98 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
         path = (*path, step)
         if isinstance(step, str):
             fields = [section.model_fields[step] for section in sections if step in section.model_fields]
-            sections = tuple(variant for field in fields for variant in variants(field.annotation))
+            found = (variant for field in fields for variant in variants(field.annotation))
+            sections = tuple(dict.fromkeys(found))
     return path, sections
+
+
+def sections_at(path: FieldPath) -> tuple[type[Config], ...]:
+    """The sections that may stand at a path as people write it; several where there are variants."""
+    return locate(path)[1]
+
+
+def declaration(section: type[Config], field: str) -> type:
+    """The class in which a section's field is written down: variants that share a field share its class."""
+    return next(owner for owner in reversed(section.__mro__) if field in get_annotations(owner))
 
 
 def describe(prefix: str = "") -> list[FieldHelp]:
     """All fields below a section, in the order of the schema; all of them for the empty prefix."""
     return [
         field
-        for field in _fields(Experiment, (), "")
+        for field in _everything()
         if not prefix or field.path == prefix or field.path.startswith(f"{prefix}.")
     ]
 
 
-def _fields(section: type[Config], path: FieldPath, variant: str) -> Iterator[FieldHelp]:
+def section_help(section: str) -> str:
+    """What a section is for; nothing for the whole experiment and for places of a list."""
+    *around, name = section.split(".")
+    for owner in sections_at(tuple(around)) if name else ():
+        if name in owner.model_fields:
+            return help_text(owner.model_fields[name])
+    return ""
+
+
+@cache
+def _everything() -> tuple[FieldHelp, ...]:
+    return tuple(_fields(Experiment, ()))
+
+
+def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
     for name, field in section.model_fields.items():
         below = variants(field.annotation)
         here = (*path, name)
         if not below:
             default = ABSENT if field.is_required() else field.get_default(call_default_factory=True)
-            yield FieldHelp(dotted(here), variant, type_text(field), default, field.description or "")
+            yield FieldHelp(dotted(here), "", type_text(field), default, help_text(field))
             continue
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
-        for part in below:
-            yield from _fields(part, here, "|".join(names(part)) if len(below) > 1 else variant)
+        yield from _fields(below[0], here) if len(below) == 1 else _fields_of_union(below, here)
+
+
+def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Iterator[FieldHelp]:
+    """The field that tells the variants apart, what all of them have, and what some have, each once."""
+    choice = _choice(sections, path)
+    fields: dict[str, FieldHelp] = {}  # by all that is shown of it
+    owners: dict[str, list[str]] = {}
+    for section in sections:
+        for field in _fields(section, path):
+            if field.path != choice.path:
+                fields.setdefault(repr(field), field)
+                owners.setdefault(repr(field), []).extend(names(section))
+    everyone = [name for section in sections for name in names(section)]
+    yield choice
+    yield from (field for shown, field in fields.items() if owners[shown] == everyone)
+    for shown, field in fields.items():
+        if owners[shown] != everyone:
+            yield replace(field, variant=field.variant or _who(owners[shown], everyone))
+
+
+def _choice(sections: tuple[type[Config], ...], path: FieldPath) -> FieldHelp:
+    """The field that says which variant is meant, with a word on each."""
+    key = tag(sections[0])
+    fields = {section: section.model_fields[key] for section in sections}
+    default = next((field.default for field in fields.values() if not field.is_required()), ABSENT)
+    kinds = [name for section in sections for name in names(section)]
+    told = [
+        f"`{' | '.join(names(section))}`: {words}"
+        for section, field in fields.items()
+        if (words := help_text(field) or " ".join((section.__doc__ or "").partition("\n\n")[0].split()))
+    ]
+    return FieldHelp(dotted((*path, key)), "", " | ".join(kinds), default, " ".join(told))
+
+
+def _who(those: list[str], everyone: list[str]) -> str:
+    """The variants that have a field, or those that lack it where they are fewer to name."""
+    others = [name for name in everyone if name not in those]
+    return f"not {'|'.join(others)}" if len(those) > 3 * len(others) else "|".join(those)
+
+
+def help_text(field: FieldInfo) -> str:
+    """A field's help in one line."""
+    return " ".join((field.description or "").split())
 
 
 def type_text(field: FieldInfo) -> str:

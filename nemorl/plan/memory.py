@@ -8,7 +8,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
-from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
+from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
+from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.layout import PolicyRank, stage_layers
 from nemorl.models.shape import ModelShape

@@ -33,8 +33,33 @@ def test_a_policy_that_samples_by_itself_is_not_served(nemorl: Nemorl, experimen
     assert "name a back end that has engines" in outcome.err
 
 
-def test_check_of_a_sound_file(nemorl: Nemorl, experiment: Path) -> None:
-    assert nemorl("check", experiment).status == 0
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ([], 0, ""),
+        (["seed=7"], 0, ""),
+        (["seed=-1"], 2, "seed = -1  (command line)"),
+        (["seed", "=", "1"], 2, "without spaces around `=`"),
+    ],
+)
+def test_check_of_a_sound_file(
+    nemorl: Nemorl, experiment: Path, words: list[str], status: int, says: str
+) -> None:
+    outcome = nemorl("check", experiment, *words)
+
+    assert outcome.status == status
+    assert says in outcome.err
+
+
+def test_check_wants_a_file(nemorl: Nemorl) -> None:
+    assert nemorl("check", "seed=1").err == "seed=1: name an experiment file too, in which these are set\n"
+    assert "the experiment file comes first" in nemorl("train", "seed=1", "x.yaml").err
+
+
+def test_a_field_set_as_other_programs_have_it(nemorl: Nemorl, experiment: Path) -> None:
+    err = nemorl("train", experiment, "--seed", "1").err
+
+    assert err.endswith("unrecognized arguments: --seed 1 (fields are set without dashes, as `seed=value`)\n")
 
 
 def test_eval_prints_figures(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
@@ -132,10 +157,12 @@ def test_config_fits_a_terminal_of_80_columns(nemorl: Nemorl, monkeypatch: pytes
     lines = nemorl("config").out.splitlines()
 
     assert max(map(len, lines)) <= 80
-    at = lines.index("policy.layout.sequence_parallel: true or false, default false")
+    at = lines.index("policy.layout")
+    assert lines[at - 1 : at + 2] == ["", "policy.layout", "How the policy is spread over processes."]
+    at = lines.index("  sequence_parallel: true or false, default false")
     assert lines[at + 1 : at + 3] == [
-        "    Split the activations between the tensor-parallel regions by tokens (SP).",
-        "    Wants TP of 2 or more.",
+        "      Split the activations between the tensor-parallel regions by tokens (SP).",
+        "      Wants TP of 2 or more.",
     ]
 
 
@@ -144,6 +171,14 @@ def test_config_knows_all_fields(nemorl: Nemorl) -> None:
 
     assert "\nalgorithm.kl.estimator [grpo]: " in out
     assert "\npolicy.schedule.decay_steps [linear|cosine]: whole number >= 1, required. " in out
+
+
+def test_config_names_a_shared_field_once(nemorl: Nemorl) -> None:
+    lines = nemorl("config", "generation").out.splitlines()
+
+    assert [line.partition(":")[0] for line in lines].count("generation.endpoint.port") == 1
+    transport = next(line for line in lines if line.startswith("generation.transport: "))
+    assert transport.endswith("gloo on several.")  # a line for each field
 
 
 def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:

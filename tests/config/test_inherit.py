@@ -50,11 +50,42 @@ def test_lists_are_replaced(tmp_path: Path) -> None:
     assert read_document(file).tree == {"rewards": [{"function": "c"}]}
 
 
-def test_another_variant_keeps_no_key_of_the_old_one(tmp_path: Path) -> None:
-    write(tmp_path, "algorithm: {name: grpo, num_steps: 9, num_minibatches: 2}\n", "base.yaml")
-    file = write(tmp_path, "defaults: base.yaml\nalgorithm: {name: sft, batch_size: 4}\n")
+# What a parent says, what its heir says, and what holds.
+CHANGES = {
+    "no field of the old variant": (
+        "{policy: {optimizer: {name: adam, lr: 0.1, beta1: 0.5}}}",
+        "{policy: {optimizer: {name: sgd, momentum: 0.5}}}",
+        {"policy": {"optimizer": {"name": "sgd", "momentum": 0.5}}},
+    ),
+    "what all back ends share": (
+        "{generation: {backend: torch, replicas: 2, max_kv_tokens: 9, sampling: {top_k: 5, top_p: 0.5}}}",
+        "{generation: {backend: vllm, sampling: {top_p: 0.9}}}",
+        {"generation": {"backend": "vllm", "replicas": 2, "sampling": {"top_k": 5, "top_p": 0.9}}},
+    ),
+    "a parent that names none has the default": (
+        "{generation: {max_batch_size: 3, max_new_tokens: 8}}",
+        "{generation: {backend: trtllm, delta: true}}",
+        {"generation": {"backend": "trtllm", "max_new_tokens": 8, "delta": True}},
+    ),
+    "a field that the old variant could not have": (
+        "{generation: {max_num_seqs: 3, max_batch_size: 3}}",
+        "{generation: {backend: vllm}}",
+        {"generation": {"backend": "vllm", "max_num_seqs": 3}},
+    ),
+    "a parent without the choice, which has no default": (
+        "{algorithm: {num_steps: 9}}",
+        "{algorithm: {name: sft, batch_size: 4}}",
+        {"algorithm": {"name": "sft", "num_steps": 9, "batch_size": 4}},
+    ),
+}
 
-    assert read_document(file).tree == {"algorithm": {"name": "sft", "batch_size": 4}}
+
+@pytest.mark.parametrize(("parent", "heir", "tree"), CHANGES.values(), ids=CHANGES.keys())
+def test_what_stays_when_the_variant_changes(tmp_path: Path, parent: str, heir: str, tree: object) -> None:
+    write(tmp_path, parent, "base.yaml")
+    file = write(tmp_path, heir.replace("{", "{defaults: base.yaml, ", 1))
+
+    assert read_document(file).tree == tree
 
 
 def test_the_same_variant_keeps_its_keys(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ TEXT = """\
 seed: 1
 policy: {precision: float32, optimizer: {name: adam, lr: 0.1}}
 rewards: [{function: a, weight: 1}, {function: b}]
-algorithm: {name: grpo, num_steps: 3, num_minibatches: 2}
+generation: {max_batch_size: 3, max_new_tokens: 2}
 """
 
 
@@ -53,12 +53,21 @@ def test_a_number_is_a_place_in_a_list() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_another_variant_drops_the_old_keys_whatever_the_order(turned: bool) -> None:
-    overrides = ["algorithm.name=sft", "algorithm.batch_size=4"]
+def test_another_variant_drops_the_old_ones_fields_whatever_the_order(turned: bool) -> None:
+    overrides = ["generation.backend=trtllm", "generation.max_num_tokens=4"]
 
     tree = overridden(*(reversed(overrides) if turned else overrides))
 
-    assert tree["algorithm"] == {"name": "sft", "batch_size": 4}
+    assert tree["generation"] == {"backend": "trtllm", "max_num_tokens": 4, "max_new_tokens": 2}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_fields_beside_the_choice_of_a_variant_are_its_own(turned: bool) -> None:
+    overrides = ["generation.backend=trtllm", "generation.max_batch_size=4"]
+
+    tree = overridden(*(reversed(overrides) if turned else overrides))
+
+    assert tree["generation"]["max_batch_size"] == 4
 
 
 def test_the_document_is_left_as_it_was() -> None:
@@ -69,12 +78,33 @@ def test_the_document_is_left_as_it_was() -> None:
     assert document.tree == parse_document(TEXT, "x.yaml").tree
 
 
-@pytest.mark.parametrize("override", ["seed", "=3", "policy..precision=3", ".seed=1"])
-def test_an_override_without_field_or_value_is_refused(override: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "mend"),
+    [
+        *(
+            (word, "such as `algorithm.num_steps=20`")
+            for word in ("seed", "=3", "policy..precision=3", ".seed=1")
+        ),
+        ("other.yaml", "one experiment file is read, and it comes first"),
+        ("rewards[0].weight=2", "write `rewards.0.weight=2`"),
+        ("+policy/optimizer/lr=2", "write `policy.optimizer.lr=2`"),
+    ],
+)
+def test_an_override_written_otherwise_is_refused(override: str, mend: str) -> None:
     violation = refused(override)
 
     assert violation.value == override
-    assert "such as `algorithm.num_steps=20`" in violation.mend
+    assert mend in violation.mend
+
+
+def test_all_that_an_override_says_is_from_the_command_line() -> None:
+    document = parse_document(TEXT, "x.yaml")
+
+    origins = apply_overrides(document, ["rewards=[{function: c}]", "logger.console=rich"]).origins
+
+    places = [("rewards", 0, "function"), ("logger",), ("logger", "console")]
+    assert [origins[place] for place in places] == ["command line"] * 3
+    assert origins["policy",] == "x.yaml:2"
 
 
 def test_a_place_that_a_list_does_not_have_is_refused() -> None:

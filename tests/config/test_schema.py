@@ -7,7 +7,25 @@ from nemorl.errors import ABSENT
 def test_every_field_has_help() -> None:
     silent = [field.path for field in describe() if not field.help and not field.path.endswith(".name")]
 
-    assert set(silent) == {"generation.backend"}
+    assert silent == []
+    assert all("\n" not in field.help for field in describe())
+
+
+def test_what_all_variants_have_stands_once() -> None:
+    fields = [(field.path.rpartition(".")[2], field.variant) for field in describe("generation")]
+
+    assert fields[0] == ("backend", "")
+    assert ("replicas", "") in fields
+    assert ("host", "") in fields
+    assert ("max_num_seqs", "vllm") in fields
+    assert len(fields) == len(set(fields))
+
+
+def test_the_choice_of_a_variant_says_what_there_is() -> None:
+    (backend,) = describe("generation.backend")
+
+    assert (backend.type, backend.default) == ("torch | megatron | openai | vllm | trtllm", "torch")
+    assert "`torch`: The embedded engine: plain torch" in backend.help
 
 
 def test_a_field_is_described_with_type_default_and_variant() -> None:

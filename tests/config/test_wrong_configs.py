@@ -32,7 +32,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, qproj]}"],
         "policy.lora.targets.1",
         "qproj",
-        "'o_proj', 'gate_proj', 'up_proj', 'down_proj'",
+        "did you mean `q_proj`? known are `q_proj`, `k_proj`, `v_proj`",
     ),
     "a field in the wrong section": (
         ["policy.lr=1e-5"],
@@ -51,7 +51,19 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "algorithm.num_minibatches=1"],
         "algorithm.num_minibatches",
         1,
-        "there is no such field",
+        "this field belongs to `grpo`, and algorithm.name is `sft`: remove it, or change algorithm.name",
+    ),
+    "a key of several other back ends": (
+        ["generation={backend: trtllm, max_kv_tokens: 9}", "cluster.gpus_per_node=4"],
+        "generation.max_kv_tokens",
+        9,
+        "belongs to `torch`, `megatron`, and generation.backend is `trtllm`",
+    ),
+    "a choice that all back ends have": (
+        ["generation.transport=gloop"],
+        "generation.transport",
+        "gloop",
+        "did you mean `gloo`? known are `auto`, `shared_memory`, `gloo`, `nccl`, `files`",
     ),
     "an algorithm misspelled": (["algorithm.name=gpro"], "algorithm.name", "gpro", "did you mean `grpo`?"),
     "an algorithm nobody knows": (
@@ -105,7 +117,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "a value at most 1 is wanted",
     ),
     "a number for a switch": (["data.shuffle=7"], "data.shuffle", 7, "true or false is wanted"),
-    "a number for a text": (["data.system_prompt=5"], "data.system_prompt", 5, "put the value into quotes"),
+    "a number for a text": (["data.system_prompt=5"], "data.system_prompt", 5, "(put the value into quotes)"),
     "one number for a list": (
         ["algorithm.validation.pass_at_k=4"],
         "algorithm.validation.pass_at_k",

@@ -114,7 +114,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             "generation.max_num_batched_tokens",
             "on a CPU prompts are read whole",
         ),
-        (["generation.max_batch_size=8"], "generation.max_batch_size", "there is no such field"),
+        (["generation.max_batch_size=8"], "generation.max_batch_size", "belongs to `torch`"),
         (["generation.adapters=separate"], "generation.adapters", "policy.lora is null"),
         (
             ["generation.adapters=separate", "policy.lora={rank: 513, alpha: 1}"],

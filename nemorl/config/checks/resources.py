@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.policy import AdamConfig, PolicyConfig
+from nemorl.config.optimizer import AdamConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.policy import DecaySchedule, InverseSqrtSchedule, PolicyConfig
+from nemorl.config.optimizer import DecaySchedule, InverseSqrtSchedule
+from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
 
