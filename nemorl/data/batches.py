@@ -13,19 +13,29 @@ from nemorl.rollout.types import BoolArray, Int32Array, Trajectory
 from .packed import PackedBatch
 from .sft import SftExample
 
-# A failed trajectory has no tokens to train, and may have none at all or too many for a micro-batch. One
-# token that is not trained takes its place in the batch, since counts must be equal over ranks.
+# What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
+# computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is
+# not trained stands in for it.
 STAND_IN_TOKENS = 1
 
 
+# Of a trajectory: one number for all its sampled tokens, or one for those of each turn.
+Advantage = float | tuple[float, ...]
+
 def pack_trajectories(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float], weights: Sequence[float]
+    trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
 ) -> PackedBatch:
-    """Trajectories end to end; `advantages` and `weights` [S] hold for every sampled token of a sequence."""
-    trajectories = [t if t.error is None else _stand_in(t) for t in trajectories]
+    """Trajectories end to end; `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for
+    every one or for those of a turn. A trajectory of weight 0 becomes a stand-in.
+    """
+    trajectories = [
+        t if t.error is None and weight > 0 else _stand_in(t)
+        for t, weight in zip(
+            trajectories, weights, strict=False
+        )  # what is not of one number is refused below
+    ]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
-    per_sequence = torch.tensor(advantages, dtype=torch.float32)
-    spread = per_sequence.repeat_interleave(torch.tensor(batch.lengths)) * batch.loss_mask
+    spread = torch.cat([_per_token(t, a) for t, a in zip(trajectories, advantages, strict=True)])
     logprobs = torch.from_numpy(np.concatenate([t.logprobs for t in trajectories]).astype(np.float32))
     return PackedBatch(
         batch.tokens,
@@ -33,13 +43,23 @@ def pack_trajectories(
         batch.position_ids,
         batch.loss_mask,
         batch.weights,
-        advantages=spread,
+        advantages=spread * batch.loss_mask,
         logprobs=logprobs,
         routed_experts=_routed_experts(trajectories),
     )
 
 
 def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
+    """An advantage at each token that it holds for: [T] float32."""
+    if not isinstance(advantage, tuple):
+        return torch.full((trajectory.num_tokens,), advantage, dtype=torch.float32)
+    spread = torch.zeros(trajectory.num_tokens)
+    for turn, value in zip(trajectory.turns, advantage, strict=True):
+        spread[turn.start : turn.end] = value
+    return spread
+
+
     """[N, layers, experts of a token] where any trajectory tells; -1 for those that do not."""
     told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
     if told is None:
@@ -60,6 +80,7 @@ def _stand_in(failed: Trajectory) -> Trajectory:
         logprobs=np.zeros(STAND_IN_TOKENS, dtype=np.float32),
         versions=np.full(STAND_IN_TOKENS, -1, dtype=np.int32),
         routed_experts=None,
+        turns=(),
     )
 
 

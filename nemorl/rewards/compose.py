@@ -111,8 +111,11 @@ class Rewards:
         unknown = sorted(rewards.keys() - self._weights.keys())
         if unknown:
             raise RewardError(f"the environment pays {', '.join(unknown)}, to which it gave no weight")
-        total = sum(self._weights[name] * value for name, value in rewards.items())
-        return replace(trajectory, rewards=rewards, reward=total)
+        turns = tuple(replace(turn, reward=self._weighted(turn.rewards)) for turn in trajectory.turns)
+        return replace(trajectory, turns=turns, rewards=rewards, reward=self._weighted(rewards))
+
+    def _weighted(self, rewards: dict[str, float]) -> float:
+        return sum(self._weights[name] * value for name, value in rewards.items())
 
     def _columns(self, task: Task, conversations: Sequence[Conversation]) -> dict[str, list[Any]]:
         """Keyword arguments of reward functions: a list each, one entry a conversation."""

@@ -5,9 +5,12 @@ trained by weights of version `s`; a group may start as soon as it will not be o
 versions when its batch's turn comes:
 
     groups that may have started  =  (version + max_staleness + 1) * groups_per_step
+
+Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
+gets the shortest run of the data that holds enough groups, whatever the order in which they finish.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemorl.data.order import TaskOrder
@@ -25,6 +28,15 @@ class CollectorPlan:
     max_staleness: int
     texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
     num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
+    greedy_baseline: bool = False  # a greedy sample beside each group
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Groups of a step that are refused, and how many others may be sampled in their place."""
+
+    accepts: Callable[[GroupSummary], bool]  # a pure function of the group
+    max_groups: int  # sampled for one step, the refused ones included; at least `groups_per_step`
 
 
 class Collector:
@@ -38,11 +50,17 @@ class Collector:
         seconds: float,
         position: int = 0,
         version: int = 0,
+        refill: Refill | None = None,
     ) -> None:
-        """`seconds` bounds `next_batch`; a checkpoint left the data at `position` after `version` steps."""
+        """`seconds` bounds `next_batch`; a checkpoint left the data at `position` after `version` steps.
+
+        With `refill` it bounds the wait for each group.
+        """
         self._dispatcher = Dispatcher(workers, seconds)
         self._order = order
         self._plan = plan
+        self._refill = refill
+        self._replaced = 0  # groups started in place of refused ones
         self._first_position, self._first_version = position, version
         self._started = position  # groups started since the run began; the id of the next one
         self._position = position
@@ -61,23 +79,46 @@ class Collector:
         plan = self._plan
         steps = version + plan.max_staleness + 1
         ahead = min(steps, plan.num_steps or steps) - self._first_version
-        allowed = self._first_position + ahead * plan.groups_per_step
-        groups = range(self._started, max(allowed, self._started))
-        self._dispatcher.start([self._assignment(group) for group in groups])
-        self._started = groups.stop
+        self._start_up_to(self._first_position + ahead * plan.groups_per_step + self._replaced)
 
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: without staleness exactly those started for it, else
         the first that finished. `on_finished` hears how many more have finished.
 
-        Raises what a worker raises, and RolloutFailed when one ends early or the deadline passes.
+        With `refill` the refused groups are among them, so that there may be more than a step trains, and
+        fewer that are accepted; `on_finished` hears of those only. Raises what a worker raises, and
+        RolloutFailed when one ends early or the deadline passes.
         """
-        batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)
+        if self._refill is None:
+            batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)
+        else:
+            batch = await self._refilled(self._refill, on_finished)
         self._handed_out.update(summary.group for summary in batch)
         while self._position in self._handed_out:
             self._handed_out.remove(self._position)
             self._position += 1
         return batch
+
+    async def _refilled(self, refill: Refill, on_accepted: OnFinished) -> list[GroupSummary]:
+        """Groups until enough are accepted or the most have been sampled, ordered by id."""
+        batch: list[GroupSummary] = []
+        accepted, started = 0, self._plan.groups_per_step
+        while accepted < self._plan.groups_per_step and len(batch) < refill.max_groups:
+            (group,) = await self._dispatcher.take(1)
+            batch.append(group)
+            if refill.accepts(group):
+                accepted += 1
+                on_accepted(1)
+            elif started < refill.max_groups:
+                started += 1
+                self._replaced += 1
+                self._start_up_to(self._started + 1)
+        return sorted(batch, key=lambda summary: summary.group)
+
+    def _start_up_to(self, end: int) -> None:
+        groups = range(self._started, max(end, self._started))
+        self._dispatcher.start([self._assignment(group) for group in groups])
+        self._started = groups.stop
 
     async def close(self) -> None:
         """Give up what is still under way."""
@@ -92,6 +133,7 @@ class Collector:
             self._order.task_index(group),
             plan.samples_per_group,
             num_texts=min(texts, plan.samples_per_group),
+            greedy_baseline=plan.greedy_baseline,
         )
 
 

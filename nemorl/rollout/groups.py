@@ -15,6 +15,7 @@ class GroupAssignment:
     num_samples: int
     validation: bool = False
     num_texts: int = 0  # samples of which the summary carries the text
+    greedy_baseline: bool = False  # one sample more, at temperature 0, which is paid and does not train
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class TrajectorySummary:
     error: str | None
     seconds_generation: float
     seconds_environment: float
+    turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
+    trains: bool = True  # False after an error, or where a filter takes it out
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class GroupSummary:
     reference: Any
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
+    greedy: TrajectorySummary | None = None  # the sample beside the group that was asked for; not in the list
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
@@ -72,4 +76,6 @@ def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
         error=trajectory.error,
         seconds_generation=trajectory.seconds_generation,
         seconds_environment=trajectory.seconds_environment,
+        turn_rewards=tuple(turn.reward for turn in trajectory.turns),
+        trains=trajectory.error is None,
     )

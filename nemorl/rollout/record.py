@@ -1,6 +1,6 @@
 """A conversation while it grows; it becomes a trajectory when it ends."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,7 +57,8 @@ class Record:
         self._append_given(tokens)
 
     def add_rewards(self, step: Step) -> None:
-        """Rewards of one step; those of one name add up over turns."""
+        """Rewards of the newest turn; those of one name add up over turns."""
+        self.turns[-1] = replace(self.turns[-1], rewards=dict(step.rewards))
         for name, value in step.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + value
 

@@ -96,6 +96,10 @@ class Turn:
     start: int  # first sampled token
     end: int  # one past the last sampled token
     stop: StopReason
+    rewards: dict[str, float] = field(
+        default_factory=dict
+    )  # what the environment paid for it, before weights
+    reward: float = 0.0  # the weighted sum of these
 
 
 @dataclass(frozen=True)

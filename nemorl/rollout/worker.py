@@ -71,9 +71,13 @@ class RolloutWorker:
     async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
         task = self._tasks[assignment.validation][assignment.task_index]
         conversations = await asyncio.gather(
-            *(self._run_sample(task, assignment, sample) for sample in range(assignment.num_samples))
+            *(
+                self._run_sample(task, assignment, sample)
+                for sample in range(assignment.num_samples + assignment.greedy_baseline)
+            )
         )
-        trajectories = await self._rewards.apply(task, conversations)
+        paid = await self._rewards.apply(task, conversations)
+        trajectories, beside = paid[: assignment.num_samples], paid[assignment.num_samples :]
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
@@ -82,11 +86,14 @@ class RolloutWorker:
             texts=tuple(
                 self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
             ),
+            greedy=summarize(beside[0], assignment.num_samples) if beside else None,
         )
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
+        """One sample of a group; the one that is asked for beside the others is greedy."""
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation)
-        sampling = self._sampling[assignment.validation]
+        beside = sample == assignment.num_samples
+        sampling = SamplingParams(temperature=0.0) if beside else self._sampling[assignment.validation]
         return await self._turns.run(task, self._environments.create(), key, sampling)
 
     def _text(self, conversation: Conversation, row: int, answer: str | None) -> SampleText:

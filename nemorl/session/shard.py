@@ -27,7 +27,7 @@ class Shard:
 
     stores: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
-    advantages: tuple[float, ...]  # [S]
+    advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
 
     def sequences(self) -> list[Any]:

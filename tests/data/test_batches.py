@@ -49,6 +49,21 @@ def test_one_untrained_token_stands_in_for_a_failed_trajectory(tokens):
     assert batch.weights.tolist() == [0, 0, 0.5]
 
 
+def test_what_has_no_weight_becomes_a_stand_in():
+    batch = pack_trajectories(
+        [trajectory([5, 6, 7], [0, 1, 1]), trajectory([8, 9], [0, 1])], [0.0, -1.0], weights=[0.0, 0.5]
+    )
+    assert batch.lengths == [STAND_IN_TOKENS, 2]
+    assert batch.loss_mask.tolist() == [False, False, True]
+
+
+def test_each_turn_may_have_an_advantage_of_its_own():
+    turns = (Turn(1, 3, StopReason.STOP), Turn(4, 6, StopReason.STOP))
+    two = replace(trajectory([5, 6, 7, 8, 9, 10], [0, 1, 1, 0, 1, 1]), turns=turns)
+    batch = pack_trajectories([two, trajectory([8, 9], [0, 1])], [(2.0, -0.5), 1.0], weights=[0.25, 0.5])
+    assert batch.advantages.tolist() == [0, 2, 2, 0, -0.5, -0.5, 0, 1]
+
+
 def test_examples_carry_no_advantages():
     example = SftExample(np.array([1, 2, 3], dtype=np.int32), np.array([False, True, True]))
     batch = pack_examples([example, example], weights=[0.5, 0.125])

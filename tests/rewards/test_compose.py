@@ -1,12 +1,13 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from nemorl.config.env import RewardConfig
 from nemorl.rewards.compose import RewardError, Rewards
-from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory
+from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 OWN = "tests.rewards.own_rewards"
 TASK = Task(0, (Message("user", "2+2?"),), "4", {"level": "hard"})
@@ -53,6 +54,15 @@ def test_rewards_are_weighted_and_summed_with_the_environments():
     assert first.reward == pytest.approx(30 + 2 - 0.25 + 0.1)
     assert second.rewards == {"env": 1.0, "exact_match": 0.0, "half": 0.25, "word_count": 3.0}
     assert second.reward == pytest.approx(10 + 0 - 0.25 + 0.3)
+
+
+def test_turns_have_the_weighted_rewards_of_the_environment():
+    turns = (Turn(1, 2, StopReason.STOP, {"env": 0.5}), Turn(2, 3, StopReason.STOP, {"env": 1.0, "end": 2.0}))
+    given = conversation("4", {"env": 1.5, "end": 2.0})
+    given = replace(given, trajectory=replace(given.trajectory, turns=turns))
+    (paid,) = apply([RewardConfig(function="exact_match")], [given], weights={"env": 10.0, "end": 0.1})
+    assert [turn.reward for turn in paid.turns] == pytest.approx([5.0, 10.2])
+    assert paid.reward == pytest.approx(5.0 + 10.2 + 1.0)  # the function pays for the whole
 
 
 def test_a_reward_that_does_not_apply_is_absent():

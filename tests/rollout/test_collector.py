@@ -1,9 +1,10 @@
 import asyncio
 
+import numpy as np
 import pytest
 
 from nemorl.data.order import TaskOrder
-from nemorl.rollout.collector import Collector, CollectorPlan, sample_validation
+from nemorl.rollout.collector import Collector, CollectorPlan, Refill, sample_validation
 from nemorl.rollout.dispatch import RolloutFailed
 from nemorl.rollout.groups import GroupSummary
 
@@ -35,12 +36,12 @@ class StandInWorker:
             yield GroupSummary(group, mine.pop(group).task_index, f"reference {group}", ())
 
 
-def collector(workers, *, staleness=0, position=0, version=0, seconds=5.0, texts=0):
+def collector(workers, *, staleness=0, position=0, version=0, seconds=5.0, texts=0, refill=None):
     plan = CollectorPlan(
         groups_per_step=4, samples_per_group=2, max_staleness=staleness, texts_per_step=texts
     )
     order = TaskOrder(10, seed=0, shuffle=False)
-    return Collector([w.run_groups for w in workers], order, plan, seconds, position, version)
+    return Collector([w.run_groups for w in workers], order, plan, seconds, position, version, refill)
 
 
 def groups(batch):
@@ -136,6 +137,80 @@ def test_with_staleness_a_batch_is_what_finished_first():
     assert second == [1, 3, 4, 6]
     # Group 1 was still out after the first batch; after the second nothing is.
     assert positions == [1, 8]
+
+
+def taught_by(*numbers):
+    """Groups of these ids are accepted, up to 10 of a step are sampled."""
+    return Refill(accepts=lambda group: group.group in numbers, max_groups=10)
+
+
+async def steps(sampling, first, last):
+    """Groups and position of steps, each after its weights have come."""
+    found = []
+    for version in range(first, last):
+        sampling.advance(version)
+        heard = []
+        found.append((groups(await sampling.next_batch(heard.append)), sampling.position, sum(heard)))
+    await sampling.close()
+    return found
+
+
+# Groups 2, 4, 5, 9 | 10, 11, 12, 13 | none of 14 to 23 but 20.
+GOOD = taught_by(2, 4, 5, 9, 10, 11, 12, 13, 20)
+REFILLED = [
+    (list(range(10)), 10, 4),
+    (list(range(10, 14)), 14, 4),
+    (list(range(14, 24)), 24, 1),  # all that a step may sample
+]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_refused_groups_are_replaced_until_enough_are_accepted(workers):
+    found = asyncio.run(steps(collector([StandInWorker() for _ in range(workers)], refill=GOOD), 0, 3))
+    assert found == REFILLED
+
+
+@pytest.mark.parametrize("shuffle", range(5))
+def test_what_is_sampled_does_not_depend_on_who_finishes_first(shuffle):
+    class Whimsical(StandInWorker):
+        async def run_groups(self, assignments):
+            for _ in range(draw.integers(6)):
+                await asyncio.sleep(0)
+            for a in draw.permutation(assignments):
+                await asyncio.sleep(0)
+                yield GroupSummary(a.group, a.task_index, f"reference {a.group}", ())
+
+    draw = np.random.default_rng(shuffle)
+    found = asyncio.run(steps(collector([Whimsical(), Whimsical()], refill=GOOD), 0, 3))
+    assert found == REFILLED
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_resumed_run_refuses_and_replaces_the_same_groups(done):
+    position = REFILLED[done - 1][1]
+    sampling = collector([StandInWorker()], position=position, version=done, refill=GOOD)
+    assert asyncio.run(steps(sampling, done, 3)) == REFILLED[done:]
+
+
+def test_with_staleness_each_refused_group_starts_one_more():
+    good = {0, 2, 3, 4, 5, 6, 7, 9}
+
+    async def main():
+        worker = StandInWorker()
+        sampling = collector([worker], staleness=1, refill=taught_by(*good))
+        batches = []
+        for version in range(2):
+            sampling.advance(version)
+            batches.append(groups(await sampling.next_batch()))
+        await asyncio.sleep(0)
+        await sampling.close()
+        return batches, len(worker.assignments)
+
+    (first, second), started = asyncio.run(main())
+    assert not set(first) & set(second)
+    refused = len(first) + len(second) - 8
+    assert [len(good & set(batch)) for batch in (first, second)] == [4, 4]
+    assert started == 3 * 4 + refused
 
 
 def test_a_stall_names_who_is_waited_for():

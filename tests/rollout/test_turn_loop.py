@@ -141,7 +141,7 @@ class TestEnds:
         ).trajectory
         assert trajectory.stop is StopReason.LENGTH
         assert trajectory.error is None
-        assert trajectory.turns == (Turn(opening, opening + 2, StopReason.STOP),)
+        assert trajectory.turns == (Turn(opening, opening + 2, StopReason.STOP, OBSERVE.rewards),)
         assert trajectory.num_tokens == opening + 2
 
     def test_a_turn_never_asks_for_more_than_the_sequence_holds(self, tokenizer):

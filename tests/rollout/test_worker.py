@@ -98,6 +98,25 @@ def test_groups_are_sampled_paid_stored_and_summarised(model_folder, tokenizer):
     assert second.texts == ()
 
 
+def test_a_greedy_sample_beside_a_group_is_paid_and_not_stored(model_folder, tokenizer):
+    requests, stored = [], []
+
+    def keep(request):
+        requests.append(request)
+        return adds(tokenizer)(request)
+
+    worker = RolloutWorker(
+        experiment(model_folder), Router([Replica("echo", EchoEngine(keep).generate)]), store=stored.append
+    )
+    (summary,) = sample(worker, [GroupAssignment(30, 4, num_samples=2, greedy_baseline=True)])
+    assert [t.reward for t in summary.trajectories] == [2.0, 0.0]
+    assert summary.greedy.reward == 2.0
+    assert [len(trajectories) for trajectories in stored] == [2]
+    greedy = [request for request in requests if request.sampling.temperature == 0]
+    assert [request.conversation for request in greedy] == ["30/2"]
+    assert {request.sampling.temperature for request in requests} == {0.0, 0.7}
+
+
 def test_validation_has_its_own_tasks_sampling_and_seeds(model_folder, tokenizer):
     requests = []
 
