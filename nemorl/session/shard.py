@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemorl.data.batches import Advantage
 from nemorl.data.micro_batches import BatchPlan
 
 
@@ -14,8 +15,8 @@ class SequencePlace:
     store: Any  # reference to a list of trajectories or SFT examples
     row: int
     num_tokens: int
-    advantage: float = 0.0
-    weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py
+    advantage: Advantage = 0.0
+    weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
 
 
 @dataclass(frozen=True)
