@@ -56,14 +56,14 @@ def now(kind: DeviceKind) -> Span:
 
 def measured(kind: DeviceKind, work: Callable[[], Result]) -> tuple[Result, Span, Memory]:
     """Do the work; its result, its time and the memory of this process meanwhile."""
-    before = _start_of_peak(kind)
+    before = start_of_peak(kind)
     start = now(kind)
     result = work()
-    return result, now(kind) - start, Memory(before, _peak(kind))
+    return result, now(kind) - start, Memory(before, peak(kind))
 
 
-def _start_of_peak(kind: DeviceKind) -> int:
-    """Set the high-water mark back to what is held now; that many bytes."""
+def start_of_peak(kind: DeviceKind) -> int:
+    """Set the process's high-water mark back to what is held now; that many bytes."""
     gc.collect()
     if kind == "cuda":
         torch.cuda.empty_cache()
@@ -75,7 +75,8 @@ def _start_of_peak(kind: DeviceKind) -> int:
     return pages * resource.getpagesize()
 
 
-def _peak(kind: DeviceKind) -> int:
+def peak(kind: DeviceKind) -> int:
+    """Bytes at the high-water mark since `start_of_peak`."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():

@@ -9,6 +9,8 @@ Three parts:
 """
 
 import argparse
+import functools
+import itertools
 import math
 import tempfile
 import time
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from common import publish, table_of, time_in_turns
 from refit_models import DEEPSEEK_V3, DENSE, MOE, shape_of
-from refit_ranks import Gathering, Ranks
+from refit_ranks import TRANSPORTS, Gathering, Ranks, Side
 from safetensors.torch import save_file
 
 from nemorl.config.policy import LayoutConfig
@@ -31,14 +33,43 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import RefitStats, WeightExchange
 from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_files, plan_transfers
-from nemorl.weights.session import Transport
 from nemorl.weights.venue import TransportOptions
 
 DTYPE = "bfloat16"
 BUCKET_BYTES = 8 * 2**20
-TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
+GATHER = "gather and broadcast"
 Row = dict[str, Any]  # of a table
-PARTS = ("ways", "delta", "plan")
+SHOWN = {  # columns of each part's table, by key
+    "ways": {
+        "case": "case",
+        "way": "way",
+        "megabytes_sent": "MB",
+        "median_seconds": "s",
+        "over_gather_and_broadcast": "ratio",
+        "cpu_seconds": "CPU s",
+        "peak_megabytes_of_a_sender": "policy",
+        "peak_megabytes_of_a_receiver": "engine",
+    },
+    "delta": {
+        "type": "type",
+        "step": "step",
+        "changed_percent": "changed %",
+        "megabytes_sent": "MB",
+        "of_whole_percent": "of whole %",
+        "refit_seconds": "s",
+        "megabytes_kept": "MB kept",
+    },
+    "plan": {
+        "receivers": "engine ranks",
+        "transfers": "boxes",
+        "buckets": "buckets",
+        "plan_seconds": "s",
+        "plan_cpu_seconds": "CPU s",
+        "with_parts_seconds": "parts, s",
+        "with_parts_cpu_seconds": "CPU s too",
+    },
+}
+PARTS = tuple(SHOWN)
 
 
 @dataclass(frozen=True)
@@ -53,13 +84,13 @@ class Case:
 
 CASES = (
     Case(
-        "dense, TP2 x PP2 to TP2",
+        "TP2 x PP2 to TP2",
         shape_of(DENSE),
         LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
         [LayoutConfig(tensor_parallel_size=2)],
     ),
     Case(
-        "experts, EP2 to TP1 x DP2",
+        "EP2 to 2 x TP1",
         shape_of(MOE),
         LayoutConfig(data_parallel_size=2, expert_parallel_size=2),
         [LayoutConfig()] * 2,
@@ -87,7 +118,8 @@ def settle(case: Case, policy: Ranks, engines: Ranks, dtype: str) -> None:
 
 def gathering_of(policy: Ranks, engines: Ranks) -> Gathering:
     """Who brings which box of each tensor to rank 0, each element once."""
-    plan = plan_files(policy.describe(), engines.describe(), bucket_bytes=2**40)  # type: ignore[arg-type]
+    held, needed = (Side(ranks, "files").describe() for ranks in (policy, engines))
+    plan = plan_files(held, needed, bucket_bytes=2**40)  # type: ignore[arg-type]
     tensors: dict[str, list[Any]] = {}
     for rank in range(policy.active):
         for bucket in plan.sender_part(rank).buckets:
@@ -102,66 +134,91 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
     write_random(case.shape, folder / "model")
     policy.all("load", folder / "model")
     gathering = gathering_of(policy, engines)
-    size = policy.active + engines.active
-    receivers = range(policy.active, size)
-    meeting = folder / f"meeting of {case.name}"
-    joining = [(meeting, rank, size, receivers) for rank in range(size)]
-    at_once = ThreadPoolExecutor(2)
+    with ThreadPoolExecutor(2) as at_once:
+        ways: dict[str, Callable[[], object]] = {
+            GATHER: gather_and_broadcast(case, gathering, policy, engines, folder, at_once)
+        }
+        stats: dict[str, RefitStats] = {}
+        for transport in TRANSPORTS:
+            options = TransportOptions(transport, folder / f"versions, {case.name}")
+            ways[transport] = exchange_by(options, policy, engines, stats)
+        peaks, cpu = {}, dict.fromkeys(ways, 0.0)
+        expected = None
+        for name, way in ways.items():
+            engines.all("clear")
+            way()  # plans are made, memory pools are filled
+            expected = expected or engines.all("sums")
+            assert engines.all("sums") == expected, f"{name} brings other weights"
+            for side in (policy, engines):
+                side.all("begin_peak")
+            way()
+            peaks[name] = [max(side.all("peak_bytes")) / 1e6 for side in (policy, engines)]
 
-    def both(
-        method: str, of_policy: Sequence[tuple[Any, ...]], of_engines: Sequence[tuple[Any, ...]]
-    ) -> None:
+        def counted(name: str, way: Callable[[], object]) -> None:
+            before = sum(policy.all("cpu_seconds") + engines.all("cpu_seconds"))
+            way()
+            cpu[name] += sum(policy.all("cpu_seconds") + engines.all("cpu_seconds")) - before
+
+        alternatives = {name: functools.partial(counted, name, way) for name, way in ways.items()}
+        timings = time_in_turns(alternatives, rounds=rounds, warm_up=0)
+    whole = ITEM_BYTES[DTYPE] * sum(math.prod(shape) for shape in hf_tensors(case.shape).values())
+    gathered = ITEM_BYTES[DTYPE] * sum(p.num_elements for _, pieces in gathering for r, p in pieces if r)
+    sent = {name: found.num_bytes / 1e6 for name, found in stats.items()}
+    sent[GATHER] = (gathered + whole * engines.active) / 1e6
+    return [
+        {
+            "case": case.name,
+            "way": name,
+            "megabytes_sent": sent[name],
+            "median_seconds": timing.median,
+            "over_gather_and_broadcast": timing.ratio_to(timings[GATHER]),
+            "cpu_seconds": cpu[name] / rounds,
+            "seconds": timing.seconds,
+            "peak_megabytes_of_a_sender": peaks[name][0],
+            "peak_megabytes_of_a_receiver": peaks[name][1],
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def gather_and_broadcast(
+    case: Case,
+    gathering: Gathering,
+    policy: Ranks,
+    engines: Ranks,
+    folder: Path,
+    at_once: ThreadPoolExecutor,
+) -> Callable[[], None]:
+    """The usual way, by a process group of all ranks, which are connected here."""
+
+    def both(method: str, given: Sequence[tuple[Any, ...]]) -> None:
         calls = [
-            at_once.submit(policy.each, method, of_policy),
-            at_once.submit(engines.each, method, of_engines),
+            at_once.submit(policy.each, method, given[: policy.active]),
+            at_once.submit(engines.each, method, given[policy.active :]),
         ]
         for call in calls:
             call.result()
 
-    def gather_and_broadcast() -> None:
-        work = (gathering, DTYPE)
-        both("gather_and_broadcast", [work] * policy.active, [work] * engines.active)
-
-    both("join", joining[: policy.active], joining[policy.active :])
-    whole = ITEM_BYTES[DTYPE] * sum(math.prod(shape) for shape in hf_tensors(case.shape).values())
-    gathered = ITEM_BYTES[DTYPE] * sum(p.num_elements for _, pieces in gathering for r, p in pieces if r)
-    rows = [_measure(case, "gather and broadcast", gather_and_broadcast, policy, engines, rounds)]
-    rows[0]["megabytes_sent"] = (gathered + whole * engines.active) / 1e6
-    expected = engines.all("sums")
-    for transport in TRANSPORTS:
-        options = TransportOptions(transport, folder / f"versions, {case.name}")
-        exchange = WeightExchange(policy, engines, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
-        done: list[RefitStats] = []
-
-        def refit(exchange: WeightExchange = exchange, done: list[RefitStats] = done) -> None:
-            done.append(exchange.refit(len(done) + 1))
-
-        engines.all("clear")
-        row = _measure(case, f"exchange, {transport}", refit, policy, engines, rounds)
-        rows.append(row | {"megabytes_sent": done[-1].num_bytes / 1e6})
-        assert engines.all("sums") == expected, f"{transport} brings other weights"
-    at_once.shutdown()
-    return rows
+    size = policy.active + engines.active
+    meeting = folder / f"meeting of {case.name}"
+    both("join", [(meeting, rank, size, range(policy.active, size)) for rank in range(size)])
+    return lambda: both("gather_and_broadcast", [(gathering, DTYPE)] * size)
 
 
-def _measure(
-    case: Case, name: str, way: Callable[[], None], policy: Ranks, engines: Ranks, rounds: int
-) -> Row:
-    way()  # plans are made, memory pools are filled
-    for side in (policy, engines):
-        side.all("begin_peak")
-    way()
-    peaks = [max(side.all("peak_bytes")) / 1e6 for side in (policy, engines)]
-    timing = time_in_turns({name: way}, rounds=rounds, warm_up=0)[name]
-    return {
-        "case": case.name,
-        "way": name,
-        "megabytes_sent": 0.0,
-        "median_seconds": timing.median,
-        "seconds": timing.seconds,
-        "peak_megabytes_of_a_sender": peaks[0],
-        "peak_megabytes_of_a_receiver": peaks[1],
-    }
+def exchange_by(
+    options: TransportOptions, policy: Ranks, engines: Ranks, stats: dict[str, RefitStats]
+) -> Callable[[], None]:
+    """Our way by a transport; `stats` has the last one's."""
+    transport = options.transport
+    assert transport != "auto"
+    sides = Side(policy, transport), Side(engines, transport)
+    exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
+    versions = itertools.count(1)
+
+    def refit() -> None:
+        stats[transport] = exchange.refit(next(versions))
+
+    return refit
 
 
 def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> list[Row]:
@@ -171,7 +228,8 @@ def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> li
     for dtype in ("bfloat16", "float32"):
         settle(DELTA_CASE, policy, engines, dtype)
         options = TransportOptions("shared_memory", delta=True)
-        exchange = WeightExchange(policy, engines, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
+        sides = Side(policy, "shared_memory"), Side(engines, "shared_memory")
+        exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
         for version, (step_folder, learning_rate, changed) in enumerate(trained):
             policy.all("load", step_folder)
             stats = exchange.refit(version)
@@ -301,7 +359,7 @@ def main() -> None:
     if "plan" in arguments.parts:
         found["plan"] = measure_plan()
     for part, rows in found.items():
-        shown = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+        shown = [{short: row[key] for key, short in SHOWN[part].items()} for row in rows]
         publish(
             f"refit_{part}", {"bucket_bytes": BUCKET_BYTES, "rows": rows}, table_of(f"refit: {part}", shown)
         )

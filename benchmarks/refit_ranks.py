@@ -1,13 +1,16 @@
 """Processes of the refit benchmark: policy ranks and ranks of engines, which do a refit in two ways."""
 
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from meter import peak, start_of_peak
 from torch import Tensor
 
 from nemorl.models.hf_folder import HfFolder
@@ -17,8 +20,9 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from nemorl.weights.session import RefitSession
+from nemorl.weights.session import RefitSession, Transport
 
+TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 
 
@@ -29,15 +33,18 @@ class Rank:
         """Hold a policy's shard in float32, of zeros until `load`."""
         self._slices = policy_slices(shape, place)
         self._parameters = _allocate(self._slices, torch.float32)
-        self.exchange: Any = WeightSender(self._slices, lambda: self._parameters)
+        self.exchanges: dict[str, Any] = {
+            way: WeightSender(self._slices, lambda: self._parameters) for way in TRANSPORTS
+        }
 
     def become_receiver(self, shape: ModelShape, place: PolicyRank, dtype: str) -> None:
         """Hold an engine's shard, written in place."""
         self._slices = policy_slices(shape, place)
         self._parameters = _allocate(self._slices, getattr(torch, dtype))
-        self.exchange = WeightReceiver(
-            self._slices, lambda: self._parameters, lambda version: None, in_place=True
-        )
+        self.exchanges = {
+            way: WeightReceiver(self._slices, lambda: self._parameters, lambda version: None, in_place=True)
+            for way in TRANSPORTS
+        }
 
     def load(self, folder: Path) -> None:
         """Take the weights of an HF folder."""
@@ -62,7 +69,7 @@ class Rank:
     def gather_and_broadcast(self, gathering: Gathering, dtype: str) -> None:
         """Each HF tensor is made whole on rank 0, which sends it to every receiver."""
         rank, wire = dist.get_rank(), getattr(torch, dtype)
-        sends = isinstance(self.exchange, WeightSender)
+        sends = isinstance(self.exchanges[TRANSPORTS[0]], WeightSender)
         mine: dict[str, list[TensorSlice]] = {}
         for part in self._slices:
             mine.setdefault(part.name, []).append(part)
@@ -84,18 +91,25 @@ class Rank:
             for part in mine.get(name, ()) if not sends else ():
                 local_view(self._parameters, part).copy_(whole[part.box])
 
+    def exchange(self, transport: Transport, method: str, *given: Any) -> Any:
+        """This rank's part in an exchange."""
+        return getattr(self.exchanges[transport], method)(*given)
+
     def begin_peak(self) -> None:
         """Measure memory from now on."""
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = _kilobytes("VmRSS")
+        self._before = start_of_peak("cpu")
 
     def peak_bytes(self) -> int:
         """The most memory since `begin_peak`, beyond what there was then."""
-        return 1024 * max(0, _kilobytes("VmHWM") - self._before)
+        return peak("cpu") - self._before
+
+    def cpu_seconds(self) -> float:
+        """Of all threads of this process, since it began."""
+        return time.process_time()
 
 
 class Ranks:
-    """Processes that are called together; as senders or receivers of a `WeightExchange`."""
+    """Processes that are called together."""
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -125,35 +139,46 @@ class Ranks:
         """Call a method on all that take part."""
         return self.each(method, [given] * self.active)
 
-    def describe(self) -> list[SenderLayout] | list[ReceiverLayout]:
-        """As the exchange asks."""
-        return self.all("exchange.describe")
-
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """As the exchange asks."""
-        self.each("exchange.prepare", [(part,) for part in parts])
-
-    def send(self, session: RefitSession) -> list[SendReport]:
-        """As the exchange asks."""
-        return self.all("exchange.send", session)
-
-    def receive(self, session: RefitSession) -> list[ReceiveReport]:
-        """As the exchange asks."""
-        return self.all("exchange.receive", session)
-
-    def commit(self, version: int) -> None:
-        """As the exchange asks."""
-        self.all("exchange.commit", version)
-
-    def abandon(self) -> None:
-        """As the exchange asks."""
-        self.all("exchange.abandon")
-
     def stop(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
+
+
+@dataclass(frozen=True)
+class Side:
+    """The processes of one side in an exchange by one transport (`SenderGroup` and `ReceiverGroup`)."""
+
+    ranks: Ranks
+    transport: Transport
+
+    def describe(self) -> list[SenderLayout] | list[ReceiverLayout]:
+        """As the exchange asks."""
+        return self._all("describe")
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """As the exchange asks."""
+        self.ranks.each("exchange", [(self.transport, "prepare", part) for part in parts])
+
+    def send(self, session: RefitSession) -> list[SendReport]:
+        """As the exchange asks."""
+        return self._all("send", session)
+
+    def receive(self, session: RefitSession) -> list[ReceiveReport]:
+        """As the exchange asks."""
+        return self._all("receive", session)
+
+    def commit(self, version: int) -> None:
+        """As the exchange asks."""
+        self._all("commit", version)
+
+    def abandon(self) -> None:
+        """As the exchange asks."""
+        self._all("abandon")
+
+    def _all(self, method: str, *given: Any) -> list[Any]:
+        return self.ranks.all("exchange", self.transport, method, *given)
 
 
 def _serve(end: "Connection[Any, Any]") -> None:
@@ -164,11 +189,8 @@ def _serve(end: "Connection[Any, Any]") -> None:
             method, arguments = end.recv()
         except EOFError:
             return
-        target: Callable[..., Any] = rank  # type: ignore[assignment]
-        for name in method.split("."):
-            target = getattr(target, name)
         try:
-            answer = None, target(*arguments)
+            answer = None, getattr(rank, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - raised where it was called
             answer = error, None
         end.send(answer)
@@ -181,10 +203,3 @@ def _allocate(slices: Sequence[TensorSlice], dtype: torch.dtype) -> Mapping[str,
         last = part.offset + sum((extent - 1) * stride for extent, stride in steps)
         sizes[part.param] = max(sizes.get(part.param, 0), last + 1)
     return {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
-
-
-def _kilobytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}")

@@ -70,7 +70,7 @@ class _Filling:
     def __init__(self, parameters: Mapping[str, Tensor], session: RefitSession) -> None:
         self._parameters = parameters
         self._session = session
-        self._known: dict[tuple[str, TensorSlice], int] = {}  # several receivers may get the same
+        self._known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
         self._sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         self.of_pieces: list[int] = []  # in order
 
@@ -84,7 +84,8 @@ class _Filling:
             if key not in self._known:
                 self._known[key] = fingerprint(values, piece.start, piece.shape)
             self.of_pieces.append(self._known[key])
-            self._sums[bucket.peer, piece.name].append(self._known[key])
+            for receiver in bucket.receivers:
+                self._sums[receiver, piece.name].append(self._known[key])
 
     def combined(self) -> dict[tuple[int, str], int]:
         """By receiver and tensor."""
@@ -184,7 +185,7 @@ class WeightReceiver:
             except BrokenChanges as error:
                 raise CorruptWeights(
                     f"{self._name} cannot read what changed for version {session.version}, as it came from "
-                    f"{sender_name(bucket.peer)}: {error}"
+                    f"{sender_name(bucket.sender)}: {error}"
                 ) from error
 
         sums: dict[str, list[int]] = defaultdict(list)

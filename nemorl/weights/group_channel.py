@@ -1,6 +1,10 @@
 """Transport between machines: point-to-point messages of a process group.
 
-Each bucket is preceded by a message with its size.
+    sender ──bucket──▶ first receiver ──bucket──▶ next ──▶ ...
+
+A bucket that several receivers take goes once over its sender's link and over that of each receiver but the
+last, which is as many bytes as a multicast would need of the sender; while one bucket is passed on, the next
+arrives. Each bucket is preceded by a message with its size.
 """
 
 import queue
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .messages import Part
+from .messages import Part, PartBucket
 from .process_group import ABORTED, Group, Membership, here_key, over_key, store_of
 from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
 from .slots import SLOTS, Slots
@@ -26,22 +30,73 @@ _LOOK_UP_SECONDS = 0.2  # how often a rank looks whether the session is over
 
 @dataclass(frozen=True)
 class _Meeting:
-    """One rank's connection with its peers during a refit."""
+    """One rank's connection with the others during a refit. Places in the group count senders first."""
 
     group: Group
     waiting: Waiting
-    first_peer: int  # rank in the group of the first of this side's peers
-    name: Callable[[int], str]  # of a peer
+    place: int
+    num_senders: int
 
-    def wait(self, operation: Callable[[], None], peer: int, what: str) -> None:
-        """Run an operation of the group that may wait for `what`, which `peer` is to do."""
+    def name(self, place: int) -> str:
+        """What messages call a member."""
+        return sender_name(place) if place < self.num_senders else receiver_name(place - self.num_senders)
+
+    def before(self, bucket: PartBucket) -> int:
+        """From whose place a bucket comes here."""
+        way = self._way(bucket)
+        return way[way.index(self.place) - 1]
+
+    def after(self, bucket: PartBucket) -> int | None:
+        """To whose place a bucket goes from here."""
+        way = self._way(bucket)
+        here = way.index(self.place)
+        return way[here + 1] if here + 1 < len(way) else None
+
+    def wait(self, operation: Callable[[], None], place: int, what: str) -> None:
+        """Run an operation of the group that may wait for `what`, which the member there is to do."""
         began = time.monotonic()
         try:
             operation()
         except RuntimeError as error:
             if ABORTED in str(error) or self.waiting.seconds_left == 0.0:
                 self.waiting.in_vain(what, began)
-            raise self.waiting.closed(what, self.name(peer)) from error
+            raise self.waiting.closed(what, self.name(place)) from error
+
+    def _way(self, bucket: PartBucket) -> list[int]:
+        return [bucket.sender, *(self.num_senders + receiver for receiver in bucket.receivers)]
+
+
+class _Sending:
+    """Buckets on their way from here."""
+
+    def __init__(self, meeting: _Meeting) -> None:
+        self._meeting = meeting
+        # by bucket: to whom, and each message with its work
+        self._under_way: dict[int, tuple[int, list[tuple[Tensor, Any]]]] = {}
+
+    def begin(self, number: int, content: Tensor, to: int) -> None:
+        """Let a bucket go, before which a message tells its size."""
+        group = self._meeting.group
+        messages = (torch.tensor([content.numel()], device=group.device), content)
+
+        def send() -> None:
+            self._under_way[number] = to, [(message, group.send(message, to)) for message in messages]
+
+        self._meeting.wait(send, to, f"{self._meeting.name(to)} to hear of bucket {number}")
+
+    def wait_gone(self, number: int) -> None:
+        """Wait until a bucket's memory is of use again."""
+        if number not in self._under_way:
+            return
+        to, messages = self._under_way.pop(number)
+        for _, work in messages:
+            self._meeting.wait(work.wait, to, f"{self._meeting.name(to)} to take bucket {number}")
+        self._meeting.group.synchronize()
+
+    def wait_all_gone(self) -> None:
+        """Wait until nothing is on its way."""
+        for number in sorted(self._under_way):
+            self.wait_gone(number)
 
 
 class GroupSender:
@@ -51,7 +106,7 @@ class GroupSender:
         self._part = part
         self._meeting = meeting
         self._slots = Slots(part, meeting.group.device)
-        self._on_the_way: dict[int, list[tuple[Tensor, Any]]] = {}  # by bucket: what is sent, and its work
+        self._sending = _Sending(meeting)
 
     @property
     def num_bytes(self) -> int:
@@ -60,44 +115,30 @@ class GroupSender:
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
-        self._wait_gone(number - SLOTS)
+        self._sending.wait_gone(number - SLOTS)
         return self._slots.bucket(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
         """Begin to send the bucket."""
-        peer = self._part.buckets[number].peer
-        group, to = self._meeting.group, self._meeting.first_peer + peer
-        size = torch.tensor([num_bytes], device=group.device)
-        messages = (size, self._slots.bucket(number, num_bytes))
-
-        def send() -> None:
-            self._on_the_way[number] = [(message, group.send(message, to)) for message in messages]
-
-        self._meeting.wait(send, peer, f"{self._meeting.name(peer)} to hear of bucket {number}")
+        to = self._meeting.after(self._part.buckets[number])
+        assert to is not None, "a bucket has a receiver"
+        self._sending.begin(number, self._slots.bucket(number, num_bytes), to)
 
     def drain(self) -> None:
         """Wait until every bucket has gone."""
-        for number in sorted(self._on_the_way):
-            self._wait_gone(number)
-
-    def _wait_gone(self, number: int) -> None:
-        if number not in self._on_the_way:
-            return
-        peer = self._part.buckets[number].peer
-        for _, work in self._on_the_way.pop(number):
-            self._meeting.wait(work.wait, peer, f"{self._meeting.name(peer)} to take bucket {number}")
-        self._meeting.group.synchronize()
+        self._sending.wait_all_gone()
 
 
 class GroupReceiver:
-    """A receiver's side (`ReceivingChannel`): a thread receives the next bucket while one is emptied."""
+    """A receiver's side (`ReceivingChannel`): a thread receives and passes on while a bucket is emptied."""
 
     def __init__(self, part: Part, meeting: _Meeting) -> None:
         self._part = part
         self._meeting = meeting
         self._slots = Slots(part, meeting.group.device)
+        self._sending = _Sending(meeting)
         self._free = threading.Semaphore(SLOTS)
-        self._ready: queue.SimpleQueue[Tensor | Exception] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Tensor | Exception | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._receive_all, daemon=True)
         self._thread.start()
@@ -107,12 +148,19 @@ class GroupReceiver:
         bucket = self._ready.get()
         if isinstance(bucket, Exception):
             raise bucket
+        assert bucket is not None, "there are no more buckets"
         return bucket
 
     def taken(self) -> None:
         """Let the next but one bucket come into this slot."""
         self._meeting.group.synchronize()  # the copies out of it
         self._free.release()
+
+    def drain(self) -> None:
+        """Wait until all that others get from here has gone."""
+        last = self._ready.get()
+        if isinstance(last, Exception):
+            raise last
 
     def close(self) -> None:
         """Receive no more."""
@@ -128,40 +176,48 @@ class GroupReceiver:
                 self._free.acquire()
                 if self._closed:
                     return
-                self._ready.put(self._receive(number, bucket.peer, bucket.num_bytes))
+                self._sending.wait_gone(number - SLOTS)
+                content = self._receive(number, bucket)
+                to = self._meeting.after(bucket)
+                if to is not None:
+                    self._sending.begin(number, content, to)
+                self._ready.put(content)
+            self._sending.wait_all_gone()
+            self._ready.put(None)
         except Exception as error:  # noqa: BLE001 - raised where the bucket is waited for
             self._ready.put(error)
 
-    def _receive(self, number: int, peer: int, most_bytes: int) -> Tensor:
-        group, sender = self._meeting.group, self._meeting.first_peer + peer
+    def _receive(self, number: int, bucket: PartBucket) -> Tensor:
+        group, source = self._meeting.group, self._meeting.before(bucket)
+        peer = self._meeting.name(source)
+        what = f"the next bucket of {sender_name(bucket.sender)}"
+        if source != bucket.sender:
+            what += f", which {peer} passes on"
         size = torch.empty(1, dtype=torch.int64, device=group.device)
-        what = f"the next bucket of {self._meeting.name(peer)}"
-        self._meeting.wait(lambda: group.receive(size, sender), peer, what)
+        self._meeting.wait(lambda: group.receive(size, source), source, what)
         num_bytes = int(size)
-        if num_bytes > most_bytes:
-            raise RefitFailed(
-                f"{self._meeting.name(peer)} sends {num_bytes} bytes where {most_bytes} were due"
-            )
+        if not 0 <= num_bytes <= bucket.num_bytes:
+            raise RefitFailed(f"{peer} sends {num_bytes} bytes where {bucket.num_bytes} were due")
         slot = self._slots.bucket(number, num_bytes)
-        self._meeting.wait(lambda: group.receive(slot, sender), peer, what)
+        self._meeting.wait(lambda: group.receive(slot, source), source, what)
         return slot
 
 
 @contextmanager
 def group_sender(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupSender]:
-    """Join the group and wait for the receivers to have joined."""
-    with _met(part, session, member, sender_name(part.rank), part.rank) as meeting:
+    """Join the group and wait for those to have joined to whom buckets go."""
+    with _met(part, session, member, part.rank) as meeting:
         yield GroupSender(part, meeting)
 
 
 @contextmanager
 def group_receiver(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupReceiver]:
-    """Join the group and wait for the senders to have joined."""
-    place = session.num_senders + part.rank
-    with _met(part, session, member, receiver_name(part.rank), place) as meeting:
+    """Join the group and wait for those to have joined from whom buckets come, or to whom they go on."""
+    with _met(part, session, member, session.num_senders + part.rank) as meeting:
         receiver = GroupReceiver(part, meeting)
         try:
             yield receiver
+            receiver.drain()
         except BaseException:
             meeting.group.abort()
             raise
@@ -170,27 +226,34 @@ def group_receiver(part: Part, session: RefitSession, member: Membership) -> Ite
 
 
 @contextmanager
-def _met(part: Part, session: RefitSession, member: Membership, who: str, place: int) -> Iterator[_Meeting]:
+def _met(part: Part, session: RefitSession, member: Membership, place: int) -> Iterator[_Meeting]:
     """Members who have all joined, watched until the block ends; after an error the rank leaves the group."""
-    sends = place < session.num_senders
-    first_peer, name = (session.num_senders, receiver_name) if sends else (0, sender_name)
     over = threading.Event()
+    who = sender_name(part.rank) if place < session.num_senders else receiver_name(part.rank)
     waiting = Waiting(who, session, over=over.is_set)
     try:
         group = member.join(session, place)
-        peers = sorted({bucket.peer for bucket in part.buckets})
+        meeting = _Meeting(group, waiting, place, session.num_senders)
+        peers = _peers(part, meeting)
         with _watch(session, group, over):
             for peer in peers:
-                key = here_key(session, first_peer + peer)
-                waiting.until(partial(group.store.check, [key]), f"{name(peer)} to join")
-            meeting = _Meeting(group, waiting, first_peer, name)
+                there = partial(group.store.check, [here_key(session, peer)])
+                waiting.until(there, f"{meeting.name(peer)} to join")
             for peer in peers:
-                connect = partial(group.connect, first_peer + peer, sends=sends)
-                meeting.wait(connect, peer, f"{name(peer)} to connect")
+                connect = partial(group.connect, peer, first=place < peer)
+                meeting.wait(connect, peer, f"{meeting.name(peer)} to connect")
             yield meeting
     except BaseException:
         member.leave()
         raise
+
+
+def _peers(part: Part, meeting: _Meeting) -> list[int]:
+    """Who exchanges messages with this rank, in the order of pairs in which all connect."""
+    found = {meeting.after(bucket) for bucket in part.buckets} - {None}
+    if meeting.place >= meeting.num_senders:
+        found |= {meeting.before(bucket) for bucket in part.buckets}
+    return sorted(place for place in found if place is not None)
 
 
 @contextmanager

@@ -41,10 +41,15 @@ class ReceiverLayout:
 
 @dataclass(frozen=True)
 class PartBucket:
-    """One side's half of a bucket."""
+    """A bucket as one of its ranks handles it.
 
-    peer: int  # rank on the other side
-    dtype: str  # of all elements on the wire: the receiver's
+    In shared memory all its receivers read the same slot. By messages the sender sends it to the first
+    receiver, and each receiver to the next one.
+    """
+
+    sender: int
+    receivers: tuple[int, ...]
+    dtype: str  # of all elements on the wire: the receivers'
     slices: tuple[TensorSlice, ...]  # they lie in the bucket in this order, without gaps
 
     @property

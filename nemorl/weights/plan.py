@@ -1,20 +1,20 @@
 """Which box goes from whom to whom: a pure, deterministic function of both sides' layouts.
 
     slices of senders and receivers
-      -> pieces: each needed box, cut where its holders change and to at most a bucket
-      -> cargoes: pieces of one type with the same holders, up to a bucket of them
-      -> one holder for each cargo and receiver: one on the receiver's machine if there is any, and of these
-         the least loaded; cargoes with the fewest holders choose first
+      -> pieces: each needed box, cut where its holders change and to at most a bucket, and all who need it
+      -> loads: pieces of one type with the same holders and the same takers, up to a bucket of them
+      -> one holder for each load and up to 16 of its takers: one on their machine if there is any, and of
+         these the least loaded; loads with the fewest holders choose first
       -> buckets, in the order in which all ranks take part
 
-Ranks with equal layouts (replicas of an engine, copies of a policy) are cut and packed once, so that what
-grows with the number of ranks is only the choice of a sender for each bucket. Imports no torch.
+What several receivers need (replicas of an engine, attention beside divided experts) is packed and sent once
+for them; see `PartBucket`. Ranks with equal layouts (replicas, copies of a policy) are cut once, so that what
+grows with the number of ranks is only the choice of senders. Imports no torch.
 """
 
 import gc
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,85 +26,54 @@ from .boxes import box_of, narrow
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
 from .regions import Holdings, Region, UnservedBox, classes_of
 
-__all__ = ["Bucket", "Transfer", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
+__all__ = ["Bucket", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 
-
-@dataclass(frozen=True)
-class Transfer:
-    """One box on its way: the same elements, as the sender and as the receiver hold them."""
-
-    source: TensorSlice
-    target: TensorSlice
-
-
-@dataclass(frozen=True)
-class Cargo:
-    """Transfers that travel together: the same for all senders of one class and all receivers of another."""
-
-    dtype: str  # of all elements on the wire
-    transfers: tuple[Transfer, ...]
-
-    @cached_property
-    def sources(self) -> tuple[TensorSlice, ...]:
-        """As the senders hold them."""
-        return tuple(transfer.source for transfer in self.transfers)
-
-    @cached_property
-    def targets(self) -> tuple[TensorSlice, ...]:
-        """As the receivers hold them."""
-        return tuple(transfer.target for transfer in self.transfers)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of all transfers."""
-        return ITEM_BYTES[self.dtype] * sum(source.num_elements for source in self.sources)
+_MOST_RECEIVERS = 16  # of a bucket: passed on from one to the next, it is that much later at the last one
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A cargo on its way from one sender to one receiver."""
+    """Boxes on their way from one sender to all receivers that take them from it."""
 
     sender: int
-    receiver: int
-    cargo: Cargo
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        """What travels."""
-        return self.cargo.transfers
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that travel."""
-        return self.cargo.num_bytes
+    receivers: tuple[int, ...]
+    dtype: str  # of all elements on the wire
+    num_bytes: int  # that each receiver gets
+    sources: tuple[TensorSlice, ...]  # as the sender holds them
+    targets: tuple[tuple[TensorSlice, ...], ...]  # the same boxes, as each of the receivers holds them
 
 
 @dataclass(frozen=True)
 class TransferPlan:
     """All buckets, in the one order in which every rank handles its own.
 
-    The common order is what rules out a deadlock: the first bucket that is not yet taken waits for nobody,
-    since its sender and its receiver have finished everything before it.
+    The common order is what rules out a deadlock: the first bucket that has not come to all its receivers
+    waits for nobody, since its sender and its receivers have finished everything before it.
     """
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
+        """Bytes that come, over all receivers."""
+        return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
+
+    @cached_property
+    def num_bytes_packed(self) -> int:
+        """Bytes that senders put into buckets."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @cached_property
     def num_transfers(self) -> int:
-        """Boxes that travel."""
-        return sum(len(bucket.transfers) for bucket in self.buckets)
+        """Boxes that come, over all receivers."""
+        return sum(len(bucket.sources) * len(bucket.receivers) for bucket in self.buckets)
 
     def sender_part(self, rank: int) -> Part:
         """What one sender has to do."""
         return Part(
             rank,
             tuple(
-                PartBucket(bucket.receiver, bucket.cargo.dtype, bucket.cargo.sources)
+                PartBucket(bucket.sender, bucket.receivers, bucket.dtype, bucket.sources)
                 for bucket in self._of_senders.get(rank, ())
             ),
         )
@@ -114,8 +83,8 @@ class TransferPlan:
         return Part(
             rank,
             tuple(
-                PartBucket(bucket.sender, bucket.cargo.dtype, bucket.cargo.targets)
-                for bucket in self._of_receivers.get(rank, ())
+                PartBucket(bucket.sender, bucket.receivers, bucket.dtype, targets)
+                for bucket, targets in self._of_receivers.get(rank, ())
             ),
         )
 
@@ -137,43 +106,50 @@ class TransferPlan:
         return found
 
     @cached_property
-    def _of_receivers(self) -> dict[int, list[Bucket]]:
-        found: dict[int, list[Bucket]] = defaultdict(list)
+    def _of_receivers(self) -> dict[int, list[tuple[Bucket, tuple[TensorSlice, ...]]]]:
+        found: dict[int, list[tuple[Bucket, tuple[TensorSlice, ...]]]] = defaultdict(list)
         for bucket in self.buckets:
-            found[bucket.receiver].append(bucket)
+            for receiver, targets in zip(bucket.receivers, bucket.targets, strict=True):
+                found[receiver].append((bucket, targets))
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Piece:
-    """A box that receivers of one class need, and who holds it."""
+    """A box, who holds it, and where each class of receivers that needs it puts it."""
 
-    target: TensorSlice
+    dtype: str
     region: Region
+    targets: dict[int, TensorSlice] = field(default_factory=dict)
 
-    def transfer(self, sender_class: int) -> Transfer:
-        """The box's way from senders of a class."""
-        source = narrow(self.region.sources[sender_class], box_of(self.target))
-        return Transfer(source, self.target)
+    def source(self, sender_class: int) -> TensorSlice:
+        """The box as senders of a class hold it."""
+        return narrow(self.region.sources[sender_class], box_of(next(iter(self.targets.values()))))
 
 
 @dataclass
 class _Load:
-    """Pieces with the same holders, which receivers of one class get in one bucket."""
+    """Pieces with the same holders and the same takers, which travel in one bucket."""
 
     dtype: str
-    region: Region  # one of the regions; all have the same holders
+    holders: Region  # one of the regions; all have the same holders
+    takers: tuple[int, ...]  # classes of receivers
     pieces: list[_Piece] = field(default_factory=list)
     num_bytes: int = 0
-    _cargoes: dict[int, Cargo] = field(default_factory=dict)  # by class of sender
+    _sources: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of sender
+    _targets: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of receiver
 
-    def cargo(self, sender_class: int) -> Cargo:
-        """What travels from senders of a class."""
-        cargo = self._cargoes.get(sender_class)
-        if cargo is None:
-            transfers = tuple(piece.transfer(sender_class) for piece in self.pieces)
-            cargo = self._cargoes[sender_class] = Cargo(self.dtype, transfers)
-        return cargo
+    def sources(self, sender_class: int) -> tuple[TensorSlice, ...]:
+        """What travels, as senders of a class hold it."""
+        if sender_class not in self._sources:
+            self._sources[sender_class] = tuple(piece.source(sender_class) for piece in self.pieces)
+        return self._sources[sender_class]
+
+    def targets(self, receiver_class: int) -> tuple[TensorSlice, ...]:
+        """What travels, as receivers of a class hold it."""
+        if receiver_class not in self._targets:
+            self._targets[receiver_class] = tuple(piece.targets[receiver_class] for piece in self.pieces)
+        return self._targets[receiver_class]
 
 
 def plan_transfers(
@@ -213,76 +189,118 @@ def plan_files(
 def _plan(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    holdings = Holdings(senders)
-    loads: dict[tuple[int, tuple[str, ...]], list[_Load]] = {}
-    wanted = []
-    classes = classes_of(receiver.slices for receiver in receivers)
-    for rank, (number, layout) in enumerate(zip(classes, receivers, strict=True)):
-        key = number, layout.dtypes
-        if key not in loads:
-            loads[key] = _loads(rank, layout, holdings, bucket_bytes)
-        wanted.append(loads[key])
-    buckets = _choose_senders(wanted, [receiver.node for receiver in receivers], holdings)
+    holdings, takers = Holdings(senders), _Takers(receivers)
+    loads = _loads(_pieces(takers, holdings, bucket_bytes), bucket_bytes)
+    buckets = _choose_senders(loads, takers, holdings)
     return TransferPlan(tuple(_ordered(buckets, len(senders), len(receivers))))
 
 
-def _loads(receiver: int, layout: ReceiverLayout, holdings: Holdings, bucket_bytes: int) -> list[_Load]:
-    """What receivers of a class need, in buckets; those with the fewest holders first."""
+class _Takers:
+    """Receivers by class: those of one have equal slices and types."""
+
+    def __init__(self, receivers: Sequence[ReceiverLayout]) -> None:
+        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.class_of = [
+            numbers.setdefault((number, layout.dtypes), len(numbers))
+            for number, layout in zip(
+                classes_of(layout.slices for layout in receivers), receivers, strict=True
+            )
+        ]
+        self.nodes = [layout.node for layout in receivers]
+        self._ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, number in enumerate(self.class_of):
+            self._ranks[number].append(rank)
+        self.layouts = {number: (ranks[0], receivers[ranks[0]]) for number, ranks in self._ranks.items()}
+        self._by_node: dict[tuple[int, ...], Mapping[str, list[int]]] = {}
+
+    def by_node(self, classes: tuple[int, ...]) -> Mapping[str, list[int]]:
+        """The receivers of some classes on each machine."""
+        if classes not in self._by_node:
+            found: dict[str, list[int]] = defaultdict(list)
+            for rank in sorted(rank for number in classes for rank in self._ranks[number]):
+                found[self.nodes[rank]].append(rank)
+            self._by_node[classes] = found
+        return self._by_node[classes]
+
+
+def _pieces(takers: _Takers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
+    """Every needed box once, however many need it; several times if one receiver does."""
+    found: dict[tuple[object, ...], _Piece] = {}
+    for number, (rank, layout) in takers.layouts.items():
+        times: Counter[tuple[object, ...]] = Counter()
+        for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
+            for box, region in holdings.cut(need, rank, bucket_bytes // ITEM_BYTES[dtype]):
+                key = need.name, box.start, box.size, dtype
+                piece = found.setdefault((*key, times[key]), _Piece(dtype, region))
+                piece.targets[number] = narrow(need, box)
+                times[key] += 1
+    return found.values()
+
+
+def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
+    """What travels together; what has the fewest holders first."""
     found: list[_Load] = []
-    open_loads: dict[tuple[str, tuple[int, ...]], _Load] = {}  # by type and classes of holders
-    for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
-        itemsize = ITEM_BYTES[dtype]
-        for box, region in holdings.cut(need, receiver, bucket_bytes // itemsize):
-            piece, num_bytes = _Piece(narrow(need, box), region), box.num_elements * itemsize
-            key = dtype, tuple(region.sources)
-            load = open_loads.get(key)
-            if load is None or load.num_bytes + num_bytes > bucket_bytes:
-                load = open_loads[key] = _Load(dtype, region)
-                found.append(load)
-            load.pieces.append(piece)
-            load.num_bytes += num_bytes
-    return sorted(found, key=lambda load: len(load.region.ranks))
+    open_loads: dict[tuple[object, ...], _Load] = {}
+    for piece in pieces:
+        holders, takers = tuple(piece.region.sources), tuple(piece.targets)  # classes
+        num_bytes = next(iter(piece.targets.values())).num_elements * ITEM_BYTES[piece.dtype]
+        key = piece.dtype, holders, takers
+        load = open_loads.get(key)
+        if load is None or load.num_bytes + num_bytes > bucket_bytes:
+            load = open_loads[key] = _Load(piece.dtype, piece.region, takers)
+            found.append(load)
+        load.pieces.append(piece)
+        load.num_bytes += num_bytes
+    return sorted(found, key=lambda load: len(load.holders.ranks))
 
 
-def _choose_senders(
-    wanted: Sequence[Sequence[_Load]], nodes: Sequence[str], holdings: Holdings
-) -> Iterator[Bucket]:
-    """A sender for what each receiver wants: the holder with the least to send, the lowest rank of these."""
+def _choose_senders(loads: Iterable[_Load], takers: _Takers, holdings: Holdings) -> Iterator[Bucket]:
+    """A sender for each load and its takers: the holder with the least to send, the lowest rank of these."""
     sent = [0] * len(holdings.nodes)
-    shared_nodes = (
-        set(holdings.nodes) & set(nodes) if len(set(holdings.nodes) | set(nodes)) > 1 else set[str]()
-    )
-    for receiver, load in _by_choice(wanted):
-        ranks, node = load.region.ranks, nodes[receiver]
-        if node in shared_nodes:
-            ranks = load.region.on_node(node, holdings.nodes) or ranks
-        sender = min(ranks, key=sent.__getitem__)
-        sent[sender] += load.num_bytes
-        yield Bucket(sender, receiver, load.cargo(holdings.class_of[sender]))
+    for load in loads:
+        for holders, receivers in _served_together(load, takers, holdings):
+            sender = min(holders, key=sent.__getitem__)
+            sent[sender] += load.num_bytes
+            first = sender % len(receivers)  # so that all pass on alike much
+            order = (*receivers[first:], *receivers[:first])
+            yield Bucket(
+                sender,
+                order,
+                load.dtype,
+                load.num_bytes,
+                load.sources(holdings.class_of[sender]),
+                tuple(load.targets(takers.class_of[receiver]) for receiver in order),
+            )
 
 
-def _by_choice(wanted: Sequence[Sequence[_Load]]) -> Iterator[tuple[int, _Load]]:
-    """All loads with their receivers, those with the fewest holders first."""
-    runs: dict[int, dict[int, list[_Load]]] = {}  # by identity of the loads, by number of holders
-    for loads in wanted:
-        if id(loads) not in runs:
-            by_number = itertools.groupby(loads, key=lambda load: len(load.region.ranks))
-            runs[id(loads)] = {count: list(run) for count, run in by_number}
-    for count in sorted({count for run in runs.values() for count in run}):
-        for receiver, loads in enumerate(wanted):
-            for load in runs[id(loads)].get(count, ()):
-                yield receiver, load
+def _served_together(
+    load: _Load, takers: _Takers, holdings: Holdings
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Who may send a load, and who may get it from the same one: takers beside a holder by machine."""
+    far: list[int] = []
+    by_node = takers.by_node(load.takers)
+    groups: list[tuple[Sequence[int], Sequence[int]]] = []
+    for node, receivers in by_node.items():
+        beside = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else ()
+        if beside:
+            groups.append((beside, receivers))
+        else:
+            far += receivers
+    groups.append((load.holders.ranks, far))
+    for holders, receivers in groups:
+        for first in range(0, len(receivers), _MOST_RECEIVERS):
+            yield holders, receivers[first : first + _MOST_RECEIVERS]
 
 
 def _ordered(buckets: Iterator[Bucket], num_senders: int, num_receivers: int) -> list[Bucket]:
-    """Buckets of all pairs in rounds; within a round, each sender begins with another receiver."""
-    rounds: dict[tuple[int, int], int] = defaultdict(int)
+    """Buckets of a sender for the same receivers in rounds; in a round, each begins with another receiver."""
+    rounds: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     numbered = []
     for bucket in buckets:
-        sender, receiver = pair = bucket.sender, bucket.receiver
-        turn = rounds[pair] * num_receivers + (receiver - sender) % num_receivers
+        sender, receivers = way = bucket.sender, bucket.receivers
+        turn = rounds[way] * num_receivers + (receivers[0] - sender) % num_receivers
         numbered.append((turn * num_senders + sender, bucket))
-        rounds[pair] += 1
+        rounds[way] += 1
     return [bucket for _, bucket in sorted(numbered, key=itemgetter(0))]
 
 

@@ -86,15 +86,16 @@ class Group:
         self.backend.recv([values], rank, 0).wait()
         self.synchronize()
 
-    def connect(self, rank: int, *, sends: bool) -> None:
+    def connect(self, rank: int, *, first: bool) -> None:
         """Exchange a first message with a member. gloo connects in it, and a wait for that cannot be aborted.
 
-        All have to do so in the order of (sender, receiver), and only with who has joined.
+        All have to do so in the order of pairs (lower rank, higher rank), of which the lower one is `first`
+        to send, and only with who has joined.
         """
         if rank in self.connected:
             return
         hello = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if sends:
+        if first:
             self.send(hello, rank).wait()
         else:
             self.receive(hello, rank)

@@ -67,6 +67,7 @@ class Holdings:
 
     def __init__(self, senders: Sequence[SenderLayout]) -> None:
         self.nodes = [sender.node for sender in senders]
+        self._machines = set(self.nodes)
         self.class_of = classes_of(sender.slices for sender in senders)
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, number in enumerate(self.class_of):
@@ -78,6 +79,10 @@ class Holdings:
         for tensor in self._tensors.values():
             for region in tensor.by_box.values():
                 region.ranks.sort()
+
+    def are_on(self, node: str) -> bool:
+        """Whether a sender is on a machine."""
+        return node in self._machines
 
     def _add(self, number: int, members: list[int], part: TensorSlice) -> None:
         tensor = self._tensors.get(part.name)

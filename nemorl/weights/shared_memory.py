@@ -3,10 +3,10 @@
     sender    fill 0 | fill 1 | wait until 0 is taken, fill 2 | ...
     receiver         | take 0 | take 1                        | ...
 
-A sender fills one slot while a receiver empties the other. The memory has no name: it is a memfd, handed to
-receivers over the socket. The kernel frees it with the last process that maps it, so not even `kill -9`
-leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The sockets carry
-bucket numbers only, order the memory accesses, and tell at once when the other side has died.
+A sender fills one slot while all who need what is in the other empty that one. The memory has no name: it is
+a memfd, handed to receivers over the socket. The kernel frees it with the last process that maps it, so not
+even `kill -9` leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The
+sockets carry bucket numbers only, order the memory accesses, and tell at once when the other side has died.
 """
 
 import mmap
@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,13 +68,13 @@ class SocketSender:
         return self._memory.slot(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Tell the receiver that the bucket is complete."""
-        receiver = self._part.buckets[number].peer
-        connection, message = self._connections[receiver], _READY.pack(number, num_bytes)
-        peer = receiver_name(receiver)
-        self._waiting.call(
-            connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
-        )
+        """Tell the receivers that the bucket is complete."""
+        message = _READY.pack(number, num_bytes)
+        for receiver in self._part.buckets[number].receivers:
+            connection, peer = self._connections[receiver], receiver_name(receiver)
+            self._waiting.call(
+                connection, partial(connection.send, message), f"{peer} to hear of bucket {number}", peer
+            )
         self._untaken.add(number)
 
     def drain(self) -> None:
@@ -85,16 +86,14 @@ class SocketSender:
         if number not in self._untaken:
             return
         self._untaken.remove(number)
-        receiver = self._part.buckets[number].peer
-        peer = receiver_name(receiver)
-        connection = self._connections[receiver]
-        (taken,) = self._waiting.call(
-            connection, lambda: _receive(connection, _NUMBER), f"{peer} to take bucket {number}", peer
-        )
-        if taken != number:
-            raise RefitFailed(
-                f"{peer} took bucket {taken} where {sender_name(self._part.rank)} had sent bucket {number}"
+        for receiver in self._part.buckets[number].receivers:
+            connection, peer = self._connections[receiver], receiver_name(receiver)
+            (taken,) = self._waiting.call(
+                connection, partial(_receive, connection, _NUMBER), f"{peer} to take bucket {number}", peer
             )
+            if taken != number:
+                sender = sender_name(self._part.rank)
+                raise RefitFailed(f"{peer} took bucket {taken} where {sender} had sent bucket {number}")
 
 
 class SocketReceiver:
@@ -115,7 +114,7 @@ class SocketReceiver:
 
     def next_bucket(self) -> Tensor:
         """[bytes that came] uint8: the next bucket, once it is complete."""
-        sender = next(self._order).peer
+        sender = next(self._order).sender
         peer = sender_name(sender)
         connection = self._connections[sender]
         number, num_bytes = self._waiting.call(
@@ -139,7 +138,7 @@ class SocketReceiver:
 def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
     """Make the memory and wait for the receivers. Connections end with the block, also after an error."""
     waiting = _waiting(sender_name(part.rank), session)
-    receivers = {bucket.peer for bucket in part.buckets}
+    receivers = {receiver for bucket in part.buckets for receiver in bucket.receivers}
     slot_bytes = -(-max(bucket.num_bytes for bucket in part.buckets) // _ALIGNMENT) * _ALIGNMENT
     with ExitStack() as stack:
         descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{part.rank}")
@@ -162,7 +161,7 @@ def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
 def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceiver]:
     """Connect to the senders and map their memory. Connections end with the block, also after an error."""
     waiting = _waiting(receiver_name(part.rank), session)
-    senders = sorted({bucket.peer for bucket in part.buckets})
+    senders = sorted({bucket.sender for bucket in part.buckets})
     with ExitStack() as stack:
         connections = {
             sender: stack.enter_context(waiting.connect(session.socket_path(sender), sender_name(sender)))

@@ -99,7 +99,7 @@ def test_changes_find_their_places_in_strided_parameters() -> None:
     weights = {name: torch.zeros(101, dtype=torch.bfloat16) for name in "tp"}
     assert encoded is not None
     content = torch.frombuffer(encoded, dtype=torch.uint8)
-    apply(PartBucket(0, "bfloat16", (transposed, plain)), content, weights)
+    apply(PartBucket(0, (0,), "bfloat16", (transposed, plain)), content, weights)
     assert weights["t"][5:13].view(2, 4).t().flatten().tolist() == new[:8].tolist()
     assert weights["p"][1:].tolist() == new[8:].tolist()
 
