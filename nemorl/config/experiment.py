@@ -9,6 +9,7 @@ from .base import Config
 from .data import DataConfig
 from .env import EnvConfig, RewardConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
+from .groups import CriticConfig, ReferenceConfig
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
@@ -32,6 +33,10 @@ class Experiment(Config):
     """Reward functions, beside the environment's own reward."""
     algorithm: AlgorithmConfig
     """What is optimised."""
+    critic: CriticConfig | None = None
+    """The critic of an algorithm that has one; null is as the policy, in processes of its own."""
+    reference: ReferenceConfig | None = None
+    """The reference policy in processes of its own; null keeps its weights in the policy's."""
     cluster: ClusterConfig = ClusterConfig()
     """Where processes run."""
     logger: LoggerConfig = LoggerConfig()

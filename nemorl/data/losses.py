@@ -1,5 +1,6 @@
 """What a policy worker asks of a loss. It knows no algorithm; an algorithm hands it one of these."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,4 +35,31 @@ class Loss(Protocol):
         before each token, and 0 but for the tokens of `loss_mask`. Of a model with a scalar head the outputs
         are the values after each token, and there is no entropy.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class TokenEstimate:
+    """What an estimator says of a data-parallel rank's tokens; figures are equal on all ranks."""
+
+    advantages: Tensor  # [N] float32, 0 where loss_mask is False
+    returns: (
+        Tensor | None
+    )  # [N] float32, what a critic shall learn of the state in which each token is chosen
+    figures: dict[str, float]
+
+
+class TokenEstimator(Protocol):
+    """A pure function of a data-parallel rank's whole batch; picklable."""
+
+    def __call__(self, batch: PackedBatch, sum_over_ranks: Callable[[Tensor], Tensor], /) -> TokenEstimate:
+        """`sum_over_ranks` adds up a float64 tensor over the data-parallel ranks, which all call it alike."""
+        ...
+
+
+class SequenceFigure(Protocol):
+    """A pure function of a batch that gives a number for each sequence; picklable."""
+
+    def __call__(self, batch: PackedBatch, /) -> Tensor:
+        """[S]"""
         ...

@@ -26,6 +26,9 @@ class PackedBatch:
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     reference_logprobs: Tensor | None = None  # [N] float32
     values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
+    turns: Tensor | None = None  # [N] int64, number of the turn that sampled each token, -1 elsewhere
+    rewards: Tensor | None = None  # [N] float32, what was paid at each token; 0 where loss_mask is False
+    returns: Tensor | None = None  # [N] float32, what a critic learns of the state that each token is chosen in
     routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
 
     @property

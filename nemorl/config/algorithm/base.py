@@ -58,3 +58,8 @@ class AlgorithmBase(Config):
     def keeps_reference(self) -> bool:
         """Whether logprobs of the reference policy are needed."""
         return False
+
+    @property
+    def keeps_critic(self) -> bool:
+        """Whether a critic learns beside the policy."""
+        return False

@@ -8,9 +8,11 @@ from nemorl.config.merge import merged
 
 from .advantage import AdvantageConfig, GroupAdvantageConfig
 from .base import AlgorithmBase
+from .critic import CriticLearningConfig
 from .kl import KLConfig
 from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
+from .token_advantage import TokenAdvantageBase
 
 if TYPE_CHECKING:
     OnlineName = str
@@ -28,6 +30,8 @@ class OnlineConfig(AlgorithmBase):
     """Trajectories of each task, a group."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""
+    num_epochs: int = Field(1, ge=1)
+    """Times that the batch of a step is gone through, in the same minibatches."""
     max_staleness: int = Field(0, ge=0)
     """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
@@ -36,6 +40,8 @@ class OnlineConfig(AlgorithmBase):
     """The policy's loss."""
     kl: KLConfig = KLConfig()
     """Divergence from the reference policy."""
+    critic: CriticLearningConfig | None = None
+    """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
     max_logprob_gap: float = Field(0.2, gt=0)
     """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
     max_token_logprob_gap: float | None = Field(None, gt=0)
@@ -70,3 +76,31 @@ class OnlineConfig(AlgorithmBase):
     def keeps_reference(self) -> bool:
         """Whether divergence from it counts."""
         return self.kl.coefficient > 0
+
+    @property
+    def keeps_critic(self) -> bool:
+        """Whether values are learnt."""
+        return self.critic is not None
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step."""
+        return self.num_minibatches * self.num_epochs
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether divergence is taken from the rewards; the loss leaves it out then."""
+        return self.kl.coefficient > 0 and self.kl.placement == "reward"
+
+    @property
+    def estimates_tokens(self) -> bool:
+        """Whether advantages differ from token to token, so that policy workers compute them."""
+        return isinstance(self.advantage, TokenAdvantageBase)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's logprobs before the first update have to be computed.
+
+        A single update sees the weights that sampled, so its own logprobs are the old ones.
+        """
+        return self.updates_per_step > 1 or self.kl_in_reward

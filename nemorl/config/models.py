@@ -1,0 +1,34 @@
+"""Which models a run holds, each in processes of its own: a fact that placement, plans and sessions share."""
+
+from dataclasses import dataclass
+
+from .experiment import Experiment
+from .groups import CriticConfig
+from .policy import PolicyConfig
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model of a run and the group of processes that holds it."""
+
+    name: str  # of the group
+    section: str  # of the experiment, which messages name
+    config: PolicyConfig
+    trains: bool = True
+    on_policy_devices: bool = False  # it takes turns with the policy
+
+
+def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
+    """The policy first. A reference is among them only where it has processes of its own."""
+    policy = experiment.policy
+    found = [ModelSpec("policy", "policy", policy)]
+    if experiment.algorithm.keeps_critic:
+        critic = experiment.critic or CriticConfig()
+        config = critic.worker_config(policy)
+        found.append(ModelSpec("critic", "critic", config, on_policy_devices=critic.devices == "policy"))
+    if experiment.algorithm.keeps_reference and experiment.reference is not None:
+        reference = experiment.reference
+        config = reference.worker_config(policy)
+        shares = reference.devices == "policy"
+        found.append(ModelSpec("reference", "reference", config, False, shares))
+    return tuple(found)
