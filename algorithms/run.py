@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +17,11 @@ from nemorl.config.algorithm import OnlineConfig, SftConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.datasets import load_tasks
+from nemorl.data.datasets import load_dialogues, load_tasks
+from nemorl.data.encode import Encoder
+from nemorl.data.examples import Example
 from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
-from nemorl.data.sft import SftExample, sft_example
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
@@ -33,7 +34,6 @@ from nemorl.observe.run_folder import RunFolder, RunPaths
 from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.rollout.types import Task
 from nemorl.session.session import Session, open_session
 
 from .bookkeeping import Bookkeeper, samples_of
@@ -211,22 +211,22 @@ class TrainingData:
 
     order: TaskOrder
     position: int
-    examples: list[SftExample]  # of a supervised run; empty in others
+    examples: list[Example]  # of a supervised run; empty in others
 
 
 def _load_data(experiment: Experiment, progress: Progress) -> TrainingData:
     tasks = load_tasks(experiment.data.train, experiment.data)
     order = TaskOrder(len(tasks), experiment.seed, experiment.data.shuffle)
     algorithm = experiment.algorithm
-    examples = _examples(experiment, tasks, algorithm) if isinstance(algorithm, SftConfig) else []
+    examples = _examples(experiment, algorithm) if isinstance(algorithm, SftConfig) else []
     return TrainingData(order, progress.position, examples)
 
 
-def _examples(experiment: Experiment, tasks: Sequence[Task], algorithm: SftConfig) -> list[SftExample]:
+def _examples(experiment: Experiment, algorithm: SftConfig) -> list[Example]:
     tokenizer = load_tokenizer(experiment.policy)
     prompts = prompts_of(tokenizer, experiment.data.chat)
-    limit = experiment.policy.max_sequence_length
-    return [sft_example(task, tokenizer, prompts, algorithm.train_on, limit) for task in tasks]
+    encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
+    return encoder.dialogues(load_dialogues(experiment.data.train, experiment.data), algorithm.train_on)
 
 
 def _loop(

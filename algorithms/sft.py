@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import SftConfig
+from nemorl.data.examples import Example
 from nemorl.data.order import TaskOrder
-from nemorl.data.sft import SftExample
 from nemorl.observe.observer import Observer
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
@@ -20,7 +20,7 @@ class SftLoop:
 
     config: SftConfig
     session: Session
-    examples: list[SftExample]
+    examples: list[Example]
     order: TaskOrder
     position: int  # in the order; the next example
     observer: Observer
@@ -41,7 +41,7 @@ class SftLoop:
             self.position = places.stop
             await self.books.finish_step(step, values, self.position)
 
-    def _batch(self, examples: list[SftExample]) -> list[SequencePlace]:
+    def _batch(self, examples: list[Example]) -> list[SequencePlace]:
         """The examples of one step, stored and weighted."""
         store = self.session.store(examples)
         weights = sequence_weights([e.num_learnt for e in examples], self.config.aggregation).tolist()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from nemorl.data.examples import Example
 from nemorl.data.micro_batches import plan_batch
-from nemorl.data.sft import SftExample
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 
@@ -53,11 +53,11 @@ class Work:
         """Tokens that enter the loss."""
         return self.num_tokens - sum(self.prompts)
 
-    def examples(self) -> list[SftExample]:
+    def examples(self) -> list[Example]:
         """Random tokens of these lengths."""
         drawn = np.random.default_rng(self.seed)
         return [
-            SftExample(
+            Example(
                 drawn.integers(0, self.vocab_size, length).astype(np.int32), np.arange(length) >= prompt
             )
             for prompt, length in zip(self.prompts, self.lengths, strict=True)

@@ -33,7 +33,10 @@ class ReasoningGymDataset(Config):
 
 
 class ArithmeticDataset(Config):
-    """Sums written `12+34=` with a zero-padded answer such as `046`: learnt by a tiny model in minutes."""
+    """Sums written `12+34=` with a zero-padded answer such as `046`: learnt by a tiny model in minutes.
+
+    Preferences come with it: of each task the recorded answer and another, which is slightly off.
+    """
 
     name: Literal["arithmetic"]
     digits: int = Field(2, ge=1, le=6)
@@ -48,7 +51,72 @@ class ArithmeticDataset(Config):
     """Share of the tasks whose recorded answer is slightly wrong: a sloppy teacher, to learn beyond."""
 
 
-DatasetConfig = Annotated[JsonlDataset | ReasoningGymDataset | ArithmeticDataset, Field(discriminator="name")]
+class ConversationsDataset(Config):
+    """Whole conversations, one JSON object a line: SFT learns every turn of the assistant."""
+
+    name: Literal["conversations"]
+    path: Path
+    """The file."""
+    messages_key: str = "messages"
+    """Key of the messages; the last one is the assistant's."""
+
+
+class PreferenceDataset(Config):
+    """Two answers to a prompt, of which one is better; one JSON object a line."""
+
+    name: Literal["preference"]
+    path: Path
+    """The file."""
+    prompt_key: str | None = "prompt"
+    """Key of the prompt; null where both answers repeat it, as conversations with a common beginning."""
+    chosen_key: str = "chosen"
+    """Key of the better answer: a text, or a list of messages."""
+    rejected_key: str = "rejected"
+    """Key of the worse answer."""
+    margin_key: str | None = None
+    """Key of a number that says by how much it is worse; null where nothing says."""
+
+
+class FeedbackDataset(Config):
+    """Single answers, each good or not; one JSON object a line."""
+
+    name: Literal["feedback"]
+    path: Path
+    """The file."""
+    prompt_key: str = "prompt"
+    """Key of the prompt: a text, or a list of messages."""
+    completion_key: str = "completion"
+    """Key of the answer: a text, or a list of messages."""
+    label_key: str = "label"
+    """Key of the judgement: true or false."""
+
+
+class StepsDataset(Config):
+    """Answers in steps, each right or wrong; one JSON object a line."""
+
+    name: Literal["steps"]
+    path: Path
+    """The file."""
+    prompt_key: str = "prompt"
+    """Key of the prompt: a text, or a list of messages."""
+    steps_key: str = "completions"
+    """Key of the list of steps, texts."""
+    labels_key: str = "labels"
+    """Key of the list of their judgements, true or false."""
+    separator: str = "\n"
+    """Put after each step."""
+
+
+DatasetConfig = Annotated[
+    JsonlDataset
+    | ReasoningGymDataset
+    | ArithmeticDataset
+    | ConversationsDataset
+    | PreferenceDataset
+    | FeedbackDataset
+    | StepsDataset,
+    Field(discriminator="name"),
+]
 
 
 class DataConfig(Config):

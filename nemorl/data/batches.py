@@ -1,4 +1,4 @@
-"""From trajectories or SFT examples to the packed batch a policy rank trains on."""
+"""From trajectories or examples to the packed batch a policy rank trains on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from nemorl.rollout.types import BoolArray, Int32Array, Trajectory
 
+from .compared import Compared, with_compared
+from .examples import Example
 from .packed import PackedBatch
-from .sft import SftExample
 
 # What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
 # computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is
 # not trained stands in for it.
 STAND_IN_TOKENS = 1
 
-
 # Of a trajectory: one number for all its sampled tokens, or one for those of each turn.
 Advantage = float | tuple[float, ...]
+
 
 def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
@@ -49,7 +50,6 @@ def pack_trajectories(
     )
 
 
-def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
 def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
     """An advantage at each token that it holds for: [T] float32."""
     if not isinstance(advantage, tuple):
@@ -60,6 +60,7 @@ def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
     return spread
 
 
+def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
     """[N, layers, experts of a token] where any trajectory tells; -1 for those that do not."""
     told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
     if told is None:
@@ -79,14 +80,19 @@ def _stand_in(failed: Trajectory) -> Trajectory:
         loss_mask=np.zeros(STAND_IN_TOKENS, dtype=np.bool_),
         logprobs=np.zeros(STAND_IN_TOKENS, dtype=np.float32),
         versions=np.full(STAND_IN_TOKENS, -1, dtype=np.int32),
-        routed_experts=None,
         turns=(),
+        routed_experts=None,
     )
 
 
-def pack_examples(examples: Sequence[SftExample], weights: Sequence[float]) -> PackedBatch:
+def pack_examples(
+    examples: Sequence[Example], weights: Sequence[float], compared: Sequence[Compared] | None = None
+) -> PackedBatch:
     """Examples end to end; `weights` [S] are those of every learnt token of a sequence."""
-    return _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
+    batch = _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
+    if any(e.labels is not None for e in examples):
+        batch = replace(batch, labels=_flat([e.token_labels for e in examples], np.float32))
+    return batch if compared is None else with_compared(batch, compared)
 
 
 def _pack(tokens: Sequence[Int32Array], masks: Sequence[BoolArray], weights: Sequence[float]) -> PackedBatch:

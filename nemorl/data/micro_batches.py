@@ -1,11 +1,13 @@
 """Who computes what in a step: sequences over data-parallel ranks, and into micro-batches on each rank.
 
-Pure functions of lengths in tokens; the driver calls them, workers get the indices.
+Pure functions of lengths in tokens; the driver calls them, workers get the indices. What is planned is a
+unit: one sequence, or several that a loss compares, such as a pair, which share a micro-batch.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -32,30 +34,49 @@ def plan_batch(
     max_tokens: int,
     hidden_size: int,
     fewest: int = 1,
+    units: Sequence[int] | None = None,
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
     Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
     balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least, as
-    interleaved pipeline stages want it. Raises ValueError when the counts do not divide, or a sequence is
-    longer than `max_tokens`.
+    interleaved pipeline stages want it. Neighbours of one number in `units` go together wherever they go;
+    without it each sequence goes alone. Raises ValueError when the counts do not divide, or a unit is longer
+    than `max_tokens`.
     """
-    size, rest = divmod(len(lengths), num_minibatches)
+    members = _runs(range(len(lengths)) if units is None else units)
+    size, rest = divmod(len(members), num_minibatches)
     if rest or not size:
-        raise ValueError(f"{len(lengths)} sequences do not divide into {num_minibatches} minibatches")
+        raise ValueError(f"{len(members)} sequences do not divide into {num_minibatches} minibatches")
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     minibatches = []
-    for start in range(0, len(lengths), size):
-        part = lengths[start : start + size]
-        shares = balance([sequence_cost(n, hidden_size) for n in part], num_ranks)
-        local = plan_micro_batches([[part[i] for i in share] for share in shares], max_tokens, fewest)
-        held = [len(rank) for rank in ranks]
+    for start in range(0, len(members), size):
+        part = members[start : start + size]
+        tokens = [sum(lengths[i] for i in unit) for unit in part]
+        costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit) for unit in part]
+        shares = balance(costs, num_ranks)
+        local = plan_micro_batches([[tokens[u] for u in share] for share in shares], max_tokens, fewest)
         minibatches.append(
-            [[[held[r] + i for i in batch] for batch in batches] for r, batches in enumerate(local)]
+            [
+                _take([part[u] for u in share], batches, rank)
+                for share, batches, rank in zip(shares, local, ranks, strict=True)
+            ]
         )
-        for rank, share in zip(ranks, shares, strict=True):
-            rank.extend(start + i for i in share)
     return BatchPlan(ranks, minibatches)
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Places of equal neighbours together."""
+    return [list(run) for _, run in groupby(range(len(numbers)), key=lambda place: numbers[place])]
+
+
+def _take(units: list[list[int]], batches: list[list[int]], rank: list[int]) -> list[list[int]]:
+    """Append the units' sequences to what a rank holds; micro-batches of units as places in that."""
+    places = []
+    for unit in units:
+        places.append(range(len(rank), len(rank) + len(unit)))
+        rank.extend(unit)
+    return [[place for unit in batch for place in places[unit]] for batch in batches]
 
 
 def packing_figures(

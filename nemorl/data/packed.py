@@ -28,8 +28,12 @@ class PackedBatch:
     values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
     turns: Tensor | None = None  # [N] int64, number of the turn that sampled each token, -1 elsewhere
     rewards: Tensor | None = None  # [N] float32, what was paid at each token; 0 where loss_mask is False
-    returns: Tensor | None = None  # [N] float32, what a critic learns of the state that each token is chosen in
+    returns: Tensor | None = None  # [N] float32, that a critic learns of the state before each token
     routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
+    # Of sequences that a loss compares, at each of their tokens (compared.py); labels of steps at their ends.
+    units: Tensor | None = None  # [N] int64, sequences of one number are learnt together, as those of a pair
+    labels: Tensor | None = None  # [N] float32: 1 chosen, desirable or right, -1 not, 0 neither
+    margins: Tensor | None = None  # [N] float32, by how much the better one of the unit is better
 
     @property
     def num_tokens(self) -> int:

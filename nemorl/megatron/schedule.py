@@ -44,6 +44,26 @@ def run_training(
 
 
 @torch.no_grad()
+def run_evaluation(
+    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
+) -> list[LossOutput]:
+    """What a loss says of each micro-batch, forward alone; on ranks of the last pipeline stage."""
+
+    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
+        micro, policy = next(batches), model.module
+
+        def outputs_of(hidden: Tensor, non_loss_data: bool) -> LossOutput:
+            outputs, entropy = policy.score(
+                hidden, micro, temperature=temperature, entropy=loss.needs_entropy
+            )
+            return loss(micro.batch, outputs, entropy)
+
+        return model(micro), outputs_of
+
+    return _run(chunks, forward_step, micro_batches, forward_only=True)
+
+
+@torch.no_grad()
 def run_outputs(
     chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[Tensor]:

@@ -21,6 +21,14 @@ class ValueStats:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """A loss that was computed without learning; equal on all ranks."""
+
+    sums: dict[str, float]  # the loss's metrics, summed over the global batch
+    maxima: dict[str, float]
+
+
+@dataclass(frozen=True)
 class ExpertLoad:
     """How one optimizer step's tokens were spread over the experts of each layer."""
 

@@ -6,6 +6,7 @@ checkpoint
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +41,8 @@ from .outputs import batch_outputs, logprob_gap, value_figures
 from .pipeline import recompute_notes
 from .reference import ReferenceWeights
 from .routing import Routers
-from .schedule import run_training
-from .stats import LogprobStats, TrainStats, ValueStats
+from .schedule import run_evaluation, run_training
+from .stats import Evaluation, LogprobStats, TrainStats, ValueStats
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,12 @@ class PolicyWorker:
         keep_reference: bool,
         deadline_seconds: float,
         seed: int = 0,
+        trains: bool = True,
     ) -> None:
-        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model, without weights."""
+        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model, without weights.
+
+        One that does not train has no optimizer and no room for gradients.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._config = config
@@ -95,8 +100,10 @@ class PolicyWorker:
         self._place = policy_rank(config.layout, rank)
         self._trained = TrainedWeights(self._shape, config.lora)
         self._adapters = Adapters(self._shape, config.lora, self._place) if config.lora else None
-        self._chunks = build_model(self._shape, config, device, self._device, self._kernels, self._adapters)
-        self.optimizer = PolicyOptimizer(config, self._chunks, device, self._trained)
+        self._chunks = build_model(
+            self._shape, config, device, self._device, self._kernels, self._adapters, trains=trains
+        )
+        self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = micro_batch_maker(self._shape, config, self._kernels, self._device)
         self._routers = Routers(self._modules, self._shape.num_moe_layers, config.moe)
         self._reference: ReferenceWeights | Adapters | None = None
@@ -133,7 +140,8 @@ class PolicyWorker:
         weights.load_into(self.parameters(), parts)
         if self._adapters is not None:
             self._adapters.draw(self.parameters(), self._seed)
-        self.optimizer.weights_changed()
+        if self._optimizer is not None:
+            self._optimizer.weights_changed()
         if self._keep_reference:
             self._reference = self._adapters or ReferenceWeights(self._modules)
 
@@ -182,14 +190,10 @@ class PolicyWorker:
         batch = self.batch
         made = self._make(batch, micro_batches)
         if reference:
-            if self._reference is None:
-                raise RuntimeError(
-                    "no reference weights are kept: start the worker with keep_reference and load_hf"
-                )
             # The reference chooses experts by its own routers.
             own = replace(batch, routed_experts=None)
             made_of = made if batch.routed_experts is None else self._make(own, micro_batches)
-            with self._reference.in_place():
+            with self._kept_reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, made_of))
         if old:
             batch = replace(batch, old_logprobs=self._logprobs(batch, made))
@@ -229,6 +233,26 @@ class PolicyWorker:
             sums, maxima, step.grad_norm, step.lr, step.skipped, num_tokens, num_computed, experts
         )
 
+    def evaluate(self, loss: Loss, micro_batches: list[list[int]]) -> Evaluation:
+        """The loss of these sequences under the weights as they are; nothing learns."""
+        self._offload.require_back()
+        if loss.needs_entropy:
+            self._require_head("lm", "a loss that needs the entropy")
+        outputs = run_evaluation(self._chunks, self._make(self.batch, micro_batches), loss, self._temperature)
+        return Evaluation(*global_figures(outputs, self._device))
+
+    def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
+        """[S] sums of the logprobs of each sequence's masked tokens, of this data-parallel rank's batch.
+
+        Under the weights as they are, or the reference's. Sequences that are not named have 0.
+        """
+        self._offload.require_back()
+        self._require_head("lm", "sequence_logprobs")
+        batch, made = self.batch, self._make(self.batch, micro_batches)
+        with self._kept_reference.in_place() if reference else nullcontext():
+            logprobs = self._logprobs(batch, made)
+        return [float(part.double().sum()) for part in logprobs.split(batch.lengths)]
+
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
         (model,) = self._modules
@@ -240,7 +264,7 @@ class PolicyWorker:
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
         reference = self._reference.tensors() if isinstance(self._reference, ReferenceWeights) else ()
-        holdings = Holdings.of(self._chunks, self.optimizer, reference)
+        holdings = Holdings.of(self._chunks, self._optimizer, reference)
         wanted = self._config.offload
         return self._offload.out(holdings, weights=wanted.weights, optimizer=wanted.optimizer)
 
@@ -290,6 +314,21 @@ class PolicyWorker:
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._device
+
+    @property
+    def optimizer(self) -> PolicyOptimizer:
+        """That of a model which trains."""
+        if self._optimizer is None:
+            raise RuntimeError("this model was started without training: it has no optimizer")
+        return self._optimizer
+
+    @property
+    def _kept_reference(self) -> "ReferenceWeights | Adapters":
+        if self._reference is None:
+            raise RuntimeError(
+                "no reference weights are kept: start the worker with keep_reference and load_hf"
+            )
+        return self._reference
 
     @property
     def _modules(self) -> list[PolicyModel]:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
 from nemorl.megatron.checkpoint_store import FileRecord
-from nemorl.megatron.stats import LogprobStats, TrainStats
+from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
 from nemorl.models.shape import ModelShape
 
 from .shard import SequencePlace, make_shards
@@ -51,6 +52,9 @@ class ModelGroup:
             self._config.micro_batch_tokens,
             self._hidden_size,
             fewest=layout.pipeline_parallel_size if interleaved else 1,
+            units=[
+                -place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)
+            ],
         )
         await self.group.call_sharded_async(
             f"load_{kind}",
@@ -68,14 +72,9 @@ class ModelGroup:
 
     async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
         """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers."""
-        plan = self._loaded()
-        batches = [
-            [batch for minibatch in plan.minibatches for batch in minibatch[rank]]
-            for rank in range(self.group.mesh.data)
-        ]
         stats = await self.group.call_sharded_async(
             "compute_logprobs",
-            batches,
+            self._batches(),
             stage="logprobs",
             deadline_seconds=self._deadlines.logprobs,
             old=old,
@@ -93,6 +92,34 @@ class ModelGroup:
             deadline_seconds=self._deadlines.training,
         )
         return stats[0]  # type: ignore[no-any-return]
+
+    async def evaluate(self, loss: Loss) -> Evaluation:
+        """The loss of the whole loaded batch under the weights as they are."""
+        figures = await self.group.call_sharded_async(
+            "evaluate_on",
+            self._batches(),
+            loss=loss,
+            stage="validation",
+            deadline_seconds=self._deadlines.training,
+        )
+        return figures[0]  # type: ignore[no-any-return]
+
+    async def sequence_logprobs(self, *, reference: bool) -> list[float]:
+        """The summed logprobs of each loaded sequence's learnt tokens, in the order of `load`.
+
+        Under the weights as they are, or under the reference's.
+        """
+        plan = self._loaded()
+        sums = await self.group.call_sharded_async(
+            "sequence_logprobs",
+            self._batches(),
+            reference=reference,
+            stage="logprobs",
+            deadline_seconds=self._deadlines.logprobs,
+            outputs="output_ranks",
+        )
+        found = dict(zip(chain(*plan.ranks), chain(*sums), strict=True))
+        return [found[place] for place in range(len(found))]
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
@@ -163,6 +190,14 @@ class ModelGroup:
         return await self.group.call_async(
             method, *args, stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
         )
+
+    def _batches(self) -> list[list[list[int]]]:
+        """[rank][micro-batch] of all minibatches together."""
+        plan = self._loaded()
+        return [
+            [batch for minibatch in plan.minibatches for batch in minibatch[rank]]
+            for rank in range(self.group.mesh.data)
+        ]
 
     def _loaded(self) -> BatchPlan:
         if self._plan is None:

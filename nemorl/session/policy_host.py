@@ -4,8 +4,9 @@ from typing import Any
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories
+from nemorl.data.compared import with_compared
 from nemorl.data.losses import Loss
-from nemorl.megatron.stats import TrainStats
+from nemorl.megatron.stats import Evaluation, TrainStats
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.messages import Part, SenderLayout, SendReport
@@ -25,15 +26,20 @@ class PolicyHost(PolicyWorker):
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""
-        self.load_batch(pack_trajectories(shard.sequences(), shard.advantages, shard.weights))
+        batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        self.load_batch(batch if shard.compared is None else with_compared(batch, shard.compared))
 
     def load_examples(self, shard: Shard) -> None:
-        """Pack and keep this rank's SFT examples."""
-        self.load_batch(pack_examples(shard.sequences(), shard.weights))
+        """Pack and keep this rank's examples."""
+        self.load_batch(pack_examples(shard.sequences(), shard.weights, shard.compared))
 
     def train_on(self, micro_batches: list[list[int]], loss: Loss) -> TrainStats:
         """`train` with this rank's share of the minibatch first, as sharded calls give it."""
         return self.train(loss, micro_batches)
+
+    def evaluate_on(self, micro_batches: list[list[int]], loss: Loss) -> Evaluation:
+        """`evaluate` with this rank's share first."""
+        return self.evaluate(loss, micro_batches)
 
     def describe_weights(self) -> SenderLayout:
         """What this rank holds, for the plan of the exchange."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemorl.data.batches import Advantage
+from nemorl.data.compared import Compared
 from nemorl.data.micro_batches import BatchPlan
 
 
@@ -12,11 +13,12 @@ from nemorl.data.micro_batches import BatchPlan
 class SequencePlace:
     """One sequence: a list that an object reference stands for, and the row in it."""
 
-    store: Any  # reference to a list of trajectories or SFT examples
+    store: Any  # reference to a list of trajectories or examples
     row: int
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
+    compared: Compared | None = None  # of a sequence that a loss holds against others
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Shard:
     places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
     advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
+    compared: tuple[Compared, ...] | None = None  # [S]
 
     def sequences(self) -> list[Any]:
         """The trajectories or examples themselves, once the references are resolved."""
@@ -50,4 +53,14 @@ def _shard(sequences: Sequence[SequencePlace]) -> Shard:
         places=tuple((stores[s.store], s.row) for s in sequences),
         advantages=tuple(s.advantage for s in sequences),
         weights=tuple(s.weight for s in sequences),
+        compared=_compared([s.compared for s in sequences]),
     )
+
+
+def _compared(of_sequences: Sequence[Compared | None]) -> tuple[Compared, ...] | None:
+    known = tuple(each for each in of_sequences if each is not None)
+    if known and len(known) < len(of_sequences):
+        raise ValueError(
+            f"{len(known)} of {len(of_sequences)} sequences of a shard are compared: all or none"
+        )
+    return known or None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nemorl.data.batches import STAND_IN_TOKENS, pack_examples, pack_trajectories
-from nemorl.data.sft import SftExample
+from nemorl.data.examples import Example
 from nemorl.rollout.types import StopReason, Trajectory, Turn
 
 
@@ -65,7 +65,7 @@ def test_each_turn_may_have_an_advantage_of_its_own():
 
 
 def test_examples_carry_no_advantages():
-    example = SftExample(np.array([1, 2, 3], dtype=np.int32), np.array([False, True, True]))
+    example = Example(np.array([1, 2, 3], dtype=np.int32), np.array([False, True, True]))
     batch = pack_examples([example, example], weights=[0.5, 0.125])
     assert batch.weights.tolist() == [0, 0.5, 0.5, 0, 0.125, 0.125]
     assert batch.advantages is None

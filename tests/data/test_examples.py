@@ -1,43 +1,93 @@
+"""Sequences to learn from: joined as a rollout would join them, with the right tokens learnt."""
+
 import numpy as np
 import pytest
 
+from nemorl.data.encode import Encoder
+from nemorl.data.examples import ExampleError, dialogue_example, mismatched, steps_example
+from nemorl.data.judged import Dialogue
 from nemorl.data.prompts import ChatPrompts, PlainPrompts
-from nemorl.data.sft import ExampleError, sft_example
-from nemorl.rollout.types import Message, Task
+from nemorl.rollout.types import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
 
-TASK = Task(0, (Message("user", "1"),), answer="2")
+ASKED = (Message("user", "1"),)
+ANSWERED = (Message("assistant", "2"),)
+SEVERAL = (
+    Message("assistant", "2"),
+    Message("user", "1"),
+    Message("tool", "ab"),
+    Message("assistant", "12"),
+)
 
 
 def test_plain_examples_keep_the_boundary_between_prompt_and_answer(tokenizer):
     # "12" would be one token, but a policy that is asked "1" samples "2".
-    example = sft_example(TASK, tokenizer, PlainPrompts(tokenizer), "completion", max_length=10)
+    example = dialogue_example(ASKED, ANSWERED, tokenizer, PlainPrompts(tokenizer), 10)
     assert example.tokens.tolist() == [*tokenizer.encode("1"), *tokenizer.encode("2"), ENDOFTEXT]
     assert example.loss_mask.tolist() == [False, True, True]
     assert len(tokenizer.encode("12")) == 1
 
 
 def test_chat_examples_learn_the_answer_and_the_templates_end(tokenizer):
-    example = sft_example(TASK, tokenizer, ChatPrompts(tokenizer), "completion", max_length=99)
+    example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99)
     learnt = tokenizer.decode(example.tokens[example.loss_mask])
     given = tokenizer.decode(example.tokens[~example.loss_mask])
     assert learnt == "2<|im_end|>"
     assert example.tokens[-1] == IM_END
     assert given == "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
     assert example.num_learnt == 2
-    assert example.num_tokens == len(example.tokens)
+    assert example.num_prompt_tokens == example.num_tokens - 2
+
+
+def test_every_turn_of_the_assistant_is_learnt_and_the_whole_is_what_the_template_writes(tokenizer):
+    example = dialogue_example(ASKED, SEVERAL, tokenizer, ChatPrompts(tokenizer), 99)
+    whole = tokenizer.decode(example.tokens)
+    # The template writes a line break after each turn; nothing follows the last one here.
+    assert whole + "\n" == tokenizer.render([*ASKED, *SEVERAL], add_generation_prompt=False)
+    edges = np.flatnonzero(np.diff(example.loss_mask.astype(int))) + 1
+    pieces = [tokenizer.decode(piece) for piece in np.split(example.tokens, edges)]
+    assert pieces == [
+        "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n",
+        "2<|im_end|>",
+        "\n<|im_start|>user\n1<|im_end|>\n<|im_start|>tool\nab<|im_end|>\n<|im_start|>assistant\n",
+        "12<|im_end|>",
+    ]
 
 
 def test_all_tokens_but_the_first_can_be_learnt(tokenizer):
-    example = sft_example(TASK, tokenizer, ChatPrompts(tokenizer), "all", max_length=99)
+    example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99, "all")
     assert np.flatnonzero(~example.loss_mask).tolist() == [0]
 
 
-def test_tasks_that_are_no_examples_are_named(tokenizer):
-    plain = PlainPrompts(tokenizer)
-    with pytest.raises(ExampleError, match=r"task 4 has no answer.*answer_key"):
-        sft_example(Task(4, TASK.messages), tokenizer, plain, "all", 10)
-    with pytest.raises(ExampleError, match="task 0 has 1 prompt and 2 answer tokens, more than 2"):
-        sft_example(TASK, tokenizer, plain, "all", 2)
-    with pytest.raises(ExampleError, match="task 5 has an empty prompt"):
-        sft_example(Task(5, (Message("user", ""),), "2"), tokenizer, plain, "all", 10)
+def test_steps_are_labelled_at_their_ends(tokenizer):
+    example = steps_example(ASKED, ["12", "ab a"], [True, False], tokenizer, PlainPrompts(tokenizer), 99)
+    assert tokenizer.decode(example.tokens) == "112ab a"
+    assert example.labels.tolist() == [0, 1, 0, -1]  # "1", "12", "ab", " a"
+    assert example.loss_mask.tolist() == [False, True, False, True]
+    with pytest.raises(ExampleError, match="2 steps and 1 labels"):
+        steps_example(ASKED, ["1", "2"], [True], tokenizer, PlainPrompts(tokenizer), 99)
+
+
+def test_mismatched_prompts_and_completions(tokenizer):
+    encoder = Encoder(tokenizer, PlainPrompts(tokenizer), 9)
+    texts = [("a", "1"), ("b b", "2 2"), ("c", "3")]
+    examples = encoder.dialogues(
+        [Dialogue((Message("user", a),), (Message("assistant", b),)) for a, b in texts], "completion"
+    )
+    end = tokenizer.decode([ENDOFTEXT])
+    others = mismatched(examples, 9)
+    assert [tokenizer.decode(e.tokens) for e in others] == ["a2 2" + end, "b b3" + end, "c1" + end]
+    assert [e.num_prompt_tokens for e in others] == [e.num_prompt_tokens for e in examples]
+    assert [e.num_learnt for e in others] == [4, 2, 2]
+    assert [e.num_tokens for e in mismatched(examples, 4)] == [4, 4, 3]
+
+
+def test_what_is_no_example_is_named(tokenizer):
+    encoder = Encoder(tokenizer, PlainPrompts(tokenizer), 2)
+    good = Dialogue((Message("user", "1"),), (Message("assistant", ""),))
+    with pytest.raises(ExampleError, match="example 1: there are 1 prompt and 2 answer tokens, more than 2"):
+        encoder.dialogues([good, Dialogue(ASKED, ANSWERED)], "all")
+    with pytest.raises(ExampleError, match="example 0: the prompt is empty"):
+        encoder.dialogues([Dialogue((Message("user", ""),), ANSWERED)], "all")
+    with pytest.raises(ExampleError, match=r"begin and end with an assistant's message, not \['user'\]"):
+        encoder.dialogues([Dialogue(ASKED, ASKED)], "all")

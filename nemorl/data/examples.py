@@ -1,0 +1,146 @@
+"""Examples to learn from: an opening and what should, or should not, follow it, as one sequence of tokens.
+
+They are joined exactly as a rollout would join them: each turn is encoded by itself and closed by the token
+that ends a turn, and the chat template is asked only for what stands between turns (`prompts.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nemorl.errors import NemorlError
+from nemorl.rollout.types import BoolArray, Float32Array, Int32Array, Message
+
+from .prompts import Prompts
+from .tokenizer import Tokenizer
+
+
+class ExampleError(NemorlError, ValueError):
+    """Data that is no example to learn from; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence to learn. `T` is the number of its tokens."""
+
+    tokens: Int32Array  # [T]
+    loss_mask: BoolArray  # [T] True where the token is learnt
+    labels: Float32Array | None = None  # [T] of steps: 1 right, -1 wrong, where the mask is True
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def num_learnt(self) -> int:
+        """Tokens that enter the loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first that is learnt."""
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
+
+    @property
+    def token_labels(self) -> Float32Array:
+        """[T] labels, 0 where there are none."""
+        return np.zeros(self.num_tokens, dtype=np.float32) if self.labels is None else self.labels
+
+
+# Takes a place where a batch lacks a sequence; nothing looks at it.
+STAND_IN = Example(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
+
+
+def dialogue_example(
+    opening: Sequence[Message],
+    exchange: Sequence[Message],
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    max_length: int,
+    train_on: Literal["completion", "all"] = "completion",
+) -> Example:
+    """The opening and all that follows it: turns of the policy, all learnt, and what was answered to them.
+
+    `exchange` begins and ends with an assistant's message. Raises ExampleError for another one, an empty
+    opening or more than `max_length` tokens, TemplateError for a template that cannot go turn by turn.
+    """
+    roles = [message.role for message in exchange]
+    if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
+        raise ExampleError(f"what is learnt must begin and end with an assistant's message, not {roles}")
+    tokens = prompts.open(opening)
+    if not tokens:
+        raise ExampleError("the prompt is empty, so the first token cannot be learnt")
+    learnt = [False] * len(tokens)
+    for place, message in enumerate(exchange):
+        if message.role != "assistant":
+            continue
+        turn = [*tokenizer.encode(message.content), prompts.end_token_id]
+        tokens += turn
+        learnt += [True] * len(turn)
+        answered = _until_next_turn(exchange[place + 1 :])
+        if place + 1 < len(exchange):
+            history = [*opening, *exchange[:place]]
+            between = prompts.after_turn(history, message, answered, turn[-1])
+            tokens += between
+            learnt += [False] * len(between)
+    _check_length(len(tokens), learnt.index(True), max_length)
+    mask = np.array(learnt)
+    if train_on == "all":
+        mask = np.arange(len(tokens)) >= 1  # the first token follows nothing, so it has no probability
+    return Example(np.array(tokens, dtype=np.int32), mask)
+
+
+def steps_example(
+    opening: Sequence[Message],
+    steps: Sequence[str],
+    labels: Sequence[bool],
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    max_length: int,
+) -> Example:
+    """An answer in steps, each labelled right or wrong at its last token. Raises ExampleError."""
+    if not steps or len(steps) != len(labels):
+        raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: every step wants one")
+    tokens = prompts.open(opening)
+    if not tokens:
+        raise ExampleError("the prompt is empty")
+    start, ends = len(tokens), []
+    for number, step in enumerate(steps):
+        encoded = tokenizer.encode(step)
+        if not encoded:
+            raise ExampleError(f"step {number} is empty")
+        tokens += encoded
+        ends.append(len(tokens) - 1)
+    _check_length(len(tokens), start, max_length)
+    marks = np.zeros(len(tokens), dtype=np.float32)
+    marks[ends] = np.where(labels, 1.0, -1.0)
+    return Example(np.array(tokens, dtype=np.int32), marks != 0, marks)
+
+
+def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:
+    """Each prompt with the completion of the next example (the first's at the end), cut to length."""
+    following = [*examples[1:], examples[0]]
+    return [_joined(one, other, max_length) for one, other in zip(examples, following, strict=True)]
+
+
+def _joined(prompt_of: Example, completion_of: Example, max_length: int) -> Example:
+    prompt, first = prompt_of.num_prompt_tokens, completion_of.num_prompt_tokens
+    tokens = np.concatenate([prompt_of.tokens[:prompt], completion_of.tokens[first:]])[:max_length]
+    mask = np.concatenate([np.zeros(prompt, dtype=np.bool_), completion_of.loss_mask[first:]])[:max_length]
+    return Example(tokens, mask)
+
+
+def _until_next_turn(messages: Sequence[Message]) -> list[Message]:
+    roles = [message.role for message in messages]
+    return list(messages[: roles.index("assistant")]) if "assistant" in roles else []
+
+
+def _check_length(num_tokens: int, num_prompt: int, max_length: int) -> None:
+    if num_tokens > max_length:
+        raise ExampleError(
+            f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
+            f"{max_length}: raise `policy.max_sequence_length` or leave it out"
+        )

@@ -1,0 +1,110 @@
+"""Datasets in files: a JSON object a line, and what its keys hold."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nemorl.errors import NemorlError
+from nemorl.rollout.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+class DatasetError(NemorlError, ValueError):
+    """A dataset that cannot be read or made; the message names the file, line and key or the option."""
+
+
+def read_rows(path: Path, made_of: Callable[[int, Row], T]) -> list[T]:
+    """What `made_of` makes of each line, given its number among those that are not blank, from 0.
+
+    Raises DatasetError with the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read the dataset {path}: {error}") from error
+    made: list[T] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            made.append(made_of(len(made), _row(line)))
+        except DatasetError as error:
+            raise DatasetError(f"{path}, line {number}: {error}") from error
+    if not made:
+        raise DatasetError(f"{path} holds no tasks")
+    return made
+
+
+def column(row: Row, key: str, option: str) -> Any:
+    """What stands under a key, which the field `option` of the config names. Raises DatasetError."""
+    if key not in row:
+        raise DatasetError(f"key `{key}` is missing; the keys are {sorted(row)} (option `{option}`)")
+    return row[key]
+
+
+def text_or_messages(value: Any, key: str) -> str | list[Message]:
+    """A text as it is, or a list of messages. Raises DatasetError."""
+    return value if isinstance(value, str) else messages(value, key)
+
+
+def messages(value: Any, key: str) -> list[Message]:
+    """A list of messages with `role` and `content`. Raises DatasetError."""
+    if not isinstance(value, list) or not value:
+        raise DatasetError(f"key `{key}`: a text or a list of messages is wanted, not {value!r}")
+    found = []
+    for position, item in enumerate(value):
+        if not isinstance(item, dict) or item.get("role") not in ROLES:
+            raise DatasetError(f"key `{key}`, message {position}: `role` must be one of {', '.join(ROLES)}")
+        if not isinstance(item.get("content"), str):
+            raise DatasetError(f"key `{key}`, message {position}: `content` must be a text")
+        found.append(Message(item["role"], item["content"]))
+    return found
+
+
+def completion(value: Any, key: str) -> tuple[Message, ...]:
+    """What follows a prompt: a text, or messages that begin and end with the assistant's.
+
+    Raises DatasetError.
+    """
+    if isinstance(value, str):
+        return (Message("assistant", value),)
+    return ending_with_assistant(messages(value, key), key)
+
+
+def ending_with_assistant(exchange: Sequence[Message], key: str) -> tuple[Message, ...]:
+    """The exchange itself, if the assistant begins and ends it. Raises DatasetError."""
+    if not exchange or exchange[0].role != "assistant" or exchange[-1].role != "assistant":
+        roles = ", ".join(message.role for message in exchange) or "nothing"
+        raise DatasetError(
+            f"key `{key}`: what is learnt must begin and end with an assistant's message, and this is {roles}"
+        )
+    return tuple(exchange)
+
+
+def boolean(value: Any, key: str) -> bool:
+    """A true or a false, also as 1 and 0. Raises DatasetError."""
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise DatasetError(f"key `{key}`: true or false is wanted, not {value!r}")
+
+
+def number(value: Any, key: str) -> float:
+    """Raises DatasetError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DatasetError(f"key `{key}`: a number is wanted, not {value!r}")
+    return float(value)
+
+
+def _row(line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DatasetError(f"a JSON object is wanted, not {type(row).__name__}")
+    return row
