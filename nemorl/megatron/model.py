@@ -202,8 +202,10 @@ def build_model(
     device: torch.device,
     kernels: Kernels,
     adapters: Adapters | None = None,
+    *,
+    trains: bool = True,
 ) -> list[PolicyParallel]:
-    """This rank's part of the model, with room for gradients; its weights are not loaded yet.
+    """This rank's part of the model, with room for gradients if it trains; its weights are not loaded yet.
 
     With adapters only these have gradients. A list of the stage's runs of layers, in their order: one, or
     several under VPP.
@@ -220,6 +222,9 @@ def build_model(
         if adapters is not None:
             for chunk, model in enumerate(models):
                 adapters.attach(model, chunk)
+        if not trains:
+            for model in models:
+                model.requires_grad_(False)
         return [PolicyParallel(config, ddp_config, model) for model in models]
 
 

@@ -28,10 +28,10 @@ class Holdings:
     def of(
         cls,
         chunks: Sequence[DistributedDataParallel],
-        optimizer: PolicyOptimizer,
+        optimizer: PolicyOptimizer | None,
         reference: Iterable[Tensor],
     ) -> "Holdings":
-        """Of a policy's runs of layers, its optimizer and the weights that it keeps as a reference."""
+        """Of a policy's runs of layers, its optimizer, if it trains, and the weights kept as a reference."""
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         modules = [chunk.module for chunk in chunks]
         return cls(
@@ -42,7 +42,7 @@ class Holdings:
                 *reference,
             ],
             gradients=[buffer.grad_data for buffer in buffers],
-            optimizer=list(optimizer.device_tensors()),
+            optimizer=[] if optimizer is None else list(optimizer.device_tensors()),
         )
 
 
