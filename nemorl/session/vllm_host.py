@@ -28,6 +28,7 @@ from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
 
 from .refitted import RefittedEngine
+from .vllm_log import last_words
 from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class VllmHost(RefittedEngine):
         weights of `model_path` and is sent adapters.
         """
         self._lora = lora
+        self._sockets = tempfile.TemporaryDirectory(prefix="nemorl-vllm-", ignore_cleanup_errors=True)
+        self._meeting: Path | None = None  # the file at which vLLM's ranks have met
         self._update = config.update_on(device)
         self._device = device
         name = f"generation engine {rank}"
@@ -79,13 +82,14 @@ class VllmHost(RefittedEngine):
         )
         self._vllm = VllmBackend(
             arguments,
-            environment(config, device=device, threads=threads),
+            environment(config, device=device, threads=threads, sockets=Path(self._sockets.name)),
             RequestLimits(vocabulary, max_sequence_length, max_sequence_length, decode is not None),
             name=name,
             decode=decode,
             recompute_kv_cache=config.recompute_kv_cache,
             moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
             adapters=lora is not None,
+            last_words=last_words,
         )
         super().__init__(self._vllm, name, commit_seconds=commit_seconds)
         self._layouts: tuple[ReceiverLayout, ...] = ()
@@ -99,6 +103,7 @@ class VllmHost(RefittedEngine):
         opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
         answers = [json.loads(one) for one in opened]
         workers = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
+        self._meeting = Path(answers[0]["meeting"])
         self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
         for parameter, reason in answers[0]["reasons"].items():
@@ -114,9 +119,11 @@ class VllmHost(RefittedEngine):
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The engine's side of a refit; but in place it goes on sampling meanwhile. Raises `RefitFailed`."""
+        if self._died.is_set():
+            raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
         if self._update == "in_place":
             await self._stand.enter_async_context(self._standing_for(session.version, drain=False))
-        with tempfile.TemporaryDirectory(prefix="nemorl-vllm-") as folder:  # of mode 0700
+        with tempfile.TemporaryDirectory(dir=self._sockets.name) as folder:  # of mode 0700
             address = Path(folder) / "reports"
             async with _Reports(address, len(self._layouts)) as reports:
                 await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), str(address))
@@ -168,6 +175,7 @@ class VllmHost(RefittedEngine):
         self._vllm.unwatch()
         self.fail(EngineFailed(f"{self._name} was closed"))
         await asyncio.to_thread(self._vllm.close)
+        self._clean_up()
 
     async def _all_of(self, reports: "_Reports", session: RefitSession) -> list[dict[str, Any]]:
         """Every worker's report; the worst of their errors, if any."""
@@ -199,6 +207,13 @@ class VllmHost(RefittedEngine):
         """One of the engine's processes has ended."""
         self._died.set()
         self.fail(EngineFailed(failure))
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Remove what vLLM's processes leave behind when they are killed."""
+        self._sockets.cleanup()
+        if self._meeting is not None:
+            self._meeting.unlink(missing_ok=True)
 
 
 class _Reports:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import threading
@@ -56,10 +57,15 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_engine_with(process: int) -> None:
-    """Kill the engine, this worker's parent, when the replica's own process is gone; nobody else would."""
+def _end_engine_with(process: int, meeting: Path) -> None:
+    """Kill the engine, this worker's parent, when the replica's own process is gone; nobody else would.
+
+    Nor would anybody remove its sockets and the file at which its ranks have met.
+    """
     watched = os.pidfd_open(process)
     select.select([watched], [], [])
+    shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+    meeting.unlink(missing_ok=True)
     os.kill(os.getppid(), signal.SIGKILL)
 
 
@@ -82,7 +88,11 @@ class VllmWorkerExtension:
         `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone.
         """
         worker: Any = self
-        threading.Thread(target=_end_engine_with, args=(owner,), name="owner watch", daemon=True).start()
+        meeting = Path(worker.distributed_init_method.removeprefix("file://"))
+        watch = threading.Thread(
+            target=_end_engine_with, args=(owner, meeting), name="owner watch", daemon=True
+        )
+        watch.start()
         reasons: Mapping[str, str] = {}
         if lora is None:
             worker.nemorl, reasons = _weights_of(worker.model_runner, update)
@@ -93,6 +103,7 @@ class VllmWorkerExtension:
             {
                 "process": os.getpid(),
                 "engine": os.getppid(),
+                "meeting": str(meeting),
                 "layout": described,
                 "reasons": dict(reasons),
             }

@@ -83,7 +83,10 @@ class Engine:
 
     def nemorl_open(self, update: str, owner: int, lora: str | None) -> str:
         layout = LAYOUT.dump_python(self.side.exchange.describe(), mode="json")
-        return json.dumps({"process": os.getpid(), "engine": os.getpid(), "layout": layout, "reasons": {}})
+        own = os.getpid()
+        return json.dumps(
+            {"process": own, "engine": own, "layout": layout, "reasons": {}, "meeting": "/no/such/file"}
+        )
 
     def nemorl_prepare(self, parts: str) -> None:
         (part,) = PARTS.validate_json(parts)

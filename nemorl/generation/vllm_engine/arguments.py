@@ -18,13 +18,18 @@ _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
 
 def environment(
-    config: VllmGenerationConfig, *, device: Literal["cpu", "cuda"], threads: int | None
+    config: VllmGenerationConfig, *, device: Literal["cpu", "cuda"], threads: int | None, sockets: Path
 ) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported; its processes inherit them."""
+    """Variables that must be set before vLLM is imported; its processes inherit them.
+
+    `sockets` is the folder of those through which its processes speak.
+    """
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_RPC_BASE_PATH": str(sockets),
+        "GLOO_SOCKET_IFNAME": "lo",  # its ranks are all on this machine
     }
     writes_shards = config.adapters == "merged" and config.update_on(device) != "reload"
     if writes_shards:

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+_STOPS = {
+    "stop": StopReason.STOP,
+    "length": StopReason.LENGTH,
+    "repetition": StopReason.LENGTH,  # cut off, where `vllm_kwargs` ask for that
+    "abort": StopReason.ABORT,
+    "error": StopReason.ERROR,
+}
 
 
 class VllmBackend:
@@ -43,14 +49,17 @@ class VllmBackend:
         recompute_kv_cache: bool,
         moe_layers: Sequence[int] = (),
         adapters: bool = False,
+        last_words: Callable[[], str] = str,
     ) -> None:
         """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's.
 
         `moe_layers` are those whose experts are told with the tokens. With `adapters` every request is
-        sampled with the policy's, which the workers hold.
+        sampled with the policy's, which the workers hold. `last_words` is how its log ends, as the
+        errors of an engine that has ended tell it.
         """
         self._moe_layers = moe_layers
         self._adapters = adapters
+        self._last_words = last_words
         os.environ.update(environment)
         self._arguments = dict(arguments)
         self._limits = limits
@@ -68,12 +77,15 @@ class VllmBackend:
         return self._version
 
     async def start(self) -> None:
-        """Start the engine's processes and load the model as version 0."""
+        """Start the engine's processes and load the model as version 0. Raises EngineFailed."""
         from vllm.engine.arg_utils import AsyncEngineArgs  # seconds, and it reads the environment
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = AsyncEngineArgs(**self._arguments)
-        self._engine = await asyncio.to_thread(lambda: AsyncLLM.from_engine_args(arguments))
+        try:
+            self._engine = await asyncio.to_thread(lambda: AsyncLLM.from_engine_args(arguments))
+        except RuntimeError as error:  # vLLM's processes have told their log why
+            raise EngineFailed(f"{self._name} did not start: {error}{self._last_words()}") from error
         await self._running.update_weight_version("0")
 
     def check(self, request: GenerationRequest) -> None:
@@ -112,7 +124,7 @@ class VllmBackend:
                         ended = StopReason.STOP
                         yield Chunk(tokens[:found], logprobs[:found], versions[:found], ended, experts)
                         return
-                    stop = _STOPS.get(new.finish_reason) if new.finish_reason else None
+                    stop = _stop_of(new.finish_reason)
                     yield Chunk(tokens, logprobs, versions, stop, experts)
                     if stop is not None:
                         return
@@ -165,15 +177,21 @@ class VllmBackend:
 
     def failure(self) -> str:
         """Why the engine is dead."""
-        return self._failure or f"{self._name} has ended: its EngineCore process failed; its log says more"
+        if self._failure is None:
+            self._failure = self._ended_by("its EngineCore process failed")
+        return self._failure
 
     def close(self) -> None:
         """End the engine's processes."""
-        if self._engine is not None:
-            self._engine.shutdown()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _ended_by(self, cause: str) -> str:
+        return f"{self._name} has ended: {cause}{self._last_words()}"
 
     def _ended(self, watched: int, on_death: Callable[[str], None]) -> None:
-        self._failure = f"{self._name} has ended: {self._processes[watched]} ended; its log says more"
+        self._failure = self._ended_by(f"{self._processes[watched]} ended")
         self.unwatch()
         on_death(self._failure)
 
@@ -220,6 +238,11 @@ class VllmBackend:
         processor = self._running.output_processor
         states = [processor.request_states.get(name) for name in processor.external_req_ids[request_id]]
         return [state for state in states if state is not None]
+
+
+def _stop_of(reason: str | None) -> StopReason | None:
+    """Of vLLM's word for it; None while a request goes on."""
+    return None if reason is None else _STOPS.get(reason, StopReason.ERROR)
 
 
 def _version_at(index: int, starts: Sequence[tuple[str, int]], otherwise: int) -> int:

@@ -25,6 +25,10 @@ def arguments(device: Any, **fields: Any) -> dict[str, Any]:
     )
 
 
+def started(config: VllmGenerationConfig, device: Any, threads: int | None = None) -> dict[str, str]:
+    return environment(config, device=device, threads=threads, sockets=Path("s"))
+
+
 def test_further_arguments_are_passed_on() -> None:
     assert arguments("cpu", vllm_kwargs={"seed": 3})["seed"] == 3
 
@@ -59,19 +63,19 @@ def test_a_cpu_reads_prompts_whole() -> None:
 
 
 def test_ranks_divide_the_threads_of_a_replica() -> None:
-    assert environment(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
+    assert started(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
 
 
 def test_weights_stay_plain_where_shards_are_written_into_them() -> None:
-    assert PLAIN_WEIGHTS in environment(config(), device="cpu", threads=None)
-    assert PLAIN_WEIGHTS not in environment(config(update="reload"), device="cpu", threads=None)
-    assert PLAIN_WEIGHTS not in environment(config(), device="cuda", threads=None)
+    assert PLAIN_WEIGHTS in started(config(), device="cpu")
+    assert PLAIN_WEIGHTS not in started(config(update="reload"), device="cpu")
+    assert PLAIN_WEIGHTS not in started(config(), device="cuda")
 
 
 def test_workers_learn_the_layout_on_every_device_where_shards_are_written() -> None:
     for device in ("cpu", "cuda"):
         for fields, learn in (({}, True), ({"update": "reload"}, False), ({"adapters": "separate"}, False)):
-            assert (LEARNED_LAYOUT in environment(config(**fields), device=device, threads=None)) is learn
+            assert (LEARNED_LAYOUT in started(config(**fields), device=device)) is learn
 
 
 def test_adapters_have_room_of_a_size_that_vllm_takes() -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +23,18 @@ from tests.generation.vllm_engine.policy import Policy, all_fingerprints, change
 from tests.generation.vllm_engine.test_engine import collect, gaps, group, until_sampled
 
 
+def processes_of(engine: Any) -> dict[str, int]:
+    """vLLM's, by what they are."""
+    told = (what.rsplit(" (process ", 1) for what in engine.host._vllm._processes.values())
+    return {name: int(process[:-1]) for name, process in told}
+
+
+def _listening(process: int) -> list[str]:
+    """Addresses at which a process takes TCP connections."""
+    found = psutil.Process(process).net_connections("tcp")
+    return [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
+
+
 def check_against(engine: Any, network: Any, version: int) -> None:
     """Whatever the engine samples is what transformers makes of the same weights."""
     requests = group("", 3, 10, SamplingParams())
@@ -34,6 +47,11 @@ def check_against(engine: Any, network: Any, version: int) -> None:
 
 def test_two_ranks_sample_what_one_network_does(two: Any, mixture: Any) -> None:
     check_against(two, mixture[1], 0)
+
+
+def test_nobody_else_reaches_its_processes(two: Any) -> None:
+    hosts = {host for process in processes_of(two).values() for host in _listening(process)}
+    assert hosts == {"127.0.0.1"}
 
 
 def test_each_rank_is_sent_its_part_and_whole_experts(two: Any) -> None:
@@ -110,9 +128,7 @@ def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: A
 def test_a_worker_that_dies_in_an_update_is_named(
     two: Any, mixture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid = next(
-        int(what.split()[-1][:-1]) for what in two.host._vllm._processes.values() if "worker 1" in what
-    )
+    pid = processes_of(two)["worker 1"]
     folder, _ = mixture
     policy = Policy(folder)
     exchange = WeightExchange(policy, Receivers(two), 2**14, 60.0)
@@ -127,13 +143,16 @@ def test_a_worker_that_dies_in_an_update_is_named(
     two.run(two.host.stats())
     waiting = two.submit(collect(two.host, group("", 2, 150)))
     two.run(until_sampled(two.host, 4))
-    message = f"generation engine 3 has ended: worker 1 (process {pid}) ended; its log says more"
+    message = f"generation engine 3 has ended: worker 1 (process {pid}) ended"
+    left = [Path(two.host._sockets.name), two.host._meeting]
+    assert all(path.exists() for path in left)
     monkeypatch.setattr(SocketSender, "publish", publish_and_kill)
     with pytest.raises(RefitFailed, match=re.escape(message)):
         exchange.refit(two.host.version + 1)
     failure = waiting.exception(60)
     assert isinstance(failure, EngineFailed)
-    assert str(failure) == message
+    assert str(failure).startswith(message)
+    assert not any(path.exists() for path in left)
     with pytest.raises(EngineFailed, match=re.escape(message)):
         two.host.health()
 
