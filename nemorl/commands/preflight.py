@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.commands.reward_functions import reward_violations
+from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT, Violation
 from nemorl.observe.run_folder import RunPaths
+from nemorl.plan.addresses import address_violations
 from nemorl.plan.fit import Plan, plan_run
 from nemorl.plan.machine import Machine
+from nemorl.plan.room import is_this_machine
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,11 @@ def prepare(
     *,
     training: bool = True,
     measuring: bool = True,
+    serving: bool = False,
     new_run: bool = False,
 ) -> Ready:
     """Load and check an experiment; `new_run` wants its run folder to be free, `measuring` without training
-    wants tasks to measure on.
+    wants tasks to measure on, `serving` an address to listen on, also where the experiment names none.
 
     Raises `ConfigError` with everything that is wrong.
     """
@@ -43,6 +47,9 @@ def prepare(
         yield from plans[0].violations
         yield from reward_violations(experiment)
         yield from _run_folder(experiment, new_run)
+        if is_this_machine(experiment, machine):
+            listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
+            yield from address_violations(experiment.generation, listening)
         if measuring and not training and experiment.data.validation is None:
             mend = "an evaluation measures on these tasks: name a dataset"
             yield Violation("data.validation", ABSENT, mend)

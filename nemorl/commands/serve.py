@@ -47,7 +47,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _prepare(path: Path, overrides: list[str]) -> Ready:
-    ready = prepare(path, overrides, read_machine(), training=False, measuring=False)
+    ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
     generation = ready.experiment.generation
     if not generation.has_engines:
         mend = "a policy that samples by itself serves nobody else: name a back end that has engines"

@@ -1,6 +1,7 @@
 """`generation` by a server that somebody else runs."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -11,7 +12,7 @@ class OpenAIGenerationConfig(GenerationBase):
     """Any server with OpenAI's /v1/completions. It gets no weights from a run. docs/serving.md."""
 
     backend: Literal["openai"]
-    base_url: str = Field(pattern=r"^https?://[^/\s]+.*$")
+    base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
     model: str = Field(min_length=1)
     """What the server calls the model."""
@@ -23,6 +24,14 @@ class OpenAIGenerationConfig(GenerationBase):
     """Requests under way at a time, of each replica; more wait here."""
     max_retries: int = Field(6, ge=0)
     """Times a request is sent again after status 429, 5xx or a broken connection; counted in the metrics."""
+
+    @property
+    def host(self) -> str:
+        """The server's machine; empty where the address names none."""
+        try:
+            return urlsplit(self.base_url).hostname or ""
+        except ValueError:
+            return ""
 
     @property
     def takes_weights(self) -> bool:

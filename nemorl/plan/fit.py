@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +18,8 @@ from nemorl.models.shape import ModelShape
 
 from .files import file_violations
 from .machine import Machine
-from .memory import ON_HOST, ProcessMemory, estimate_memory, memory_parts
+from .memory import ProcessMemory, estimate_memory
+from .room import is_this_machine, memory_violations
 from .vllm import vllm_violations
 
 
@@ -37,7 +37,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     There a policy is started only where it samples by itself.
     """
     starts_policy = training or not experiment.generation.has_engines
-    violations = list(file_violations(experiment))
+    violations = [*file_violations(experiment), *_thread_violations(experiment, machine)]
     try:
         shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
@@ -57,7 +57,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     if refused_layout:
         return Plan((), (*violations, *refused_layout))
     processes = estimate_memory(experiment, shape, training)
-    violations += _memory_violations(experiment, processes, machine)
+    violations += memory_violations(experiment, processes, machine)
     return Plan(processes, tuple(violations))
 
 
@@ -147,71 +147,15 @@ def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
         yield Violation("generation.backend", "torch", f"{mend}: take another model or back end")
 
 
-def _memory_violations(
-    experiment: Experiment, processes: tuple[ProcessMemory, ...], machine: Machine
-) -> Iterator[Violation]:
-    if "RAY_ADDRESS" in os.environ:  # the run goes to other machines than this one
+def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Violation]:
+    """Threads beyond the cores wait for each other, and some thousands cannot be started."""
+    if not is_this_machine(experiment, machine):
         return
-    if experiment.cluster.gpus_per_node:
-        yield from _gpu_violations(experiment, processes, machine)
-        return
-    needed = sum(process.total * process.count for process in processes)
-    if needed > machine.memory_bytes:
-        yield Violation(
-            "policy.model_path",
-            str(experiment.policy.model_path),
-            f"all processes need about {_gigabytes(needed)}, and this machine has "
-            f"{_gigabytes(machine.memory_bytes)}: {_largest_part(processes)}",
-        )
-
-
-def _gpu_violations(
-    experiment: Experiment, processes: tuple[ProcessMemory, ...], machine: Machine
-) -> Iterator[Violation]:
-    """Without a GPU here the run is meant for another machine, of which nothing is known."""
-    if not machine.gpus:
-        return
-    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
-    for process in processes:
-        if process.group in ("policy", "generation") and process.on_device > smallest.memory_bytes:
-            yield Violation(
-                "policy.model_path",
-                str(experiment.policy.model_path),
-                f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
-                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}: "
-                f"{_largest_part((process,), on_device=True)}",
-            )
-
-
-_SMALLER = {
-    "weights": "take a smaller model, or spread it over more processes (policy.layout)",
-    "gradients": "take a smaller model, or a larger policy.layout.tensor_parallel_size",
-    "optimizer": "raise policy.layout.data_parallel_size, take a smaller model, or, on GPUs, set "
-    "policy.optimizer.on_host to true",
-    "optimizer_on_host": "raise policy.layout.data_parallel_size, or take a smaller model",
-    "reference": "set algorithm.kl.coefficient to 0, which keeps no reference",
-    "activations": "lower policy.micro_batch_tokens",
-    "logits": "lower policy.logprob_chunk_tokens, or the engine's batch",
-    "kv_cache": "lower generation.max_kv_tokens, or kv_cache_gigabytes of vLLM",
-    "staging": "take a smaller model, or fewer generation.replicas",
-    "staging_on_host": "take a smaller model, or fewer generation.replicas; generation.delta keeps a copy",
-    "checkpoint": "set checkpointing.asynchronous to false, which keeps no copy of the training state",
-    "runtime": "start fewer processes, or lower cluster.object_store_megabytes",
-}
-
-
-def _largest_part(processes: tuple[ProcessMemory, ...], *, on_device: bool = False) -> str:
-    """What to do about the part that takes the most."""
-    sizes = {
-        (process.group, part): getattr(process, part) * process.count
-        for process in processes
-        for part in memory_parts()
-        if not (on_device and part in ON_HOST)
+    wanted = {
+        "generation.threads": experiment.generation.threads,
+        "cluster.policy_threads": experiment.cluster.policy_threads,
     }
-    group, part = max(sizes, key=lambda key: sizes[key])
-    name = part.replace("_", " ")
-    return f"{name} of the {group} processes take {_gigabytes(sizes[group, part])} of it; {_SMALLER[part]}"
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
+    for field, threads in wanted.items():
+        if threads is not None and threads > machine.cores:
+            mend = f"this machine has {machine.cores} cores: take no more than that, or leave it out"
+            yield Violation(field, threads, mend)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
@@ -137,7 +138,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         if is_last
         else 0,
         kv_cache=_own_cache(experiment, shape, stage) * item + _kept_experts(experiment, shape),
-        staging=_BUCKETS * experiment.generation.bucket_megabytes * 2**20 if sends else 0,
+        staging=buckets_bytes(experiment.generation, parameters.total * sent_item) if sends else 0,
         staging_on_host=parameters.total * sent_item if sends and experiment.generation.delta else 0,
         optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
         checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
@@ -202,7 +203,7 @@ def _vllm(
 ) -> ProcessMemory:
     """A rank of an engine, with its share of the engine's two processes that hold no weights."""
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
-    buckets = _BUCKETS * config.bucket_megabytes * 2**20
+    buckets = buckets_bytes(config, -(-weights // ranks))
     update = config.update_on("cpu" if on_cpu else "cuda")
     return ProcessMemory(
         "generation",
@@ -225,11 +226,16 @@ def _trtllm(config: TrtllmGenerationConfig, shape: ModelShape, weights: int) -> 
         config.replicas * ranks,
         weights=-(-weights // ranks),
         logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
-        staging=_BUCKETS * config.bucket_megabytes * 2**20,
+        staging=buckets_bytes(config, weights),
         # gathered by the replica's process; of it each worker's share
         staging_on_host=-(-weights // ranks) if config.weight_delivery == "handles" else 0,
         runtime=_VLLM_RUNTIME,
     )
+
+
+def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
+    """Of a process that sends or takes so many bytes of weights: a bucket is no larger than what it holds."""
+    return _BUCKETS * min(generation.bucket_megabytes * 2**20, weights)
 
 
 def _gradient_bytes(policy: PolicyConfig) -> int:

@@ -29,7 +29,15 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
             "generation.stop_token_ids",
             "text alone goes to the server: remove this",
         ),
-        (SERVER.replace("http://", "ftp://") + "}", "generation.base_url", ""),
+        (
+            SERVER.replace("http://", "ftp://") + "}",
+            "generation.base_url",
+            "such as http://127.0.0.1:8000/v1",
+        ),
+        (SERVER.replace("10.0.0.1", "") + "}", "generation.base_url", "such as http://127.0.0.1:8000/v1"),
+        (SERVER.replace("10.0.0.1", "[::1") + "}", "generation.base_url", "such as http://127.0.0.1:8000/v1"),
+        (SERVER.replace("/v1", "/") + "}", "generation.base_url", "10.0.0.1:8000/completions, which"),
+        (SERVER.replace("/v1", "/v1/completions") + "}", "generation.base_url", "let it end with /v1"),
         ("generation.endpoint={host: 0.0.0.0}", "generation.endpoint.host", "the key must be yours"),
         (
             "generation={backend: megatron, endpoint: {}}",

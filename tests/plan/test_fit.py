@@ -1,6 +1,7 @@
 """What is wrong beyond the configuration: the model, the files it names, the machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 
 from nemorl.errors import Violation
 from nemorl.plan.files import file_violations
-from nemorl.plan.fit import _largest_part, plan_run
+from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import ProcessMemory
+from nemorl.plan.room import memory_violations
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
 
@@ -247,18 +249,67 @@ def test_the_first_task_shows_wrong_files_and_keys(
 SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, gpus=())
 
 
-def test_more_memory_than_there_is(configure: Configure) -> None:
-    violation = only_violation(configure, "generation.replicas=8", machine=SMALL)
+@pytest.mark.parametrize(
+    ("overrides", "field", "value", "mend"),
+    [
+        (["generation.replicas=8"], "generation.replicas", 8, "the generation processes take 3.2 GB of it"),
+        (
+            ["generation={backend: vllm, kv_cache_gigabytes: 50}"],
+            "generation.kv_cache_gigabytes",
+            50,
+            "kv cache of the generation processes take 53.7 GB of it; lower it",
+        ),
+        (
+            ["generation.backend=megatron", "generation={max_kv_tokens: 9000000, max_batch_size: 100000}"],
+            "generation.max_batch_size",
+            100000,
+            "kv cache of the policy processes",
+        ),
+        (
+            ["generation.backend=megatron", "generation={max_kv_tokens: 9000000, max_batch_size: 1000000}"],
+            "generation.max_kv_tokens",
+            9000000,
+            "lower it",
+        ),
+        (["cluster.object_store_megabytes=9000"], "cluster.object_store_megabytes", 9000, "lower it"),
+        (["cluster.rollout_workers=30"], "cluster.rollout_workers", 30, "start fewer"),
+    ],
+)
+def test_more_memory_than_there_is(
+    configure: Configure, overrides: list[str], field: str, value: object, mend: str
+) -> None:
+    violations = plan_run(configure(*overrides), SMALL).violations
+    violation = next(found for found in violations if "this machine has 3.0 GB" in found.mend)
 
-    assert violation.field == "policy.model_path"
-    assert "this machine has 3.0 GB" in violation.mend
-    assert "runtime of the generation processes take 3.2 GB of it; start fewer processes" in violation.mend
+    assert (violation.field, violation.value) == (field, value)
+    assert mend in violation.mend
+
+
+def test_buckets_larger_than_there_is_room_for(configure: Configure) -> None:
+    process = ProcessMemory("policy", 1, weights=4 * 10**9, staging=8 * 10**9)
+
+    (violation,) = memory_violations(configure("generation.bucket_megabytes=100000"), [process], SMALL)
+
+    assert (violation.field, violation.value) == ("generation.bucket_megabytes", 100000)
+
+
+def test_buckets_are_no_larger_than_what_they_carry(configure: Configure) -> None:
+    assert plan_run(configure("generation.bucket_megabytes=100000"), ROOMY).violations == ()
+
+
+@pytest.mark.parametrize("field", ["generation.threads", "cluster.policy_threads"])
+def test_more_threads_than_cores(configure: Configure, field: str) -> None:
+    violation = only_violation(configure, f"{field}=4000")
+
+    assert (violation.field, violation.value) == (field, 4000)
+    assert violation.mend == "this machine has 8 cores: take no more than that, or leave it out"
+    assert plan_run(configure(f"{field}=8"), ROOMY).violations == ()
 
 
 def test_another_machines_memory_is_not_known(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
-    assert plan_run(configure("generation.replicas=8"), SMALL).violations == ()
+    assert plan_run(configure("generation.replicas=8", "generation.threads=8"), SMALL).violations == ()
 
 
 def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
@@ -273,14 +324,18 @@ def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
 
     assert "a policy process needs about" in violation.mend
     assert "the Tiny 1000 has 1.0 GB" in violation.mend
-    assert "lower policy.micro_batch_tokens" in violation.mend
+    assert (violation.field, violation.value) == ("policy.micro_batch_tokens", 100000)
 
 
-def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small() -> None:
-    process = ProcessMemory("policy", 1, weights=10**9, optimizer_on_host=12 * 10**9)
+def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure: Configure) -> None:
+    process = ProcessMemory("policy", 1, weights=2 * 10**9, optimizer_on_host=12 * 10**9)
+    tiny_gpu = replace(SMALL, gpus=(Gpu("Tiny 1000", 10**9),))
 
-    assert "optimizer on host of the policy processes take 12.0 GB" in _largest_part((process,))
-    assert "weights of the policy processes take 1.0 GB" in _largest_part((process,), on_device=True)
+    (on_cpu,) = memory_violations(configure(), [process], SMALL)
+    (on_gpu,) = memory_violations(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
+
+    assert "optimizer on host of the policy processes take 12.0 GB" in on_cpu.mend
+    assert "weights of the policy processes take 2.0 GB" in on_gpu.mend
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:

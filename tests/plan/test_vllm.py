@@ -157,10 +157,11 @@ def test_memory_is_counted_by_rank_and_by_the_way_weights_come(configure: Config
         engines = process(*overrides)
         return engines.count, engines.weights, engines.staging, engines.kv_cache
 
-    buckets = 2 * 64 * 2**20
     count, weights, staging, cache = rank()
+    buckets = 2 * weights  # which are less than `bucket_megabytes`
     assert (count, staging, cache) == (2, weights + buckets, 2**30)
     assert rank("generation.update=in_place")[2] == buckets
+    assert rank("generation.update=in_place", "generation.bucket_megabytes=1")[2] == 2 * 2**20
     reloading = process("generation.update=reload", "cluster.gpus_per_node=4")
     assert (reloading.staging, reloading.staging_on_host) == (buckets, 2 * weights)
     assert reloading.on_device == reloading.total - 2 * weights  # a GPU need not hold the whole model

@@ -67,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
     validation.saved_weights_come_from_a_checkpoint,
     servers.samples_can_be_learnt,
     servers.servers_are_used_as_they_are,
+    servers.server_address_is_whole,
     servers.endpoint_has_a_key,
     resources.one_node,
     resources.kernels_want_gpus,

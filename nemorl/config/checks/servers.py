@@ -1,6 +1,8 @@
 """Servers that somebody else runs, and our own endpoint."""
 
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
@@ -35,6 +37,24 @@ def servers_are_used_as_they_are(generation: GenerationConfig) -> Iterator[Viola
         value = getattr(generation, name)
         if value != GenerationBase.model_fields[name].default:
             yield Violation(f"generation.{name}", value, f"{why}: remove this")
+
+
+def server_address_is_whole(generation: GenerationConfig) -> Iterator[Violation]:
+    """Requests go to paths below it."""
+    if not isinstance(generation, OpenAIGenerationConfig):
+        return
+    url, mend = generation.base_url, None
+    whole = url.startswith(("http://", "https://")) and generation.host and not re.search(r"\s", url)
+    if not whole:
+        mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+    elif not urlsplit(url).path.strip("/"):
+        mend = (
+            f"requests would go to {url.rstrip('/')}/completions, which servers do not know: end it with /v1"
+        )
+    elif url.rstrip("/").endswith("/completions"):
+        mend = "/completions is added to it with each request: let it end with /v1"
+    if mend is not None:
+        yield Violation("generation.base_url", url, mend)
 
 
 def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:

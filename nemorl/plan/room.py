@@ -1,0 +1,150 @@
+"""Whether all processes find room in the memory of this machine, and which setting takes most of it."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.errors import Violation
+
+from .machine import Machine
+from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
+
+_MODEL = "policy.model_path"
+_SMALLER = "take a smaller model"
+_SPREAD = f"{_SMALLER}, or spread it over more processes (policy.layout)"
+_MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
+
+
+def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
+    """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none."""
+    return "RAY_ADDRESS" not in os.environ and bool(machine.gpus or not experiment.cluster.gpus_per_node)
+
+
+def memory_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[Violation]:
+    """What does not fit into the memory of this machine, where the run is for this machine."""
+    if not is_this_machine(experiment, machine):
+        return
+    if experiment.cluster.gpus_per_node:
+        yield from _gpu_violations(experiment, processes, machine)
+        return
+    needed = sum(process.total * process.count for process in processes)
+    if needed > machine.memory_bytes:
+        problem = f"all processes need about {_gigabytes(needed)}, and this machine has "
+        yield _blamed(experiment, processes, problem + _gigabytes(machine.memory_bytes))
+
+
+def _gpu_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[Violation]:
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
+    for process in processes:
+        if process.group in ("policy", "generation") and process.on_device > smallest.memory_bytes:
+            problem = (
+                f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
+                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}"
+            )
+            yield _blamed(experiment, (process,), problem, on_device=True)
+
+
+def _blamed(
+    experiment: Experiment, processes: Sequence[ProcessMemory], problem: str, *, on_device: bool = False
+) -> Violation:
+    """The field that decides on the part that takes the most, and what to do about it."""
+    sizes = {
+        (process.group, part): getattr(process, part) * process.count
+        for process in processes
+        for part in memory_parts()
+        if not (on_device and part in ON_HOST)
+    }
+    group, part = max(sizes, key=lambda key: sizes[key])
+    process = next(process for process in processes if process.group == group)
+    field, mend = _remedy(experiment, process, part)
+    size = f"{part.replace('_', ' ')} of the {group} processes take {_gigabytes(sizes[group, part])} of it"
+    return Violation(field, _value(experiment, field), f"{problem}: {size}; {mend}")
+
+
+def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
+    """Field and mend for a part of a process."""
+    group = process.group
+    match part, group:
+        case "activations", _:
+            return "policy.micro_batch_tokens", "lower it"
+        case "reference", _:
+            return "algorithm.kl.coefficient", "set it to 0, which keeps no reference"
+        case "checkpoint", _:
+            return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
+        case "optimizer", _:
+            return _MODEL, f"{_MORE_COPIES}, or, on GPUs, set policy.optimizer.on_host to true"
+        case "optimizer_on_host", _:
+            return _MODEL, _MORE_COPIES
+        case "logits", "policy" if not isinstance(experiment.generation, MegatronGenerationConfig):
+            return "policy.logprob_chunk_tokens", "lower it"
+        case "logits", _:
+            return _batch_size(experiment), "lower it"
+        case "kv_cache", _:
+            return _cache_size(experiment), "lower it"
+        case (("staging" | "staging_on_host"), _):
+            return _staging_size(experiment, process, part)
+        case "runtime", _:
+            return _number_of(group)
+    if group == "generation" and experiment.generation.replicas > 1:
+        return "generation.replicas", f"lower it, or {_SMALLER}"
+    return _MODEL, _SPREAD
+
+
+def _batch_size(experiment: Experiment) -> str:
+    name = "max_num_seqs" if isinstance(experiment.generation, VllmGenerationConfig) else "max_batch_size"
+    return f"generation.{name}"
+
+
+def _cache_size(experiment: Experiment) -> str:
+    """The smaller of two limits is the one that holds."""
+    generation = experiment.generation
+    if isinstance(generation, VllmGenerationConfig):
+        return "generation.kv_cache_gigabytes"
+    sequences = getattr(generation, "max_batch_size", 0) * experiment.policy.max_sequence_length
+    by_batch = sequences < getattr(generation, "max_kv_tokens", 0)
+    return _batch_size(experiment) if by_batch else "generation.max_kv_tokens"
+
+
+def _staging_size(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
+    generation = experiment.generation
+    if process.group == "policy":
+        if part == "staging":
+            return "generation.bucket_megabytes", "lower it"
+        return "generation.delta", "set it to false, which keeps no copy of what was sent"
+    buckets = buckets_bytes(generation, process.weights)
+    if part == "staging" and generation.backend != "torch" and 2 * buckets > process.staging:
+        return "generation.bucket_megabytes", "lower it"
+    if generation.replicas > 1:
+        return "generation.replicas", f"lower it, or {_SMALLER}"
+    return _MODEL, _SMALLER
+
+
+def _number_of(group: str) -> tuple[str, str]:
+    """Which field has that many processes started."""
+    fields = {
+        "driver": ("cluster.object_store_megabytes", "lower it"),
+        "policy": ("policy.layout", "take fewer processes"),
+        "generation": ("generation.replicas", "start fewer"),
+        "rollout": ("cluster.rollout_workers", "start fewer"),
+    }
+    return fields.get(group, (_MODEL, _SMALLER))
+
+
+def _value(experiment: Experiment, field: str) -> object:
+    """As people know it: a path as a text, the layout by its axes."""
+    if field == "policy.layout":
+        return experiment.policy.layout.name
+    value: object = experiment
+    for step in field.split("."):
+        value = getattr(value, step)
+    return str(value) if field == _MODEL else value
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
