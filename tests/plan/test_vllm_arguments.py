@@ -1,0 +1,52 @@
+"""Arguments that are passed on to vLLM, against those that its source names."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemorl.plan.vllm import vllm_violations
+from nemorl.plan.vllm_arguments import argument_violations, engine_arguments
+from tests.plan.conftest import Configure
+from tests.plan.test_vllm import VLLM, shape_of
+from tests.vllm_there import require_vllm
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "mend"),
+    [
+        ("sed", 1, "have no such argument; did you mean seed?"),
+        ("qqqqqqqq", 1, "have no such argument: leave it out"),
+        ("seed", "x", "vLLM wants int here"),
+        ("enable_expert_parallel", 1, "vLLM wants bool here"),
+        ("block_size", True, "vLLM wants int | None here"),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused(name: str, value: object, mend: str) -> None:
+    require_vllm()
+    (violation,) = argument_violations({name: value})
+    assert (violation.field, violation.value) == (f"generation.vllm_kwargs.{name}", value)
+    assert violation.mend.endswith(mend)
+
+
+def test_what_vllm_takes_passes() -> None:
+    taken = {"seed": 3, "block_size": None, "cpu_offload_gb": 1, "compilation_config": {"level": 0}}
+    assert not list(argument_violations(taken))
+
+
+def test_the_check_of_an_experiment_names_them(configure: Configure) -> None:
+    require_vllm()
+    experiment = configure(VLLM, "generation.vllm_kwargs={sed: 1}")
+    found = list(vllm_violations(experiment, shape_of(experiment), lambda: "0.32"))
+    assert [violation.field for violation in found] == ["generation.vllm_kwargs.sed"]
+
+
+@pytest.mark.slow
+def test_names_are_those_of_the_imported_class() -> None:
+    require_vllm()
+    program = (
+        "import dataclasses; from vllm.engine.arg_utils import AsyncEngineArgs; "
+        "print(*(field.name for field in dataclasses.fields(AsyncEngineArgs)))"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert set(told.stdout.splitlines()[-1].split()) == set(engine_arguments())
