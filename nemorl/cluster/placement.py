@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.config.experiment import Experiment
+from nemorl.config.models import models_of
 
 from .errors import PlacementFailed
 
@@ -31,23 +32,49 @@ class WorkerRequest:
     count: int
     gpus: int = 0  # of each process
     for_children: bool = False  # the GPUs are for actors that each process starts in its own place
+    guests: int = 0  # groups that live in the same places
+    host: str | None = None  # of a guest: the group in whose places it lives, rank by rank
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Ray's resources of one process."""
-        return {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
+        """Ray's resources of one place: of a process and its guests."""
+        cpus = {"CPU": 1.0 + self.guests}
+        return {**cpus, "GPU": float(self.gpus)} if self.gpus else cpus
+
+    @property
+    def num_cpus(self) -> int:
+        """Ray's CPUs of all its places; a guest has none of its own."""
+        return 0 if self.host is not None else self.count * (1 + self.guests)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all its places."""
+        return 0 if self.host is not None else self.count * self.gpus
 
     def __str__(self) -> str:
-        each = f"1 CPU and {self.gpus} GPU" if self.gpus else "1 CPU"
-        return f"{self.count} {self.group} worker{'s' * (self.count > 1)} ({each} each)"
+        name = f"{self.count} {self.group} worker{'s' * (self.count > 1)}"
+        if self.host is not None:
+            return f"{name} (in places of the {self.host})"
+        each = f"{1 + self.guests} CPU" + (f" and {self.gpus} GPU" if self.gpus else "")
+        return f"{name} ({each} each)"
 
 
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
-    """The processes of an experiment. Policy ranks and ranks of engines get a GPU each, if any.
+    """The processes of an experiment. Ranks of models and of engines get a GPU each, if any.
 
     Those of generation are not there where the policy samples by itself.
     """
     gpus = 1 if experiment.cluster.gpus_per_node else 0
+    policy, *others = models_of(experiment)
+    models = [
+        WorkerRequest(
+            model.name,
+            model.config.layout.world_size,
+            gpus,
+            host="policy" if model.on_policy_devices else None,
+        )
+        for model in others
+    ]
     generation = experiment.generation
     engines = [
         WorkerRequest(
@@ -60,7 +87,10 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     if not experiment.generation.has_engines:
         engines = []
     return (
-        WorkerRequest("policy", experiment.policy.layout.world_size, gpus),
+        WorkerRequest(
+            "policy", policy.config.layout.world_size, gpus, guests=sum(m.host is not None for m in models)
+        ),
+        *models,
         *engines,
         WorkerRequest("rollout", experiment.cluster.rollout_workers),
         *([WorkerRequest("endpoint", 1)] if experiment.generation.endpoint is not None else []),
@@ -90,9 +120,12 @@ class Placement:
     def options(self, group: str, rank: int) -> dict[str, Any]:
         """Ray's options for the actor of one rank."""
         request = self.requests[group]
-        bundle = self.bundles[group][rank]
+        host = self.requests[request.host or group]
+        bundle = self.bundles[host.group][rank]
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        gpus = 0 if request.for_children else request.gpus
+        gpus: float = 0 if request.for_children else request.gpus
+        if host.guests:  # Ray lends a device to several processes by fractions of it
+            gpus = gpus / (1 + host.guests)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def release(self) -> None:
@@ -115,7 +148,7 @@ async def reserve(
     """
     if not can_grow and (lacking := _lacking(requests)):
         raise _failure(requests, strategy, f"{lacking} more than all of it")
-    wanted = [request.bundle for request in requests for _ in range(request.count)]
+    wanted = [request.bundle for request in requests if request.host is None for _ in range(request.count)]
     group = placement_group(wanted, strategy=strategy)
     ready = False
     try:
@@ -142,6 +175,8 @@ def _bundles_of(requests: Sequence[WorkerRequest], group: PlacementGroup) -> dic
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     bundles, first = {}, 0
     for request in requests:
+        if request.host is not None:
+            continue
         own = range(first, first + request.count)
         bundles[request.group] = tuple(sorted(own, key=lambda bundle: (node_of[bundle], bundle)))
         first += request.count
@@ -150,8 +185,8 @@ def _bundles_of(requests: Sequence[WorkerRequest], group: PlacementGroup) -> dic
 
 def _lacking(requests: Sequence[WorkerRequest]) -> str:
     has = ray.cluster_resources()
-    cpus = sum(r.count for r in requests) - has.get("CPU", 0.0)
-    gpus = sum(r.count * r.gpus for r in requests) - has.get("GPU", 0.0)
+    cpus = sum(r.num_cpus for r in requests) - has.get("CPU", 0.0)
+    gpus = sum(r.num_gpus for r in requests) - has.get("GPU", 0.0)
     return " and ".join(f"{lack:g} {name}" for lack, name in ((cpus, "CPU"), (gpus, "GPU")) if lack > 0)
 
 

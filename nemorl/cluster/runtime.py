@@ -109,7 +109,7 @@ class ClusterRuntime:
         self._lock = hold(self._temp_dir)
         ray.init(
             address="local",
-            num_cpus=max(available_cores(), sum(request.count for request in self.requests)),
+            num_cpus=max(available_cores(), sum(request.num_cpus for request in self.requests)),
             object_store_memory=self.config.object_store_megabytes * 2**20,
             include_dashboard=False,
             log_to_driver=False,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,14 +38,24 @@ class Loss(Protocol):
         ...
 
 
+@runtime_checkable
+class UpdateLoss(Loss, Protocol):
+    """A loss that looks at all of an optimizer step's sequences before it is asked about any micro-batch."""
+
+    def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], /) -> Loss:
+        """The loss of the micro-batches, of which `batch` is what this data-parallel rank has.
+
+        `over_ranks` lays values [n] of the data-parallel ranks, which all call it alike, end to end.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class TokenEstimate:
     """What an estimator says of a data-parallel rank's tokens; figures are equal on all ranks."""
 
     advantages: Tensor  # [N] float32, 0 where loss_mask is False
-    returns: (
-        Tensor | None
-    )  # [N] float32, what a critic shall learn of the state in which each token is chosen
+    returns: Tensor | None  # [N] float32, that a critic learns of the state before each token
     figures: dict[str, float]
 
 

@@ -10,13 +10,16 @@ from typing import Any, Literal
 from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Worker
-from nemorl.config.experiment import Experiment
-from nemorl.data.losses import Loss
+from nemorl.config.policy import PolicyConfig
+from nemorl.config.run import DeadlineConfig
+from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
 from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
 from nemorl.megatron.checkpoint_store import FileRecord
-from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
+from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
 from nemorl.models.shape import ModelShape
 
+from .columns import Column, Field, column_of, column_shards
+from .device_turns import DeviceTurns
 from .shard import SequencePlace, make_shards
 
 # Beyond the deadline of sampling itself, which names the groups that did not finish.
@@ -26,10 +29,12 @@ _GRACE_SECONDS = 30.0
 class ModelGroup:
     """All ranks of a model as one: the policy's, a critic's. Belongs to one event loop."""
 
-    def __init__(self, group: WorkerGroup, experiment: Experiment) -> None:
+    def __init__(self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig) -> None:
         self.group = group
-        self._config = experiment.policy
-        self._deadlines = experiment.cluster.deadlines
+        self._config = config
+        self._deadlines = deadlines
+        self.turns: DeviceTurns | None = None  # of groups that share devices
+        self._is_away = False
         self._hidden_size = ModelShape.load(self._config.model_path, self._config.head).hidden_size
         self._plan: BatchPlan | None = None
         self._lengths: list[int] = []  # tokens of the loaded sequences
@@ -52,9 +57,7 @@ class ModelGroup:
             self._config.micro_batch_tokens,
             self._hidden_size,
             fewest=layout.pipeline_parallel_size if interleaved else 1,
-            units=[
-                -place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)
-            ],
+            units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
         )
         await self.group.call_sharded_async(
             f"load_{kind}",
@@ -62,6 +65,53 @@ class ModelGroup:
             stage="loading a batch",
             deadline_seconds=self._deadlines.logprobs,
             resolve=True,
+        )
+
+    async def take_advantages(self, sequences: Sequence[SequencePlace]) -> None:
+        """New advantages for the loaded batch, which is of these sequences."""
+        await self._sharded("take_advantages", make_shards(sequences, self._loaded()), stage="advantages")
+
+    async def share(self, field: Field) -> Column:
+        """A field of the loaded batch, for another group that has loaded the same sequences."""
+        outputs = self.group.mesh.output_ranks
+        stores = await self.group.call_sharded_async(
+            "share",
+            [rank in outputs for rank in range(self.group.mesh.world_size)],
+            field,
+            stage=field,
+            deadline_seconds=self._deadlines.logprobs,
+            axis="rank",
+            outputs="output_ranks",
+        )
+        return column_of(stores, self._loaded())
+
+    async def take(self, field: Field, column: Column) -> None:
+        """Fill a field of the loaded batch with what another group has shared."""
+        await self._sharded("take", column_shards(column, self._loaded()), field, stage=field)
+
+    async def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
+        """Compute the batch's `advantages`, and `returns` for a critic; figures."""
+        figures = await self.group.call_async(
+            "estimate", estimator, stage="advantages", deadline_seconds=self._deadlines.logprobs
+        )
+        return figures[0]  # type: ignore[no-any-return]
+
+    async def sequence_figures(self, figure: SequenceFigure) -> list[float]:
+        """A number for each loaded sequence, in the order of `load`."""
+        plan = self._loaded()
+        figures = await self.group.call_async(
+            "sequence_figures",
+            figure,
+            stage="advantages",
+            deadline_seconds=self._deadlines.logprobs,
+            outputs="output_ranks",
+        )
+        found = dict(zip(chain(*plan.ranks), chain(*figures), strict=True))
+        return [found[place] for place in range(len(found))]
+
+    async def _sharded(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
+        await self.group.call_sharded_async(
+            method, shards, *args, stage=stage, deadline_seconds=self._deadlines.logprobs, resolve=True
         )
 
     def packing_figures(self) -> dict[str, float]:
@@ -72,6 +122,7 @@ class ModelGroup:
 
     async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
         """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers."""
+        await self.come_back()
         stats = await self.group.call_sharded_async(
             "compute_logprobs",
             self._batches(),
@@ -82,8 +133,17 @@ class ModelGroup:
         )
         return stats[0]  # type: ignore[no-any-return]
 
+    async def values(self) -> ValueStats:
+        """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
+        await self.come_back()
+        stats = await self.group.call_sharded_async(
+            "compute_values", self._batches(), stage="values", deadline_seconds=self._deadlines.logprobs
+        )
+        return stats[0]  # type: ignore[no-any-return]
+
     async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
         """One optimizer step over a minibatch of the loaded batch."""
+        await self.come_back()
         stats = await self.group.call_sharded_async(
             "train_on",
             self._loaded().minibatches[minibatch],
@@ -95,6 +155,7 @@ class ModelGroup:
 
     async def evaluate(self, loss: Loss) -> Evaluation:
         """The loss of the whole loaded batch under the weights as they are."""
+        await self.come_back()
         figures = await self.group.call_sharded_async(
             "evaluate_on",
             self._batches(),
@@ -109,6 +170,7 @@ class ModelGroup:
 
         Under the weights as they are, or under the reference's.
         """
+        await self.come_back()
         plan = self._loaded()
         sums = await self.group.call_sharded_async(
             "sequence_logprobs",
@@ -121,19 +183,32 @@ class ModelGroup:
         found = dict(zip(chain(*plan.ranks), chain(*sums), strict=True))
         return [found[place] for place in range(len(found))]
 
-    @asynccontextmanager
-    async def away(self) -> AsyncIterator[None]:
-        """Inside, generation has the devices as far as `policy.offload` says, and no weights are sent."""
+    async def leave(self) -> None:
+        """Leave the devices as far as `offload` says. What needs them later takes them back by itself."""
         wanted = self._config.offload
-        if not (wanted.weights or wanted.optimizer):
-            yield
-            return
-        seconds = self._deadlines.refit
-        await self.group.call_async("offload", stage="offload", deadline_seconds=seconds)
-        try:
-            yield
-        finally:
-            await self.group.call_async("onload", stage="onload", deadline_seconds=seconds)
+        if (wanted.weights or wanted.optimizer) and not self._is_away:
+            self._is_away = True
+            await self.group.call_async("offload", stage="offload", deadline_seconds=self._deadlines.refit)
+
+    async def settle(self) -> None:
+        """Undo `leave`."""
+        if self._is_away:
+            await self.group.call_async("onload", stage="onload", deadline_seconds=self._deadlines.refit)
+            self._is_away = False
+
+    async def come_back(self) -> None:
+        """Take the devices; the groups that share them leave, as far as theirs says."""
+        if self.turns is None:
+            await self.settle()
+        else:
+            await self.turns.give_to(self)
+
+    async def give_devices_away(self) -> None:
+        """Let generation have the devices: all that live there leave."""
+        if self.turns is None:
+            await self.leave()
+        else:
+            await self.turns.give_to(None)
 
     @property
     def samplers(self) -> list[Worker]:
@@ -161,10 +236,12 @@ class ModelGroup:
 
     async def save(self, folder: Path) -> list[FileRecord]:
         """Write model, optimizer, schedule and random states into a folder."""
+        await self.come_back()
         return _together(await self._checkpoint("save_checkpoint", folder.absolute()))
 
     async def copy_for_checkpoint(self) -> None:
         """Copy all that aside, in the memory of the ranks."""
+        await self.come_back()
         await self._checkpoint("copy_for_checkpoint")
 
     async def write_copy(self, folder: Path) -> list[FileRecord]:
@@ -179,6 +256,7 @@ class ModelGroup:
 
     async def restore(self, folder: Path) -> None:
         """Take all that from a folder."""
+        await self.come_back()
         await self._checkpoint("load_checkpoint", folder.absolute())
 
     async def header(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -13,10 +13,8 @@ from typing import Any, Literal
 import ray
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.mesh import Mesh
 from nemorl.cluster.placement import Placement, threads_per_worker
 from nemorl.cluster.worker import Worker
-from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
@@ -28,6 +26,7 @@ from nemorl.weights.exchange import RefitStats, WeightExchange
 from nemorl.weights.venue import TransportOptions
 
 from .model_group import ModelGroup
+from .models import ModelStarter, handles
 from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
 
@@ -49,6 +48,7 @@ class Session:
     """The started processes. A part that the run does not need is not there."""
 
     policy: ModelGroup | None = None
+    models: dict[str, ModelGroup] = field(default_factory=dict)  # by name; the policy is among them
     generation: WorkerGroup | None = None
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
@@ -69,12 +69,18 @@ class Session:
         assert self.policy is not None, "this session was started without a policy"
         return self.policy
 
+    def model(self, name: str) -> ModelGroup:
+        """A model of `nemorl.config.models.models_of` by its name, such as `critic`."""
+        assert name in self.models, f"this session was started without a {name}"
+        return self.models[name]
+
     async def hand_over(self, version: int) -> dict[str, float]:
         """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
         if self.policy_samples:
             self.version = version
         if self.exchange is None or version == self.version:
             return {}
+        await self.learner.come_back()
         async with self.engines.refitting():
             stats = await self._refit(self.exchange, self.engines, version)
             self.version = version
@@ -103,7 +109,7 @@ class Session:
         """Inside, generation samples: engines, to which the policy may leave its devices, or the policy."""
         async with AsyncExitStack() as stack:
             if self.policy is not None:
-                await stack.enter_async_context(self.policy.away())
+                await self.policy.give_devices_away()
             if self.policy_samples:
                 await stack.enter_async_context(self.learner.sampling(self.version))
             if self.pool is not None and self.engines_sleep:
@@ -132,13 +138,17 @@ async def open_session(
         rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
         starter = _Starter(experiment, placement)
         session.policy_samples = sampling and not experiment.generation.has_engines
-        learner, engines = await asyncio.gather(
-            starter.policy(Path(rendezvous)) if policy or session.policy_samples else _nothing(),
+        models, engines = await asyncio.gather(
+            starter.models(Path(rendezvous), training=policy)
+            if policy or session.policy_samples
+            else _nothing(),
             starter.generation() if sampling and not session.policy_samples else _nothing(),
         )
-        if learner is not None:
-            stack.push_async_exit(_end(learner))
-            session.policy = ModelGroup(learner, experiment)
+        if models is not None:
+            for model in models.values():
+                stack.push_async_exit(_end(model))
+            session.models = handles(experiment, models)
+            session.policy = session.models["policy"]
         if engines is not None:
             session.generation = engines
             stack.push_async_exit(_end(engines))
@@ -216,32 +226,9 @@ class _Starter:
     def device(self) -> Literal["cpu", "cuda"]:
         return "cuda" if self.experiment.cluster.gpus_per_node else "cpu"
 
-    async def policy(self, rendezvous: Path) -> WorkerGroup:
-        config, cluster = self.experiment.policy, self.experiment.cluster
-        algorithm, deadlines = self.experiment.algorithm, cluster.deadlines
-        ranks = config.layout.world_size
-        threads = threads_per_worker(cluster.policy_threads, ranks, cluster.num_nodes)
-        online = isinstance(algorithm, OnlineConfig)
-        shared = {
-            "config": config,
-            "world_size": ranks,
-            "rendezvous": f"file://{rendezvous / 'meet'}",
-            "device": self.device,
-            "threads": threads,
-            "temperature": self.experiment.generation.sampling.temperature if online else 1.0,
-            "seed": self.experiment.seed,
-            "keep_reference": algorithm.keeps_reference,
-            "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
-        }
-        options = {"threads": threads, "mesh": Mesh.of(config.layout)}
-        host = "nemorl.session.policy_host:PolicyHost"
-        if not self.experiment.generation.has_engines:
-            host = "nemorl.session.megatron_host:SamplingPolicyHost"
-            shared["generation"] = self.experiment.generation
-            shared["tokenizer_path"] = (config.tokenizer.path or config.model_path).absolute()
-            options["serving"] = True
-        return await self._start(
-            "policy", host, [{**shared, "rank": rank} for rank in range(ranks)], **options
+    async def models(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
+        return await ModelStarter(self.experiment, self.device, self._start).start(
+            rendezvous, training=training
         )
 
     async def generation(self) -> WorkerGroup:

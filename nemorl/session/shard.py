@@ -18,6 +18,7 @@ class SequencePlace:
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
+    rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
     compared: Compared | None = None  # of a sequence that a loss holds against others
 
 
@@ -32,6 +33,7 @@ class Shard:
     places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
     advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
+    rewards: tuple[tuple[float, ...], ...] | None = None  # [S]
     compared: tuple[Compared, ...] | None = None  # [S]
 
     def sequences(self) -> list[Any]:
@@ -53,8 +55,16 @@ def _shard(sequences: Sequence[SequencePlace]) -> Shard:
         places=tuple((stores[s.store], s.row) for s in sequences),
         advantages=tuple(s.advantage for s in sequences),
         weights=tuple(s.weight for s in sequences),
+        rewards=_rewards([s.rewards for s in sequences]),
         compared=_compared([s.compared for s in sequences]),
     )
+
+
+def _rewards(of_sequences: Sequence[tuple[float, ...] | None]) -> tuple[tuple[float, ...], ...] | None:
+    known = tuple(each for each in of_sequences if each is not None)
+    if known and len(known) < len(of_sequences):
+        raise ValueError(f"{len(known)} of {len(of_sequences)} sequences of a shard are paid: all or none")
+    return known or None
 
 
 def _compared(of_sequences: Sequence[Compared | None]) -> tuple[Compared, ...] | None:

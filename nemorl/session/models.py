@@ -1,0 +1,76 @@
+"""The models of a run: which processes hold them, and how these are started."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.placement import threads_per_worker
+from nemorl.config.experiment import Experiment
+from nemorl.config.models import ModelSpec, models_of
+
+from .device_turns import DeviceTurns
+from .model_group import ModelGroup
+
+StartGroup = Callable[..., Awaitable[WorkerGroup]]
+
+
+@dataclass(frozen=True)
+class ModelStarter:
+    """Starts the groups of an experiment's models."""
+
+    experiment: Experiment
+    device: Literal["cpu", "cuda"]
+    start_group: StartGroup  # (name, target, kwargs of each rank, **options of `WorkerGroup.start_async`)
+
+    async def start(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
+        """The groups by name, at once; without training the policy alone. Its ranks meet in the folder."""
+        models = models_of(self.experiment)[: None if training else 1]
+        own = sum(model.config.layout.world_size for model in models if not model.on_policy_devices)
+        cluster = self.experiment.cluster
+        threads = threads_per_worker(cluster.policy_threads, own, cluster.num_nodes)
+        groups = await asyncio.gather(*(self._start(model, rendezvous, threads) for model in models))
+        return {model.name: group for model, group in zip(models, groups, strict=True)}
+
+    async def _start(self, model: ModelSpec, rendezvous: Path, threads: int) -> WorkerGroup:
+        algorithm, cluster = self.experiment.algorithm, self.experiment.cluster
+        deadlines, ranks = cluster.deadlines, model.config.layout.world_size
+        shared: dict[str, Any] = {
+            "config": model.config,
+            "world_size": ranks,
+            "rendezvous": f"file://{rendezvous / model.name}",
+            "device": self.device,
+            "threads": threads,
+            "temperature": self.experiment.generation.sampling.temperature if algorithm.online else 1.0,
+            "seed": self.experiment.seed,
+            "keep_reference": False,
+            "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
+            "trains": model.trains,
+        }
+        options: dict[str, Any] = {"threads": threads, "mesh": Mesh.of(model.config.layout)}
+        host = "nemorl.session.policy_host:PolicyHost"
+        if model.name == "policy":
+            shared["keep_reference"] = algorithm.keeps_reference and self.experiment.reference is None
+            if not self.experiment.generation.has_engines:
+                host = "nemorl.session.megatron_host:SamplingPolicyHost"
+                tokenizer = model.config.tokenizer.path or model.config.model_path
+                shared["generation"] = self.experiment.generation
+                shared["tokenizer_path"] = tokenizer.absolute()
+                options["serving"] = True
+        kwargs = [{**shared, "rank": rank} for rank in range(ranks)]
+        return await self.start_group(model.name, host, kwargs, **options)
+
+
+def handles(experiment: Experiment, groups: Mapping[str, WorkerGroup]) -> dict[str, ModelGroup]:
+    """A handle on each group that was started; those on the policy's devices take turns."""
+    deadlines = experiment.cluster.deadlines
+    models = [model for model in models_of(experiment) if model.name in groups]
+    found = {model.name: ModelGroup(groups[model.name], model.config, deadlines) for model in models}
+    residents = [found[model.name] for model in models if model.name == "policy" or model.on_policy_devices]
+    turns = DeviceTurns(residents)
+    for resident in residents:
+        resident.turns = turns
+    return found
