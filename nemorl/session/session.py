@@ -80,7 +80,8 @@ class Session:
             self.version = version
         if self.exchange is None or version == self.version:
             return {}
-        await self.learner.come_back()
+        if self.policy is not None:
+            await self.policy.come_back()
         async with self.engines.refitting():
             stats = await self._refit(self.exchange, self.engines, version)
             self.version = version
