@@ -1,86 +1,97 @@
-"""Losses per token, summed with the weights of the batch (`aggregation.py`)."""
+"""Losses of a micro-batch: terms of tokens, summed with the weights of the batch (`aggregation.py`)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import ClipLossConfig, KLConfig
+from nemorl.config.algorithm import (
+    ClipCovLossConfig,
+    CorrectionConfig,
+    KLConfig,
+    KlCovLossConfig,
+    NoCorrectionConfig,
+    PolicyLossConfig,
+)
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-# Beyond this the ratio carries no information and its exponential overflows in float32.
-MAX_LOG_RATIO = 20.0
-
-
-def clipped_policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate per token and the ratio, both [N] (Schulman et al. 2017, arXiv 1707.06347).
-
-    `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old_logprobs)`, equation 7;
-    different bounds are DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476).
-    """
-    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages), ratio
-
-
-def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) per token [N] (Schulman 2020, "Approximating KL divergence").
-
-    With `x = log policy - log reference`: k1 is `x`, k2 `x^2 / 2`, k3 `exp(-x) - 1 + x`.
-    """
-    x = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    match estimator:
-        case "k1":
-            return x
-        case "k2":
-            return x.square() / 2
-        case "k3":
-            return (-x).exp() - 1 + x
-    raise ValueError(f"KL estimator is {estimator!r}; k1, k2 and k3 are known")
+from .correction import correct
+from .kl import gap_divergence, kl_divergence, kl_penalty
+from .policy_losses import Choice, bounded_exp, choose, log_ratio, token_loss
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Clipped policy gradient, with divergence from the reference and an entropy bonus where weighed."""
+    """`correction * policy loss + kl.coefficient * divergence - entropy_coefficient * entropy` of each token.
 
-    config: ClipLossConfig
+    Needs `advantages`. The `old` logprobs are the engine's in the bypass form of the correction, otherwise
+    the batch's `old_logprobs`, or where it has none the current ones: with one update in a step the ratio is
+    1, and its gradient the policy gradient's.
+    """
+
+    config: PolicyLossConfig
     kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = NoCorrectionConfig()
+    entropy_coefficient: float = 0.0
+    choice: Choice | None = None  # of losses that choose among all tokens of an update
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
+    def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor]) -> "PolicyLoss":
+        """The loss for all micro-batches of an update, of which `batch` is this rank's part."""
+        if not isinstance(self.config, ClipCovLossConfig | KlCovLossConfig):
+            return self
+        old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
+        assert old is not None, "a choice by covariance wants old logprobs"
+        return replace(self, choice=choose(batch, old, self.config, over_ranks))
+
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `advantages`; `old_logprobs` default to the current ones (one update per batch: ratio 1)."""
+        """Sums over a micro-batch; figures that are means over tokens are divided by `finish_metrics`."""
         assert batch.advantages is not None, "the policy loss wants advantages"
         assert entropy is not None, "the policy loss wants the entropy"
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        surrogate, ratio = clipped_policy_loss(
-            logprobs, old, batch.advantages, self.config.clip_low, self.config.clip_high
-        )
-        token_loss = surrogate - self.config.entropy_coefficient * entropy
-        mask = batch.loss_mask
-        sums = {
-            "loss/policy": (batch.weights * surrogate).sum(),
-            "tokens": mask.sum(),
-            "entropy": (entropy * mask).sum(),
-            "ratio/mean": (ratio * mask).sum(),
-            "clip_fraction/low": ((ratio < 1 - self.config.clip_low) & (batch.advantages < 0) & mask).sum(),
-            "clip_fraction/high": ((ratio > 1 + self.config.clip_high) & (batch.advantages > 0) & mask).sum(),
-        }
-        maxima = {}
+        old = self._old(batch, logprobs)
+        found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
+        terms, figures, largest = found.loss, dict(found.figures), {}
+        if self.correction.compares or self.correction.off_policy_threshold is not None:
+            corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
+            terms = terms * corrected.weight
+            figures |= corrected.figures
+            largest |= corrected.largest
+        policy = (batch.weights * terms).sum()
+        if found.ratio is not None:
+            figures |= {
+                "ratio/mean": found.ratio,
+                "ratio/square": found.ratio.square(),
+                "kl/old": kl_divergence(old, logprobs, "k3"),
+            }
+            largest["ratio/max"] = found.ratio
         if batch.logprobs is not None:
-            gap = ((logprobs - batch.logprobs) * mask).abs()
-            sums["logprob_gap/mean"] = gap.sum()
-            maxima["logprob_gap/max"] = gap.max()
+            gap = (logprobs - batch.logprobs).abs()
+            trainer = logprobs if batch.old_logprobs is None else batch.old_logprobs
+            k1, k3 = gap_divergence(batch.logprobs, trainer)
+            figures |= {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}
+            largest["logprob_gap/max"] = gap
+        figures["entropy"] = entropy
+        terms = terms - self.entropy_coefficient * entropy
         if batch.reference_logprobs is not None:
-            divergence = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
-            token_loss = token_loss + self.kl.coefficient * divergence
-            sums["kl/reference"] = (divergence * mask).sum()
-        loss = (batch.weights * token_loss).sum()
-        sums["loss/total"] = loss
-        return LossOutput(loss, _detached(sums), _detached(maxima))
+            figures["kl/reference"] = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
+            if self.kl.placement == "loss":
+                ratio = bounded_exp(log_ratio(batch, logprobs, old))
+                penalty = kl_penalty(logprobs, batch.reference_logprobs, self.kl, ratio)
+                terms = terms + self.kl.coefficient * penalty
+        loss = (batch.weights * terms).sum()
+        mask = batch.loss_mask
+        sums = {"loss/total": loss, "loss/policy": policy, "tokens": mask.sum()}
+        sums |= {name: (values * mask).sum() for name, values in figures.items()}
+        return LossOutput(
+            loss, _detached(sums), _detached({name: (v * mask).max() for name, v in largest.items()})
+        )
+
+    def _old(self, batch: PackedBatch, logprobs: Tensor) -> Tensor:
+        if self.correction.form == "bypass":
+            assert batch.logprobs is not None, "the bypass form wants the engine's logprobs"
+            return batch.logprobs
+        return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
 
 @dataclass(frozen=True)
@@ -97,9 +108,16 @@ class CrossEntropyLoss:
 
 
 def finish_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of one optimizer step from global sums: losses stay sums, the rest are means over tokens."""
+    """Metrics of one optimizer step from global sums: losses stay sums, the rest are means over tokens.
+
+    Of weights `x/mean` and `x/square` become `x/ess`, the effective sample size as a share of the tokens:
+    `(sum of w)^2 / (n sum of w^2)`, 1 for equal weights.
+    """
     tokens = max(sums["tokens"], 1.0)
     means = {k: v if k.startswith("loss/") else v / tokens for k, v in sums.items() if k != "tokens"}
+    for square in [name for name in means if name.endswith("/square")]:
+        of, mean_square = square.removesuffix("square"), means.pop(square)
+        means[f"{of}ess"] = means[f"{of}mean"] ** 2 / mean_square if mean_square > 0 else 0.0
     return {**means, **maxima}
 
 

@@ -22,7 +22,7 @@ class Scorer:
     @property
     def loss(self) -> PolicyLoss:
         """The loss of one micro-batch."""
-        return PolicyLoss(self.config.loss, self.config.kl)
+        return PolicyLoss(self.config.loss, self.config.kl, self.config.correction)
 
     def score(self, groups: Sequence[GroupSummary]) -> list[SequencePlace]:
         """All trajectories in the order of their groups, with advantage and weight.

@@ -27,6 +27,19 @@ def global_figures(
     return figures["sums"], figures["maxima"]
 
 
+def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
+    """Values [n] of the data-parallel ranks, which may have differently many, end to end; on the CPU."""
+    group = parallel_state.get_data_parallel_group()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    counts[group.rank()] = len(values)
+    dist.all_reduce(counts, group=group)
+    padded = values.new_zeros(int(counts.max()), device=device)
+    padded[: len(values)] = values.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(gathered, counts.tolist(), strict=True)]).cpu()
+
+
 def from_last_stage(values: Tensor) -> Tensor:
     """The last pipeline stage's tensor on all its stages; the others pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.losses import Loss
+from nemorl.data.losses import Loss, UpdateLoss
 from nemorl.data.packed import PackedBatch
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
@@ -27,7 +28,7 @@ from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
-from .collect import global_figures
+from .collect import global_figures, over_data_parallel
 from .decode import CachedModel
 from .decode_copy import DecodingCopy
 from .device import DeviceKind, select_device
@@ -218,6 +219,9 @@ class PolicyWorker:
         self.optimizer.zero_grad()
         if loss.needs_entropy:
             self._require_head("lm", "a loss that needs the entropy")
+        if isinstance(loss, UpdateLoss):
+            mine = batch.select([sequence for micro in micro_batches for sequence in micro])
+            loss = loss.prepared(mine, partial(over_data_parallel, device=self._device))
         outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
         sums, maxima = global_figures(outputs, self._device)

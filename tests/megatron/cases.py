@@ -11,7 +11,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.worker import LogprobStats, PolicyWorker, TrainStats
 
-LOSS = PolicyLoss(ClipLossConfig(entropy_coefficient=0.01), KLConfig(coefficient=0.05))
+LOSS = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.05), entropy_coefficient=0.01)
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,62 @@ from pydantic import Field
 
 from .advantage import AdvantageConfig, GroupAdvantageConfig
 from .base import Aggregation, AlgorithmBase, ValidationConfig
+from .correction import (
+    CorrectionConfig,
+    IcePopCorrectionConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    SequenceMaskConfig,
+    TruncatedCorrectionConfig,
+)
+from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
 from .online import OnlineConfig
-from .policy_loss import ClipLossConfig, PolicyLossConfig
+from .policy_loss import (
+    CispoLossConfig,
+    ClipCovLossConfig,
+    ClipLossConfig,
+    CustomLossConfig,
+    GmpoLossConfig,
+    GspoLossConfig,
+    GspoTokenLossConfig,
+    KlCovLossConfig,
+    PolicyLossConfig,
+    ReinforceLossConfig,
+    SapoLossConfig,
+)
 from .sft import SftConfig
 
 AlgorithmConfig = Annotated[OnlineConfig | SftConfig, Field(discriminator="name")]
 
 __all__ = [
+    "AdaptiveEntropyConfig",
     "AdvantageConfig",
     "Aggregation",
     "AlgorithmBase",
     "AlgorithmConfig",
+    "CispoLossConfig",
+    "ClipCovLossConfig",
     "ClipLossConfig",
+    "CorrectionConfig",
+    "CustomLossConfig",
+    "EntropyBonusConfig",
+    "EntropyConfig",
+    "GmpoLossConfig",
     "GroupAdvantageConfig",
+    "GspoLossConfig",
+    "GspoTokenLossConfig",
+    "IcePopCorrectionConfig",
     "KLConfig",
+    "KlCovLossConfig",
+    "MaskedCorrectionConfig",
+    "NoCorrectionConfig",
     "OnlineConfig",
     "PolicyLossConfig",
+    "ReinforceLossConfig",
+    "SapoLossConfig",
+    "SequenceMaskConfig",
     "SftConfig",
+    "TruncatedCorrectionConfig",
     "ValidationConfig",
 ]

@@ -8,7 +8,10 @@ from nemorl.config.merge import merged
 
 from .advantage import AdvantageConfig, GroupAdvantageConfig
 from .base import AlgorithmBase
+from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
+from .entropy import EntropyBonusConfig, EntropyConfig
+from .filters import FiltersConfig
 from .kl import KLConfig
 from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
@@ -42,6 +45,10 @@ class OnlineConfig(AlgorithmBase):
     """Divergence from the reference policy."""
     critic: CriticLearningConfig | None = None
     """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
+    entropy: EntropyConfig = EntropyBonusConfig()
+    """What the entropy is worth."""
+    correction: CorrectionConfig = NoCorrectionConfig()
+    """How samples of another policy than the one that learns are weighed or left out."""
     max_logprob_gap: float = Field(0.2, gt=0)
     """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
     max_token_logprob_gap: float | None = Field(None, gt=0)
@@ -101,6 +108,9 @@ class OnlineConfig(AlgorithmBase):
     def needs_old_logprobs(self) -> bool:
         """Whether the policy's logprobs before the first update have to be computed.
 
-        A single update sees the weights that sampled, so its own logprobs are the old ones.
+        A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
+        chooses among all tokens before it sees any. Several want the pass where a ratio, a weight or a mask
+        is taken against the old policy; in the bypass form of the correction the engine's logprobs are the
+        old ones.
         """
         return self.updates_per_step > 1 or self.kl_in_reward

@@ -1,0 +1,71 @@
+"""Divergence of the policy from a reference, estimated from sampled tokens (docs/off_policy.md).
+
+With `x = log policy - log reference` of a token that the policy sampled, KL(policy || reference) per token is
+estimated (Schulman 2020, "Approximating KL divergence") by
+
+    k1 = x                  no bias, high variance, may be negative
+    k2 = x^2 / 2            biased, low variance
+    k3 = exp(-x) - 1 + x    no bias, low variance, never negative
+
+An estimator without bias need not have a gradient without bias. In a loss, where the samples are given, the
+gradients are, as a factor of the gradient of the logprob,
+
+    k1: 1             nothing but noise: its expectation is 0
+    k2: x             the gradient of KL(policy || reference)
+    k3: 1 - exp(-x)   in expectation that of KL(reference || policy); near x for small x
+
+(Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477.) So
+k1 is refused in the loss unless `straight_through` takes the gradient of k2, which verl writes `k1+`, `k3+`.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from nemorl.config.algorithm import KLConfig
+
+from .policy_losses import MAX_LOG_RATIO
+
+
+def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The estimate of each token [N]; `x` is clamped to ±20, without gradient beyond (verl: for k3)."""
+    x = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return x.square() / 2
+        case "k3":
+            return (-x).exp() - 1 + x
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Tensor | None = None) -> Tensor:
+    """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
+
+    `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none).
+
+    With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
+    taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
+    of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
+    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`). The gradient of k2, and of
+    `straight_through`, is right by itself and the ratio weighs it as a constant.
+    """
+    estimate = kl_divergence(logprobs, reference, config.estimator)
+    if config.max_value is not None:
+        estimate = estimate.clamp(-config.max_value, config.max_value)
+    right_by_itself = config.estimator == "k2" or config.straight_through
+    if config.straight_through:
+        pull = kl_divergence(logprobs, reference, "k2")
+        estimate = estimate.detach() + (pull - pull.detach())
+    if not config.importance_weighted:
+        return estimate
+    assert ratio is not None, "a divergence that is weighed by the ratio wants one"
+    return estimate * (ratio.detach() if right_by_itself else ratio)
+
+
+def gap_divergence(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor]:
+    """k1 and k3 of KL(engine || trainer) for each token [N] that the engine sampled; no gradients."""
+    return (
+        kl_divergence(engine, trainer, "k1").detach(),
+        kl_divergence(engine, trainer, "k3").detach(),
+    )
