@@ -1,31 +1,60 @@
-"""How good a trajectory was beside what could be expected."""
+"""How good the trajectories of a batch were beside what could be expected, by the name of the estimator.
 
-from collections.abc import Sequence
+All take groups and give numbers: one for each trajectory, or one for each of its turns. The groups hold what
+counts, without failed trajectories and dropped groups. Advantages that differ from token to token are made
+where the tokens are (`token_advantages.py`).
+"""
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from nemorl.config.algorithm import GroupAdvantageConfig
+from nemorl.config.algorithm.advantage import (
+    CustomAdvantageConfig,
+    GdpoAdvantageConfig,
+    GpgAdvantageConfig,
+    GroupAdvantageConfig,
+    GroupThenBatchAdvantageConfig,
+    OfGroupsConfig,
+    OptimalBaselineAdvantageConfig,
+    PassAtKAdvantageConfig,
+    ReinforceAdvantageConfig,
+    RemaxAdvantageConfig,
+    TurnAdvantageConfig,
+)
+from nemorl.data.batches import Advantage
+from nemorl.rollout.groups import GroupSummary
+
+from .batch_advantages import gdpo, group_then_batch, reinforce
+from .group_advantages import gpg, group_relative, optimal_baseline, pass_at_k, remax
+from .own_advantage import own_advantages
+from .turn_advantages import turn_relative
+
+Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]
 
 
-def group_relative(rewards: Sequence[float], groups: Sequence[int], config: GroupAdvantageConfig) -> Tensor:
-    """Advantage of each trajectory against the others of its task: [S] float32.
+def estimator(config: OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
+    """From groups to the advantages of their trajectories; `reward_weights` are of the rewards by name.
 
-    `A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group (Shao
-    et al. 2024, arXiv 2402.03300, section 4.1.2). With `leave_one_out` the mean is that of the others
-    (Ahmadian et al. 2024, arXiv 2402.14740). A group of one, or of equal rewards, has advantage 0.
+    Raises OwnPartError where a function of the user's cannot be found.
     """
-    r = torch.tensor(rewards, dtype=torch.float64)
-    members: dict[int, list[int]] = {}
-    for position, group in enumerate(groups):
-        members.setdefault(group, []).append(position)
-    advantages = torch.zeros_like(r)
-    for index in members.values():
-        if len(index) < 2:
-            continue
-        x = r[index]
-        centred = x - x.mean()
-        if config.leave_one_out:
-            centred = centred * len(index) / (len(index) - 1)
-        advantages[index] = centred / (x.std() + config.epsilon) if config.normalize else centred
-    return advantages.float()
+    match config:
+        case GroupAdvantageConfig():
+            return partial(group_relative, config=config)
+        case RemaxAdvantageConfig():
+            return remax
+        case OptimalBaselineAdvantageConfig():
+            return optimal_baseline
+        case GpgAdvantageConfig():
+            return partial(gpg, config=config)
+        case PassAtKAdvantageConfig():
+            return partial(pass_at_k, config=config)
+        case ReinforceAdvantageConfig():
+            return partial(reinforce, config=config)
+        case GroupThenBatchAdvantageConfig():
+            return partial(group_then_batch, config=config)
+        case GdpoAdvantageConfig():
+            return partial(gdpo, config=config, reward_weights=reward_weights)
+        case TurnAdvantageConfig():
+            return partial(turn_relative, config=config)
+        case CustomAdvantageConfig():
+            return own_advantages(config)

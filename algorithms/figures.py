@@ -30,6 +30,7 @@ def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
         "errors": float(sum(t.error is not None for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
         "version/lag": fmean(t.max_version - t.min_version for t in members),
+        **_greedy(groups),
     }
 
 
@@ -62,6 +63,12 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
     environment = sum(t.seconds_environment for t in members)
     whole = environment + sum(t.seconds_generation for t in members)
     return environment / whole if whole > 0 else 0.0
+
+
+def _greedy(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Mean reward of the greedy samples beside the groups, where there are any."""
+    paid = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
+    return {"reward/of_greedy": fmean(paid)} if paid else {}
 
 
 def _by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:

@@ -21,6 +21,7 @@ from nemorl.session.shard import SequencePlace
 
 from .bookkeeping import Bookkeeper
 from .figures import environment_share, rollout_figures
+from .filters import filter_groups
 from .gate import LogprobGate, gap_figures, versions_of
 from .losses import finish_metrics
 from .scoring import Scorer
@@ -55,9 +56,10 @@ class OnlineLoop:
         async with self.session.generating():
             self.collector.advance(self.books.done)
             groups = await self._sample()
-        sequences = self.scorer.score(groups)
+        batch = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
+        sequences = self.scorer.score(batch.groups)
         self._versions = versions_of(groups)
-        values = rollout_figures(groups) | await self._learn(step, sequences)
+        values = rollout_figures(groups) | batch.figures | await self._learn(step, sequences)
         with self.observer.stage("refit"):
             values |= await self.session.hand_over(step)
         values |= await self.session.generation_figures()
@@ -65,7 +67,7 @@ class OnlineLoop:
         await self.books.finish_step(step, values, self.collector.position)
 
     async def _sample(self) -> list[GroupSummary]:
-        """The groups of one step."""
+        """The groups that were sampled for one step; more than it trains where others replace them."""
         count = self.config.num_prompts_per_step
         with self.observer.stage("generation", total=count, unit="groups") as stage:
             groups = await self.collector.next_batch(stage.advance)

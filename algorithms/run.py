@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import OnlineConfig, SftConfig
+from nemorl.config.checks.figures import reward_weights
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.policy import PolicyConfig
@@ -39,6 +40,7 @@ from nemorl.session.session import Session, open_session
 from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
 from .evaluate import num_validation_tasks, validate
+from .filters import refill
 from .full_disk import full_disk_named
 from .gate import LogprobGate
 from .online import OnlineLoop
@@ -241,11 +243,14 @@ def _loop(
         max_staleness=algorithm.max_staleness,
         texts_per_step=experiment.logger.samples_per_step,
         num_steps=algorithm.num_steps,
+        greedy_baseline=algorithm.greedy_baseline,
     )
     seconds = experiment.cluster.deadlines.generation
-    collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done)
+    replacing = refill(algorithm.filters, algorithm.num_prompts_per_step)
+    collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done, replacing)
     gate = LogprobGate(algorithm, experiment.generation)
-    return OnlineLoop(algorithm, Scorer(algorithm), session, collector, observer, books, gate)
+    scorer = Scorer(algorithm, reward_weights(experiment.env, experiment.rewards))
+    return OnlineLoop(algorithm, scorer, session, collector, observer, books, gate)
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:

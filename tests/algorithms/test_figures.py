@@ -10,24 +10,8 @@ from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.figures import figures
 from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.types import StopReason
-
-
-def trajectory(reward: float, row: int = 0, sampled: int = 3, **other: object) -> TrajectorySummary:
-    """A summary with the given reward."""
-    values = {
-        "row": row, "reward": reward, "rewards": {"exact": reward},
-        "num_tokens": sampled + 4, "num_sampled": sampled,
-        "num_turns": 1, "stop": StopReason.STOP, "min_version": 2, "max_version": 2, "error": None,
-        "seconds_generation": 3.0, "seconds_environment": 1.0,
-    }  # fmt: skip
-    return TrajectorySummary(**{**values, **other})  # type: ignore[arg-type]
-
-
-def group(number: int, *trajectories: TrajectorySummary) -> GroupSummary:
-    """A group whose store is a name."""
-    return GroupSummary(number, number, f"store-{number}", trajectories)
+from tests.algorithms.groups import group, trajectory
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(4, 0), (4, 1), (5, 2), (6, 5), (3, 3)])

@@ -5,14 +5,12 @@ import math
 import pytest
 import torch
 
-from nemorl.algorithms.advantages import group_relative
 from nemorl.algorithms.aggregation import sequence_weights
-from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics
-from nemorl.config.algorithm import ClipLossConfig, GroupAdvantageConfig, KLConfig
+from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics, kl_divergence
+from nemorl.config.algorithm import ClipLossConfig, KLConfig
 from nemorl.data.packed import PackedBatch
 
 KL = KLConfig(coefficient=0.05)
-ENTROPY = 0.01
 LENGTHS = [5, 3, 6]
 PROMPTS = [2, 1, 3]
 
@@ -52,7 +50,7 @@ def written_out(batch: PackedBatch, logprobs: list[float], entropy: list[float],
             clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
             policy = -min(ratio * advantage, clipped * advantage)
             kl = math.exp(reference - logprobs[i]) - (reference - logprobs[i]) - 1
-            losses.append(policy + KL.coefficient * kl - ENTROPY * entropy[i])
+            losses.append(policy + KL.coefficient * kl - c.entropy_coefficient * entropy[i])
         per_sequence.append(losses)
         start += length
     match c.aggregation:
@@ -76,11 +74,12 @@ def written_out(batch: PackedBatch, logprobs: list[float], entropy: list[float],
 def test_grpo_loss_equals_the_formula_and_its_gradient(aggregation: str, old: bool) -> None:
     config = ClipLossConfig(
         clip_low=0.2, clip_high=0.28, aggregation=aggregation, aggregation_length=7,  # type: ignore[arg-type]
+        entropy_coefficient=0.01,
     )  # fmt: skip
     batch = ragged_batch(0, aggregation, old=old)
     logprobs = (torch.randn(14, generator=torch.Generator().manual_seed(5)) - 2).requires_grad_()
     entropy = torch.rand(14, generator=torch.Generator().manual_seed(6))
-    output = PolicyLoss(config, KL, entropy_coefficient=ENTROPY)(batch, logprobs, entropy)
+    output = PolicyLoss(config, KL)(batch, logprobs, entropy)
     values = logprobs.detach().double().tolist()
     assert output.loss.item() == pytest.approx(written_out(batch, values, entropy.tolist(), config), rel=1e-5)
 
@@ -145,23 +144,14 @@ def test_cross_entropy_is_the_mean_negative_logprob_of_completions() -> None:
     assert CrossEntropyLoss()(batch, logprobs, None).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("leave_one_out", [False, True])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_group_relative_advantages_equal_the_formula(normalize: bool, leave_one_out: bool) -> None:
-    rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.0, 7.0, 0.25], [4, 4, 4, 9, 9, 3, 4]
-    config = GroupAdvantageConfig(normalize=normalize, leave_one_out=leave_one_out)
-    expected = []
-    for i, group in enumerate(groups):
-        mine = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if len(mine) == 1:
-            expected.append(0.0)
-            continue
-        mean = sum(mine) / len(mine)
-        std = math.sqrt(sum((r - mean) ** 2 for r in mine) / (len(mine) - 1))
-        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
-        baseline = sum(others) / len(others) if leave_one_out else mean
-        expected.append((rewards[i] - baseline) / ((std + 1e-6) if normalize else 1.0))
-    assert group_relative(rewards, groups, config).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+@pytest.mark.parametrize(
+    ("estimator", "formula"),
+    [("k1", lambda x: x), ("k2", lambda x: x * x / 2), ("k3", lambda x: math.exp(-x) - 1 + x)],
+)
+def test_kl_estimators(estimator: str, formula) -> None:  # type: ignore[no-untyped-def]
+    policy, reference = torch.tensor([-1.0, -0.2, -3.0]), torch.tensor([-1.5, -0.1, -3.0])
+    expected = [formula(x) for x in (0.5, -0.1, 0.0)]
+    assert kl_divergence(policy, reference, estimator).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_sequences_without_sampled_tokens_do_not_count() -> None:

@@ -1,10 +1,14 @@
-"""How good a trajectory, or a token of it, was beside what could be expected."""
+"""How good a trajectory, a turn or a token of it was beside what could be expected."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, default_variant
+
+from .token_advantage import BiLevelGaeConfig, GaeConfig, TokenReturnsConfig, TurnGaeConfig
+
+Over = Literal["tokens", "trajectories"]
 
 
 class GroupAdvantageConfig(Config):
@@ -19,6 +23,110 @@ class GroupAdvantageConfig(Config):
     """Added to the standard deviation."""
 
 
+class ReinforceAdvantageConfig(Config):
+    """The reward itself, against the whole batch instead of a group (Williams 1992)."""
+
+    name: Literal["reinforce"]
+    normalization: Literal["none", "mean", "whiten"] = "whiten"
+    """Take the reward as it is, less the mean of the batch, or that divided by its standard deviation."""
+    over: Over = "trajectories"
+    """Whether each trajectory, or each sampled token, counts once in mean and standard deviation."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the standard deviation."""
+
+
+class GroupThenBatchAdvantageConfig(Config):
+    """The group's mean is the baseline, the batch the scale (REINFORCE++-baseline, arXiv 2501.03262)."""
+
+    name: Literal["group_then_batch"]
+    over: Over = "tokens"
+    """Whether each sampled token, or each trajectory, counts once in the batch's mean and deviation."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the standard deviation of the batch."""
+
+
+class RemaxAdvantageConfig(Config):
+    """The reward of a greedy sample of the same task is the baseline (Li et al. 2023, arXiv 2310.10505)."""
+
+    name: Literal["remax"]
+
+
+class OptimalBaselineAdvantageConfig(Config):
+    """The group's mean weighted by length, which has the least variance (OPO, arXiv 2505.23585)."""
+
+    name: Literal["opo"]
+
+
+class GpgAdvantageConfig(Config):
+    """The group's mean, scaled up for groups that teach nothing (GPG, arXiv 2504.02546)."""
+
+    name: Literal["gpg"]
+    normalize: bool = False
+    """Divide by the standard deviation of the group (unbiased) as well."""
+    epsilon: float = Field(1e-6, gt=0)
+    """Added to the standard deviation."""
+
+
+class GdpoAdvantageConfig(Config):
+    """Each reward is normalised in its group by itself, then they are summed (GDPO, arXiv 2601.05242)."""
+
+    name: Literal["gdpo"]
+    whiten_batch: bool = True
+    """Shift and scale the sums to mean 0 and variance 1 over the trajectories of the batch."""
+    epsilon: float = Field(1e-6, gt=0)
+    """Added to each standard deviation."""
+
+
+class PassAtKAdvantageConfig(Config):
+    """What a trajectory adds to the chance that one of k passes (Chen et al. 2025, arXiv 2508.10751)."""
+
+    name: Literal["pass_at_k"]
+    k: int = Field(4, ge=1)
+    """Samples of which one has to pass."""
+    pass_reward: float = 1.0
+    """A trajectory passes when its reward is at least this."""
+
+
+class TurnAdvantageConfig(Config):
+    """Each turn is compared with the same turn of the group (MT-GRPO, Zeng et al. 2025, arXiv 2505.11821)."""
+
+    name: Literal["turn"]
+    outcome_weight: float = Field(1.0, ge=0)
+    """Weight of the outcome's advantage in the turns before the last one."""
+    discount: float = Field(0.0, ge=0, le=1)
+    """What is paid in later turns before the last counts too, each further on by this factor."""
+    normalize: bool = True
+    """Divide by the standard deviation over the group (unbiased)."""
+    epsilon: float = Field(1e-6, gt=0)
+    """Added to the standard deviation."""
+
+
+class CustomAdvantageConfig(Config):
+    """A function of your own (docs/algorithms.md)."""
+
+    name: Literal["custom"]
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:function`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments bound to the function."""
+
+
+OfGroupsConfig = (
+    GroupAdvantageConfig
+    | ReinforceAdvantageConfig
+    | GroupThenBatchAdvantageConfig
+    | RemaxAdvantageConfig
+    | OptimalBaselineAdvantageConfig
+    | GpgAdvantageConfig
+    | GdpoAdvantageConfig
+    | PassAtKAdvantageConfig
+    | TurnAdvantageConfig
+    | CustomAdvantageConfig
+)
+OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
+
 AdvantageConfig = Annotated[
-    GroupAdvantageConfig, Field(discriminator="name"), default_variant(GroupAdvantageConfig)
+    OfGroupsConfig | OfTokensConfig,
+    Field(discriminator="name"),
+    default_variant(GroupAdvantageConfig),
 ]

@@ -6,11 +6,12 @@ from pydantic import Field, model_validator
 
 from nemorl.config.merge import merged
 
-from .advantage import AdvantageConfig, GroupAdvantageConfig
+from .advantage import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig
 from .base import AlgorithmBase
 from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
 from .entropy import EntropyBonusConfig, EntropyConfig
+from .filters import FiltersConfig
 from .filters import FiltersConfig
 from .kl import KLConfig
 from .policy_loss import ClipLossConfig, PolicyLossConfig
@@ -39,6 +40,8 @@ class OnlineConfig(AlgorithmBase):
     """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
+    filters: FiltersConfig = FiltersConfig()
+    """What of a step's samples does not train."""
     loss: PolicyLossConfig = ClipLossConfig()
     """The policy's loss."""
     kl: KLConfig = KLConfig()
@@ -98,6 +101,11 @@ class OnlineConfig(AlgorithmBase):
     def kl_in_reward(self) -> bool:
         """Whether divergence is taken from the rewards; the loss leaves it out then."""
         return self.kl.coefficient > 0 and self.kl.placement == "reward"
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether a greedy sample of each task is wanted beside its group."""
+        return isinstance(self.advantage, RemaxAdvantageConfig)
 
     @property
     def estimates_tokens(self) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import (
     AlgorithmConfig,
-    GroupAdvantageConfig,
     KLConfig,
     OnlineConfig,
     SftConfig,
@@ -71,27 +70,14 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
         )
 
 
-def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    """The baseline of a trajectory is made from the others of its task."""
-    if isinstance(algorithm, OnlineConfig) and algorithm.num_generations_per_prompt == 1:
-        yield Violation(
-            "algorithm.num_generations_per_prompt",
-            1,
-            "a trajectory alone in its group has advantage 0 and nothing is learnt: take 2 or more",
-        )
-
-
 def loss_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    """What a term of the loss or the advantage is like says nothing where there is no such term."""
+    """What a term of the loss is like says nothing where there is no such term."""
     if not isinstance(algorithm, OnlineConfig):
         return
-    kl, advantage = algorithm.kl, algorithm.advantage
+    kl = algorithm.kl
     if kl.coefficient == 0 and kl.estimator != KLConfig().estimator:
         mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
         yield Violation("algorithm.kl.estimator", kl.estimator, mend)
-    if not advantage.normalize and advantage.epsilon != GroupAdvantageConfig().epsilon:
-        mend = "algorithm.advantage.normalize is false, so nothing is divided: set it to true, or remove this"
-        yield Violation("algorithm.advantage.epsilon", advantage.epsilon, mend)
 
 
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig, ValidationConfig
+from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineConfig, ValidationConfig
+from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+
+from .offline_figures import offline_figures
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
@@ -32,13 +35,35 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
     if isinstance(algorithm, OnlineConfig):
         names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
+        names |= set(_filters(algorithm.filters))
+        if algorithm.greedy_baseline:
+            names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:
             names |= {"kl/reference"}
-    else:
-        names = names | {"loss/sft", "nll"}
-    if algorithm.validation.scheduled:
+    if isinstance(algorithm, OfflineBase):
+        names = names | offline_figures(algorithm)
+    if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
     return frozenset(names)
+
+
+def _filters(filters: FiltersConfig) -> Iterator[str]:
+    if filters.active:
+        yield from ("filters/sampled", "filters/kept")
+    if filters.drop_equal_rewards:
+        yield "filters/dropped_equal_rewards"
+    if filters.min_mean_reward is not None or filters.max_mean_reward is not None:
+        yield "filters/dropped_mean_reward"
+    if filters.keep_most_varied is not None:
+        yield "filters/least_varied"
+    if filters.drop_truncated:
+        yield "filters/truncated"
+
+
+def reward_weights(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
+    """The factor of each reward in the sum, by its name."""
+    weights = [] if isinstance(env, SingleTurnEnvConfig) else [env.weight]
+    return dict(zip(reward_names(env, rewards), [*weights, *(r.weight for r in rewards)], strict=True))
 
 
 def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:

@@ -1,0 +1,124 @@
+"""An advantage estimator of your own: a function found by its import path, and tried before a run starts."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from nemorl.config.algorithm.advantage import CustomAdvantageConfig
+from nemorl.data.batches import Advantage
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.types import StopReason
+
+from .own import OwnPartError, find
+
+F = TypeVar("F", bound=Callable[..., Sequence[Sequence[Advantage]]])
+
+_WANTED = "(groups, **arguments)"
+
+
+def advantage(function: F) -> F:
+    """Mark a function as an advantage estimator; its signature is checked where it is defined.
+
+    It is called as `function(groups, **arguments)` with the `GroupSummary`s of a batch, which hold the
+    trajectories that count, and returns a list for each of them: a number for each trajectory, or a tuple
+    with one for each of its turns. It must be pure. Raises OwnPartError.
+    """
+    positional = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if not positional:
+        raise OwnPartError(
+            f"advantage `{function.__qualname__}`: it takes no positional argument; it is called as {_WANTED}"
+        )
+    return function
+
+
+def own_advantages(
+    config: CustomAdvantageConfig,
+) -> Callable[[Sequence[GroupSummary]], list[list[Advantage]]]:
+    """The estimator that a config names; what it answers is checked. Raises OwnPartError."""
+    function = find("advantage", config.function)
+
+    def estimate(groups: Sequence[GroupSummary]) -> list[list[Advantage]]:
+        answer = function(groups, **config.arguments)
+        if problem := _problem(answer, groups):
+            raise OwnPartError(f"advantage `{config.function}`: {problem}")
+        return [list(row) for row in answer]
+
+    return estimate
+
+
+def try_out(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
+    """Call a function as training would, on two groups with the rewards of an experiment.
+
+    Raises OwnPartError when it cannot be found or called, fails, or does not answer as it must.
+    """
+    groups = _tiny_groups(list(reward_names))
+    function = find("advantage", config.function)
+    try:
+        inspect.signature(function).bind(groups, **config.arguments)
+    except TypeError as error:
+        raise OwnPartError(
+            f"advantage `{config.function}`: it cannot be called as {_WANTED} with "
+            f"algorithm.advantage.arguments: {error}"
+        ) from error
+    try:
+        own_advantages(config)(groups)
+    except OwnPartError:
+        raise
+    except Exception as error:
+        raise OwnPartError(
+            f"advantage `{config.function}`: on two small groups it raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:
+    if not isinstance(answer, Sequence) or len(answer) != len(groups):
+        return f"it returned {_told(answer)} for {len(groups)} groups: return a list with a list for each"
+    for row, group in zip(answer, groups, strict=True):
+        members = group.trajectories
+        if not isinstance(row, Sequence) or len(row) != len(members):
+            return (
+                f"it returned {_told(row)} for a group of {len(members)}: give a number for each trajectory"
+            )
+        for value, member in zip(row, members, strict=True):
+            if isinstance(value, tuple) and len(value) != member.num_turns:
+                return f"it returned {_told(value)} for {member.num_turns} turns: give a number for each turn"
+            for number in value if isinstance(value, tuple) else (value,):
+                if not isinstance(number, int | float) or not math.isfinite(number):
+                    return f"it returned {number!r} for a trajectory: a finite number is wanted"
+    return None
+
+
+def _told(answer: Any) -> str:
+    return f"{len(answer)} values" if isinstance(answer, Sequence) else type(answer).__name__
+
+
+def _tiny_groups(reward_names: Sequence[str]) -> list[GroupSummary]:
+    """A group of two and one of three, of one and two turns, the second with equal rewards."""
+    return [
+        GroupSummary(0, 0, None, tuple(_tiny_trajectory(row, float(row), reward_names) for row in range(2))),
+        GroupSummary(1, 1, None, tuple(_tiny_trajectory(row, 1.0, reward_names) for row in range(3))),
+    ]
+
+
+def _tiny_trajectory(row: int, paid: float, reward_names: Sequence[str]) -> TrajectorySummary:
+    num_turns = 1 + row % 2
+    return TrajectorySummary(
+        row=row,
+        reward=paid * len(reward_names),
+        rewards=dict.fromkeys(reward_names, paid),
+        num_tokens=12 + row,
+        num_sampled=4 + row,
+        num_turns=num_turns,
+        stop=StopReason.STOP,
+        min_version=0,
+        max_version=0,
+        error=None,
+        seconds_generation=1.0,
+        seconds_environment=0.0,
+        turn_rewards=(0.0,) * num_turns,
+    )

@@ -1,0 +1,37 @@
+"""Groups as sampling would leave them, without sampling."""
+
+from collections.abc import Sequence
+
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.types import StopReason
+
+
+def trajectory(reward: float, row: int = 0, sampled: int = 3, **other: object) -> TrajectorySummary:
+    """A summary with the given reward, of one turn where nothing else is said."""
+    values = {
+        "row": row, "reward": reward, "rewards": {"exact": reward},
+        "num_tokens": sampled + 4, "num_sampled": sampled,
+        "num_turns": 1, "stop": StopReason.STOP, "min_version": 2, "max_version": 2, "error": None,
+        "seconds_generation": 3.0, "seconds_environment": 1.0, "turn_rewards": (0.0,),
+    }  # fmt: skip
+    return TrajectorySummary(**{**values, **other})  # type: ignore[arg-type]
+
+
+def failed(row: int) -> TrajectorySummary:
+    """A trajectory that ended in an error."""
+    return trajectory(
+        0.0, row, sampled=0, error="the environment hung", trains=False, rewards={}, stop=StopReason.ERROR
+    )
+
+
+def group(number: int, *trajectories: TrajectorySummary, greedy: float | None = None) -> GroupSummary:
+    """A group whose store is a name."""
+    beside = None if greedy is None else trajectory(greedy, len(trajectories))
+    return GroupSummary(number, number, f"store-{number}", trajectories, greedy=beside)
+
+
+def paid(number: int, rewards: Sequence[float], sampled: Sequence[int] | None = None) -> GroupSummary:
+    """A group with these rewards, and as many sampled tokens where lengths are given."""
+    lengths = sampled or [3] * len(rewards)
+    members = (trajectory(r, row, n) for row, (r, n) in enumerate(zip(rewards, lengths, strict=True)))
+    return group(number, *members)
