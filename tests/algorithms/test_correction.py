@@ -1,0 +1,241 @@
+"""Weights, masks and figures of the correction, one token at a time in Python floats."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.algorithms.correction import correct
+from nemorl.algorithms.losses import PolicyLoss, finish_metrics
+from nemorl.config.algorithm import (
+    ClipLossConfig,
+    CorrectionConfig,
+    IcePopCorrectionConfig,
+    KLConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    ReinforceLossConfig,
+    SequenceMaskConfig,
+    TruncatedCorrectionConfig,
+)
+from nemorl.data.packed import PackedBatch
+from tests.algorithms.packed import by_sequence, current, ragged
+from tests.algorithms.test_policy_losses import assert_same_in_parts
+
+MASK = SequenceMaskConfig(low=0.85, high=1.15)
+LEVELS = ("token", "sequence", "geometric")
+KINDS = {
+    "tis": lambda level: TruncatedCorrectionConfig(name="tis", level=level, low=0.8, high=1.1),
+    "mis": lambda level: MaskedCorrectionConfig(name="mis", level=level, high=1.1),
+    "icepop": lambda level: IcePopCorrectionConfig(name="icepop", level=level, low=0.8, high=1.1),
+}
+
+
+def ratios(proximal: list[float], engine: list[float], level: str) -> list[float]:
+    """Of the tokens of one sequence: `prod (p / q)`, or its root, or each by itself."""
+    each = [math.exp(p) / math.exp(q) for p, q in zip(proximal, engine, strict=True)]
+    product = math.prod(each)
+    return {
+        "token": each,
+        "sequence": [product] * len(each),
+        "geometric": [product ** (1 / len(each))] * len(each),
+    }[level]
+
+
+def weight(ratio: float, kind: str) -> float:
+    if kind == "tis":
+        return min(max(ratio, 0.8), 1.1)
+    out = ratio > 1.1 or (kind == "icepop" and ratio < 0.8)
+    return 0.0 if out else ratio
+
+
+def weights_by_hand(proximal: Tensor, batch: PackedBatch, kind: str, level: str) -> list[float]:
+    return [
+        weight(ratio, kind)
+        for p, q in zip(by_sequence(batch, proximal), by_sequence(batch, batch.logprobs), strict=True)  # type: ignore[arg-type]
+        for ratio in ratios(p, q, level)
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_equal_the_formula(kind: str, level: str, seed: int) -> None:
+    batch = ragged(seed)
+    config = KINDS[kind](level)
+    found = correct(batch, current(batch, seed), batch.old_logprobs, config, has_ratio=True)  # type: ignore[arg-type]
+    expected = weights_by_hand(batch.old_logprobs, batch, kind, level)  # type: ignore[arg-type]
+    assert found.weight[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoupled_loss_is_the_weight_times_the_clipped_surrogate(kind: str, level: str) -> None:
+    """Three policies: ratio current / old, weight old / engine; masks leave the divisor alone."""
+    batch = ragged(2)
+    logprobs = current(batch, 2).requires_grad_()
+    loss = PolicyLoss(ClipLossConfig(), KLConfig(), KINDS[kind](level))
+    output = loss(batch, logprobs, torch.zeros(batch.num_tokens))
+    weights = weights_by_hand(batch.old_logprobs, batch, kind, level)  # type: ignore[arg-type]
+    now, old, advantages = (
+        [v for s in by_sequence(batch, values) for v in s]
+        for values in (logprobs.detach(), batch.old_logprobs, batch.advantages)  # type: ignore[arg-type]
+    )
+    total, slopes = 0.0, []
+    for w, p, q, a in zip(weights, now, old, advantages, strict=True):
+        r = math.exp(p - q)
+        total -= w * min(r * a, min(max(r, 0.8), 1.2) * a)
+        slopes.append(-w * r * a if r * a <= min(max(r, 0.8), 1.2) * a else 0.0)
+    count = int(batch.loss_mask.sum())
+    assert output.loss.item() == pytest.approx(total / count, rel=1e-5)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    assert gradient[batch.loss_mask].tolist() == pytest.approx(
+        [s / count for s in slopes], rel=1e-4, abs=1e-7
+    )
+
+
+def test_bypass_takes_the_ratio_against_the_engine() -> None:
+    batch = ragged(3)
+    logprobs = current(batch, 3)
+    bypass = PolicyLoss(ClipLossConfig(), KLConfig(), NoCorrectionConfig(form="bypass"))
+    output = bypass(batch, logprobs, torch.zeros(batch.num_tokens))
+    total = 0.0
+    for p, q, a in zip(
+        logprobs[batch.loss_mask].tolist(),
+        batch.logprobs[batch.loss_mask].tolist(),  # type: ignore[index]
+        batch.advantages[batch.loss_mask].tolist(),  # type: ignore[index]
+        strict=True,
+    ):
+        r = math.exp(p - q)
+        total -= min(r * a, min(max(r, 0.8), 1.2) * a)
+    assert output.loss.item() == pytest.approx(total / int(batch.loss_mask.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mis", "icepop"])
+def test_in_the_bypass_form_a_ratio_is_not_weighed_twice(kind: str) -> None:
+    batch = ragged(4)
+    logprobs = current(batch, 4)
+    config = KINDS[kind]("token").model_copy(update={"form": "bypass"})
+    found = correct(batch, logprobs, batch.logprobs, config, has_ratio=True)  # type: ignore[arg-type]
+    expected = [float(w > 0) for w in weights_by_hand(logprobs, batch, kind, "token")]
+    assert found.weight[batch.loss_mask].tolist() == expected
+    assert 0 in expected, "nothing is left out"
+
+
+def test_a_loss_without_a_ratio_is_weighed_by_current_over_engine_in_the_bypass_form() -> None:
+    batch = ragged(5)
+    logprobs = current(batch, 5).requires_grad_()
+    config = KINDS["tis"]("sequence").model_copy(update={"form": "bypass"})
+    output = PolicyLoss(ReinforceLossConfig(name="reinforce"), KLConfig(), config)(
+        batch, logprobs, torch.zeros(batch.num_tokens)
+    )
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    weights = weights_by_hand(logprobs.detach(), batch, "tis", "sequence")
+    expected = [
+        -w * a / len(weights)
+        for w, a in zip(weights, batch.advantages[batch.loss_mask].tolist(), strict=True)  # type: ignore[index]
+    ]
+    assert gradient[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["decoupled", "bypass"])
+def test_sequences_are_left_out_by_the_geometric_mean(form: Any) -> None:
+    batch = ragged(6)
+    logprobs = current(batch, 6)
+    config = NoCorrectionConfig(form=form, sequence_mask=MASK)
+    old = batch.old_logprobs if form == "decoupled" else batch.logprobs
+    found = correct(batch, logprobs, old, config, has_ratio=True)  # type: ignore[arg-type]
+    proximal = batch.old_logprobs if form == "decoupled" else logprobs
+    expected = [
+        0.85 <= ratio <= 1.15
+        for p, q in zip(by_sequence(batch, proximal), by_sequence(batch, batch.logprobs), strict=True)  # type: ignore[arg-type]
+        for ratio in ratios(p, q, "geometric")
+    ]
+    assert found.weight[batch.loss_mask].bool().tolist() == expected
+    assert 0 < sum(expected) < len(expected), "all or none are left out"
+
+
+def test_off_policy_sequences_of_negative_advantage_are_left_out() -> None:
+    """DeepSeek-V3.2's equation 9."""
+    batch = ragged(7)
+    logprobs = current(batch, 7) - 0.3
+    config = NoCorrectionConfig(off_policy_threshold=0.2)
+    found = correct(batch, logprobs, batch.old_logprobs, config, has_ratio=True)  # type: ignore[arg-type]
+    expected = []
+    for now, engine, advantages in zip(
+        by_sequence(batch, logprobs),
+        by_sequence(batch, batch.logprobs),  # type: ignore[arg-type]
+        by_sequence(batch, batch.advantages),  # type: ignore[arg-type]
+        strict=True,
+    ):
+        drift = sum(math.log(math.exp(q) / math.exp(p)) for p, q in zip(now, engine, strict=True)) / len(now)
+        expected += [0.0 if a < 0 and drift > 0.2 else 1.0 for a in advantages]
+    assert found.weight[batch.loss_mask].tolist() == expected
+    assert 0 < sum(expected) < len(expected), "all or none are left out"
+
+
+CORRECTIONS: list[CorrectionConfig] = [
+    KINDS["tis"]("token"),
+    KINDS["mis"]("sequence"),
+    IcePopCorrectionConfig(
+        name="icepop", level="geometric", low=0.9, high=1.1, sequence_mask=MASK, off_policy_threshold=0.1
+    ),
+    KINDS["icepop"]("token").model_copy(update={"form": "bypass"}),
+]
+
+
+@pytest.mark.parametrize("config", CORRECTIONS, ids=lambda c: f"{c.name}-{c.level}-{c.form}")
+def test_micro_batches_change_nothing(config: CorrectionConfig) -> None:
+    batch = ragged(8)
+    kl = KLConfig(coefficient=0.1, importance_weighted=True)
+    loss = PolicyLoss(ClipLossConfig(), kl, config, entropy_coefficient=0.01)
+    logprobs = current(batch, 8).requires_grad_()
+    assert_same_in_parts(loss, batch, logprobs, torch.rand(batch.num_tokens), ((3, 0), (1,), (2,)))
+
+
+def test_figures_of_a_correction() -> None:
+    batch = ragged(9)
+    config = TruncatedCorrectionConfig(name="tis", low=0.8, high=1.1)
+    output = PolicyLoss(ClipLossConfig(), KLConfig(), config)(
+        batch, current(batch, 9), torch.zeros(batch.num_tokens)
+    )
+    figures = finish_metrics(
+        {k: v.item() for k, v in output.sums.items()}, {k: v.item() for k, v in output.maxima.items()}
+    )
+    old, engine, now = (
+        [v for s in by_sequence(batch, values) for v in s]
+        for values in (batch.old_logprobs, batch.logprobs, current(batch, 9))  # type: ignore[arg-type]
+    )
+    raw = [math.exp(p - q) for p, q in zip(old, engine, strict=True)]
+    cut = [weight(r, "tis") for r in raw]
+    n = len(raw)
+    ratio = [math.exp(p - q) for p, q in zip(now, old, strict=True)]
+    assert figures["correction/ratio_mean"] == pytest.approx(sum(raw) / n, rel=1e-5)
+    assert figures["correction/ratio_max"] == pytest.approx(max(raw), rel=1e-5)
+    assert figures["correction/mean"] == pytest.approx(sum(cut) / n, rel=1e-5)
+    assert figures["correction/ess"] == pytest.approx(sum(cut) ** 2 / (n * sum(w * w for w in cut)), rel=1e-5)
+    assert figures["correction/truncated"] == pytest.approx(
+        sum(w != r for w, r in zip(cut, raw, strict=True)) / n
+    )
+    assert figures["ratio/ess"] == pytest.approx(sum(ratio) ** 2 / (n * sum(r * r for r in ratio)), rel=1e-5)
+    assert figures["ratio/max"] == pytest.approx(max(ratio), rel=1e-5)
+    k3 = sum(r - 1 - math.log(r) for r in ratio) / n
+    assert figures["kl/old"] == pytest.approx(k3, rel=1e-4)
+    assert figures["logprob_gap/k1"] == pytest.approx(-sum(map(math.log, raw)) / n, rel=1e-4)
+    assert figures["logprob_gap/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in raw) / n, rel=1e-4)
+
+
+def test_what_is_left_out_keeps_its_divergence() -> None:
+    batch = ragged(10)
+    logprobs = current(batch, 10)
+    everything_out = MaskedCorrectionConfig(name="mis", high=1e-6)
+    loss = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.5, estimator="k2"), everything_out)
+    output = loss(batch, logprobs, torch.zeros(batch.num_tokens))
+    gap = (logprobs - batch.reference_logprobs)[batch.loss_mask]  # type: ignore[operator]
+    assert output.sums["loss/policy"] == 0
+    assert output.loss.item() == pytest.approx(0.5 * gap.square().mean().item() / 2, rel=1e-5)
+    figures = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
+    assert figures["correction/ess"] == 0
+    assert figures["correction/masked"] == 1

@@ -1,0 +1,128 @@
+"""KL estimators: values by formula, gradients by formula and in expectation over a small vocabulary."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.algorithms.kl import gap_divergence, kl_divergence, kl_penalty
+from nemorl.config.algorithm import KLConfig
+
+POLICY, REFERENCE = [-1.0, -0.2, -3.0, -0.5, -2.5], [-1.5, -0.1, -3.0, -2.9, -0.7]
+
+
+def by_formula(estimator: str, logp: float, reference: float) -> float:
+    ratio = math.exp(reference) / math.exp(logp)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[
+        estimator
+    ]
+
+
+def config(**changes: Any) -> KLConfig:
+    return KLConfig(coefficient=1.0, **changes)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_values_and_gradients_equal_the_formulas(estimator: Any) -> None:
+    policy = torch.tensor(POLICY, requires_grad=True)
+    estimate = kl_divergence(policy, torch.tensor(REFERENCE), estimator)
+    expected = [by_formula(estimator, p, q) for p, q in zip(POLICY, REFERENCE, strict=True)]
+    assert estimate.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    (gradient,) = torch.autograd.grad(estimate.sum(), policy)
+    differences = [p - q for p, q in zip(POLICY, REFERENCE, strict=True)]
+    factors = {"k1": [1.0] * 5, "k2": differences, "k3": [1 - math.exp(-d) for d in differences]}
+    assert gradient.tolist() == pytest.approx(factors[estimator], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(estimator: Any) -> None:
+    policy = torch.tensor(POLICY, requires_grad=True)
+    penalty = kl_penalty(policy, torch.tensor(REFERENCE), config(estimator=estimator, straight_through=True))
+    expected = [by_formula(estimator, p, q) for p, q in zip(POLICY, REFERENCE, strict=True)]
+    assert penalty.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    (gradient,) = torch.autograd.grad(penalty.sum(), policy)
+    assert gradient.tolist() == pytest.approx(
+        [p - q for p, q in zip(POLICY, REFERENCE, strict=True)], abs=1e-6
+    )
+
+
+def test_estimates_are_clamped_where_asked() -> None:
+    policy = torch.tensor(POLICY, requires_grad=True)
+    penalty = kl_penalty(policy, torch.tensor(REFERENCE), config(estimator="k3", max_value=0.5))
+    expected = [min(by_formula("k3", p, q), 0.5) for p, q in zip(POLICY, REFERENCE, strict=True)]
+    assert penalty.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    (gradient,) = torch.autograd.grad(penalty.sum(), policy)
+    assert [g == 0 for g in gradient.tolist()] == [e == 0.5 or e == 0 for e in expected]
+
+
+# In expectation, over a vocabulary of four, as a function of the policy's logits
+
+LOGITS = torch.tensor([0.3, -0.8, 1.1, 0.2], dtype=torch.float64)
+OF_REFERENCE = torch.tensor([-0.4, 0.5, 0.9, -1.0], dtype=torch.float64).log_softmax(0)
+OF_SAMPLER = torch.tensor([0.9, -0.2, 0.4, 0.6], dtype=torch.float64).log_softmax(0)
+
+
+def expected_gradient(chosen: KLConfig, sampler: Tensor | None = None) -> Tensor:
+    """Of the penalty's mean over tokens drawn by the sampler, or by the policy itself."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    old = logprobs.detach() if sampler is None else sampler
+    penalty = kl_penalty(logprobs, OF_REFERENCE, chosen, (logprobs - old).exp())
+    (gradient,) = torch.autograd.grad((old.exp() * penalty).sum(), logits)
+    return gradient
+
+
+def gradient_of(divergence: str) -> Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    p, q = logits.log_softmax(0), OF_REFERENCE
+    exact = (p.exp() * (p - q)).sum() if divergence == "reverse" else (q.exp() * (q - p)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits)
+    return gradient
+
+
+def test_k1_in_a_loss_has_no_gradient_in_expectation() -> None:
+    torch.testing.assert_close(expected_gradient(config(estimator="k1")), torch.zeros(4, dtype=torch.float64))
+
+
+def test_k2_and_straight_through_have_the_gradient_of_the_divergence() -> None:
+    exact = gradient_of("reverse")
+    torch.testing.assert_close(expected_gradient(config(estimator="k2")), exact)
+    for estimator in ("k1", "k3"):
+        chosen = config(estimator=estimator, straight_through=True)
+        torch.testing.assert_close(expected_gradient(chosen), exact)
+
+
+def test_k3_has_the_gradient_of_the_other_divergence() -> None:
+    torch.testing.assert_close(expected_gradient(config(estimator="k3")), gradient_of("forward"))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        config(estimator="k1", importance_weighted=True),
+        config(estimator="k2", importance_weighted=True),
+        config(estimator="k3", importance_weighted=True),
+        config(estimator="k3", importance_weighted=True, straight_through=True),
+    ],
+    ids=["k1", "k2", "k3", "k3, straight through"],
+)
+@pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
+def test_weighed_by_the_ratio_every_estimator_has_the_gradient_of_the_divergence(
+    chosen: KLConfig, stale: bool
+) -> None:
+    gradient = expected_gradient(chosen, OF_SAMPLER if stale else None)
+    torch.testing.assert_close(gradient, gradient_of("reverse"))
+
+
+def test_stale_samples_bias_what_is_not_weighed() -> None:
+    gradient = expected_gradient(config(estimator="k2"), OF_SAMPLER)
+    assert (gradient - gradient_of("reverse")).abs().max() > 0.05
+
+
+def test_divergence_of_engine_and_trainer() -> None:
+    engine, trainer = torch.tensor([-1.0, -0.4]), torch.tensor([-1.2, -0.1])
+    k1, k3 = gap_divergence(engine, trainer)
+    assert k1.tolist() == pytest.approx([0.2, -0.3], abs=1e-6)
+    assert k3.tolist() == pytest.approx([math.exp(-0.2) - 1 + 0.2, math.exp(0.3) - 1 - 0.3], rel=1e-5)
