@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemorl.commands.own_parts import own_part_violations
 from nemorl.commands.reward_functions import reward_violations
 from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
@@ -46,6 +47,7 @@ def prepare(
         plans.append(plan_run(experiment, machine, training=training))
         yield from plans[0].violations
         yield from reward_violations(experiment)
+        yield from own_part_violations(experiment)
         yield from _run_folder(experiment, new_run)
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)

@@ -1,0 +1,49 @@
+"""Functions of one's own are tried before a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Nemorl
+
+ADVANTAGE = '''
+from nemorl.algorithms.own_advantage import advantage
+
+
+@advantage
+def centred(groups, scale=1.0):
+    """Less the mean of the group."""
+    found = []
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories]
+        found.append([scale * (r - sum(rewards) / len(rewards)) for r in rewards])
+    return found
+
+
+def forgetful(groups):
+    """Nothing at all."""
+    return []
+'''
+
+
+@pytest.mark.parametrize(
+    ("section", "refused"),
+    [
+        ("advantage={name: custom, function: 'my_parts:centred', arguments: {scale: 2}}", None),
+        ("advantage={name: custom, function: 'my_parts:forgetful'}", "returned 0 values for 2 groups"),
+        ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
+        ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
+        ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
+    ],
+)
+def test_check_tries_them(nemorl: Nemorl, experiment: Path, section: str, refused: str | None) -> None:
+    Path("my_parts.py").write_text(ADVANTAGE, encoding="utf-8")
+
+    outcome = nemorl("check", experiment, f"algorithm.{section}")
+
+    if refused is None:
+        assert (outcome.status, outcome.err) == (0, outcome.err)
+        return
+    assert outcome.status == 2
+    assert f"algorithm.{section.partition('=')[0]}.function = my_parts:" in outcome.err
+    assert refused in outcome.err
