@@ -1,6 +1,6 @@
 """What every loop does around its steps: validate, record, keep checkpoints, and go on from one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class Bookkeeper:
         self._checkpoints = checkpoints
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
+        # What is measured on the validation data without sampling, where the loop knows something.
+        self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Numbers of the steps that are left, from 1."""
@@ -80,7 +82,8 @@ class Bookkeeper:
     def summarize(self) -> Path | None:
         """Show what changed over the run and write the report; gives its path, if there was room for it."""
         steps = read_metrics(self._observer.folder.paths.metrics)
-        names = ["validation/accuracy", "validation/reward", "reward/mean", "loss/sft"]
+        names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
+        names += ["rewards/accuracy", "accuracy"]
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
     @cached_property
@@ -88,6 +91,12 @@ class Bookkeeper:
         return num_validation_tasks(self._experiment)
 
     async def _validate(self, step: int) -> dict[str, float]:
+        measured = await self.measure() if self.measure is not None else {}
+        if not self._experiment.algorithm.generates:
+            return measured
+        return measured | await self._sample_validation(step)
+
+    async def _sample_validation(self, step: int) -> dict[str, float]:
         await self._session.hand_over(step)
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:

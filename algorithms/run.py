@@ -13,17 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.algorithm import OnlineConfig, SftConfig
+from nemorl.config.algorithm import OfflineBase, PreferenceConfig
 from nemorl.config.checks.figures import reward_weights
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.datasets import load_dialogues, load_tasks
-from nemorl.data.encode import Encoder
-from nemorl.data.examples import Example
+from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
-from nemorl.data.prompts import prompts_of
-from nemorl.data.tokenizer import load_tokenizer
 from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found, verify
 from nemorl.megatron.hf_export import export_hf
@@ -43,10 +39,12 @@ from .evaluate import num_validation_tasks, validate
 from .filters import refill
 from .full_disk import full_disk_named
 from .gate import LogprobGate
+from .offline import OfflineLoop
+from .offline_data import OfflineData, load_offline_data, offline_algorithm
 from .online import OnlineLoop
 from .origin import Origin
+from .reference_sums import ReferenceSums, reference_sums
 from .scoring import Scorer
-from .sft import SftLoop
 
 logger = logging.getLogger(__name__)
 
@@ -159,18 +157,19 @@ async def _train(
 ) -> RunResult:
     progress = Progress.read(found.path) if found else Progress()
     data = _load_data(experiment, progress)  # what is wrong with it shows before any process starts
-    sampling = isinstance(experiment.algorithm, OnlineConfig) or experiment.algorithm.validation.scheduled
+    sampling = experiment.algorithm.generates
     with observer.stage("start", outside_step=True):
         stack = AsyncExitStack()
         session = await stack.enter_async_context(_session(experiment, policy=True, sampling=sampling))
     async with stack:
         observer.header(_header(experiment, await session.learner.header(), progress))
+        references = await _references(experiment, data, session, observer)
         if found is not None:
             with observer.stage("restore", outside_step=True):
                 await session.learner.restore(found.path)
         async with Checkpoints(experiment, session.learner, store) as checkpoints:
             books = Bookkeeper(experiment, session, observer, checkpoints, progress)
-            await _loop(experiment, data, session, observer, books).run()
+            await _loop(experiment, data, references, session, observer, books).run()
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
@@ -209,34 +208,63 @@ def _replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experimen
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training tasks in their order, and where in it the run stands."""
+    """The training data in their order, and where in it the run stands."""
 
     order: TaskOrder
     position: int
-    examples: list[Example]  # of a supervised run; empty in others
+    offline: OfflineData | None  # of a run that learns from data as it stands
 
 
 def _load_data(experiment: Experiment, progress: Progress) -> TrainingData:
-    tasks = load_tasks(experiment.data.train, experiment.data)
-    order = TaskOrder(len(tasks), experiment.seed, experiment.data.shuffle)
+    algorithm, offline = experiment.algorithm, None
+    if isinstance(algorithm, OfflineBase):
+        offline = load_offline_data(experiment, algorithm)
+        size = len(offline.units)
+    else:
+        size = len(load_tasks(experiment.data.train, experiment.data))
+    order = TaskOrder(size, experiment.seed, experiment.data.shuffle)
+    return TrainingData(order, progress.position, offline)
+
+
+async def _references(
+    experiment: Experiment, data: TrainingData, session: Session, observer: Observer
+) -> ReferenceSums:
+    """What the weights that the run starts from say of all that it compares, where the algorithm asks."""
     algorithm = experiment.algorithm
-    examples = _examples(experiment, algorithm) if isinstance(algorithm, SftConfig) else []
-    return TrainingData(order, progress.position, examples)
-
-
-def _examples(experiment: Experiment, algorithm: SftConfig) -> list[Example]:
-    tokenizer = load_tokenizer(experiment.policy)
-    prompts = prompts_of(tokenizer, experiment.data.chat)
-    encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
-    return encoder.dialogues(load_dialogues(experiment.data.train, experiment.data), algorithm.train_on)
+    if data.offline is None or not isinstance(algorithm, PreferenceConfig):
+        return ReferenceSums()
+    if not algorithm.precomputes_reference:
+        return ReferenceSums()
+    examples = data.offline.of_steps(data.order, algorithm.num_steps * algorithm.batch_size)
+    multiple = experiment.policy.layout.fewest_units
+    model = experiment.policy.model_path
+    return await reference_sums(examples, experiment.run_dir, model, session, observer, multiple)
 
 
 def _loop(
-    experiment: Experiment, data: TrainingData, session: Session, observer: Observer, books: Bookkeeper
-) -> OnlineLoop | SftLoop:
+    experiment: Experiment,
+    data: TrainingData,
+    references: ReferenceSums,
+    session: Session,
+    observer: Observer,
+    books: Bookkeeper,
+) -> OnlineLoop | OfflineLoop:
     algorithm = experiment.algorithm
-    if isinstance(algorithm, SftConfig):
-        return SftLoop(algorithm, session, data.examples, data.order, data.position, observer, books)
+    if isinstance(algorithm, OfflineBase):
+        assert data.offline is not None
+        return OfflineLoop(
+            algorithm,
+            offline_algorithm(algorithm),
+            session,
+            data.offline.units,
+            data.offline.held_out,
+            references,
+            data.order,
+            data.position,
+            observer,
+            books,
+            experiment.policy.layout.fewest_units,
+        )
     plan = CollectorPlan(
         groups_per_step=algorithm.num_prompts_per_step,
         samples_per_group=algorithm.num_generations_per_prompt,

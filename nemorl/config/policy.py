@@ -61,6 +61,12 @@ class LayoutConfig(Config):
         return self.pipeline_parallel_size * self.stage_size
 
     @property
+    def fewest_units(self) -> int:
+        """A batch of a multiple of so many divides over copies and, where interleaved, fills the stages."""
+        interleaved = self.virtual_pipeline_parallel_size > 1
+        return self.data_parallel_size * (self.pipeline_parallel_size if interleaved else 1)
+
+    @property
     def stage_size(self) -> int:
         """Processes of one pipeline stage."""
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import GenerationConfig
@@ -260,8 +260,4 @@ def _num_moments(policy: PolicyConfig) -> int:
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:
     """Most tokens of one optimizer step that a data-parallel rank may see."""
-    if isinstance(algorithm, OnlineConfig):
-        sequences = algorithm.trajectories_per_step // algorithm.num_minibatches
-    else:
-        sequences = algorithm.batch_size
-    return -(-sequences // policy.layout.data_parallel_size) * policy.max_sequence_length
+    return -(-algorithm.sequences_per_update // policy.layout.data_parallel_size) * policy.max_sequence_length

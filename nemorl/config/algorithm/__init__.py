@@ -20,6 +20,7 @@ from .correction import (
 )
 from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
+from .offline import OfflineBase
 from .online import OnlineConfig
 from .policy_loss import (
     CispoLossConfig,
@@ -34,9 +35,13 @@ from .policy_loss import (
     ReinforceLossConfig,
     SapoLossConfig,
 )
+from .preference import KtoConfig, PreferenceConfig
+from .reward_model import ProcessLossConfig, RewardModelConfig
 from .sft import SftConfig
 
-AlgorithmConfig = Annotated[OnlineConfig | SftConfig, Field(discriminator="name")]
+AlgorithmConfig = Annotated[
+    OnlineConfig | SftConfig | PreferenceConfig | KtoConfig | RewardModelConfig, Field(discriminator="name")
+]
 
 __all__ = [
     "AdaptiveEntropyConfig",
@@ -58,11 +63,16 @@ __all__ = [
     "IcePopCorrectionConfig",
     "KLConfig",
     "KlCovLossConfig",
+    "KtoConfig",
     "MaskedCorrectionConfig",
     "NoCorrectionConfig",
+    "OfflineBase",
     "OnlineConfig",
     "PolicyLossConfig",
+    "PreferenceConfig",
+    "ProcessLossConfig",
     "ReinforceLossConfig",
+    "RewardModelConfig",
     "SapoLossConfig",
     "SequenceMaskConfig",
     "SftConfig",

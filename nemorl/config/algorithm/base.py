@@ -50,6 +50,16 @@ class AlgorithmBase(Config):
         return False
 
     @property
+    def generates(self) -> bool:
+        """Whether the run samples at all, be it for validation."""
+        return self.online or self.validation.scheduled
+
+    @property
+    def units_per_update(self) -> int:
+        """What an optimizer step divides over ranks: sequences, or several that go together."""
+        return self.sequences_per_update
+
+    @property
     def sequences_per_update(self) -> int:
         """Sequences of one optimizer step, over all data-parallel ranks."""
         raise NotImplementedError

@@ -2,21 +2,20 @@
 
 from typing import Literal
 
-from pydantic import Field
+from .base import Aggregation
+from .offline import OfflineBase, SampledValidationConfig
 
-from .base import Aggregation, AlgorithmBase
 
-
-class SftConfig(AlgorithmBase):
-    """Supervised fine-tuning on the answers of the training tasks."""
+class SftConfig(OfflineBase):
+    """Supervised fine-tuning on the answers of the training tasks, or on every turn of conversations."""
 
     name: Literal["sft"]
-    batch_size: int = Field(ge=1)
-    """Sequences of one step."""
     train_on: Literal["completion", "all"] = "completion"
-    """Learn the answer's tokens, or all tokens."""
+    """Learn the tokens of the assistant, or all tokens."""
     aggregation: Aggregation = "token-mean"
     """How per-token losses become one number."""
+    validation: SampledValidationConfig = SampledValidationConfig()
+    """Measuring on `data.validation`: the loss where it has answers, and samples."""
 
     @property
     def sequences_per_update(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import (
     AlgorithmConfig,
     KLConfig,
+    OfflineBase,
     OnlineConfig,
     SftConfig,
 )
@@ -37,7 +38,7 @@ def minibatches_divide(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Every data-parallel rank takes equally many sequences of every optimizer step."""
     size = policy.layout.data_parallel_size
-    if isinstance(algorithm, SftConfig):
+    if isinstance(algorithm, OfflineBase):
         if algorithm.batch_size % size:
             mend = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
             yield Violation("algorithm.batch_size", algorithm.batch_size, mend)
@@ -56,16 +57,13 @@ def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> I
 def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Megatron's interleaved schedule wants as many micro-batches as stages, none of them empty."""
     layout = policy.layout
-    if isinstance(algorithm, SftConfig):
-        sequences = algorithm.batch_size
-    else:
-        sequences = algorithm.trajectories_per_step // algorithm.num_minibatches
-    share = sequences // layout.data_parallel_size
+    share = algorithm.units_per_update // layout.data_parallel_size
+    what = "sequences" if algorithm.units_per_update == algorithm.sequences_per_update else "pairs"
     if layout.virtual_pipeline_parallel_size > 1 and share < layout.pipeline_parallel_size:
         yield Violation(
             "policy.layout.virtual_pipeline_parallel_size",
             layout.virtual_pipeline_parallel_size,
-            f"interleaved stages want a micro-batch each, and an optimizer step has {share} sequences for "
+            f"interleaved stages want a micro-batch each, and an optimizer step has {share} {what} for "
             f"the {layout.pipeline_parallel_size} stages of a copy: set this to 1, or take larger batches",
         )
 
@@ -82,10 +80,10 @@ def loss_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """One aggregation divides by a fixed length, and only that one."""
-    if isinstance(algorithm, SftConfig):
-        if algorithm.aggregation == _FIXED_LENGTH:
-            mend = "SFT has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
-            yield Violation("algorithm.aggregation", algorithm.aggregation, mend)
+    if isinstance(algorithm, SftConfig) and algorithm.aggregation == _FIXED_LENGTH:
+        mend = "SFT has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
+        yield Violation("algorithm.aggregation", algorithm.aggregation, mend)
+    if not isinstance(algorithm, OnlineConfig):
         return
     loss = algorithm.loss
     if loss.aggregation == _FIXED_LENGTH and loss.aggregation_length is None:

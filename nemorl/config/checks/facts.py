@@ -7,8 +7,8 @@ from nemorl.config.data import DataConfig, DatasetConfig
 
 
 def generates(algorithm: AlgorithmConfig) -> bool:
-    """Whether the run samples at all; supervised fine-tuning does so for validation only."""
-    return isinstance(algorithm, OnlineConfig) or algorithm.validation.scheduled
+    """Whether the run samples at all; what learns from data does so for validation only."""
+    return algorithm.generates
 
 
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig, ValidationConfig
+from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineConfig, ValidationConfig
 from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+
+from .offline_figures import offline_figures
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
@@ -38,9 +40,9 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
             names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:
             names |= {"kl/reference"}
-    else:
-        names = names | {"loss/sft", "nll"}
-    if algorithm.validation.scheduled:
+    if isinstance(algorithm, OfflineBase):
+        names = names | offline_figures(algorithm)
+    if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
     return frozenset(names)
 

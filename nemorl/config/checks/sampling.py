@@ -4,19 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
-
-
-def policy_has_a_vocabulary(policy: PolicyConfig) -> Iterator[Violation]:
-    """What is sampled, and learned from, are tokens."""
-    if policy.head != "lm":
-        yield Violation(
-            "policy.head",
-            policy.head,
-            "the policy of an experiment samples or imitates tokens: set it to lm (a scalar head is for "
-            "critics and reward models)",
-        )
 
 
 def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:

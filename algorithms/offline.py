@@ -1,0 +1,142 @@
+"""The one loop over data as it stands: a batch of examples, a loss, a step.
+
+    order ─examples─▶ [reference, divergence] ─▶ load ─▶ train ─▶ validation of the loss
+
+Supervised fine-tuning, preferences and reward models are the three parts of `OfflineAlgorithm`: what an
+example is, its loss and its figures.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nemorl.config.algorithm import Aggregation, OfflineBase
+from nemorl.data.compared import Compared
+from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.losses import Loss
+from nemorl.data.order import TaskOrder
+from nemorl.observe.observer import Observer
+from nemorl.session.session import Session
+from nemorl.session.shard import SequencePlace
+
+from .aggregation import sequence_weights
+from .bookkeeping import Bookkeeper
+from .reference_sums import ReferenceSums
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is learnt together: one sequence, or the two of a pair."""
+
+    examples: tuple[Example, ...]
+    labels: tuple[float, ...] = (0.0,)  # of each: 1 chosen or good, -1 rejected or not, 0 neither
+    margin: float = 0.0
+
+
+class OfflineAlgorithm(Protocol):
+    """What differs between algorithms that learn from data as it stands."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How weights of single tokens are made; those of rejected answers count for nothing."""
+        ...
+
+    def contrast(self, units: Sequence[Unit]) -> list[Example]:
+        """Sequences from which the policy's divergence from the reference is estimated before the step."""
+        ...
+
+    def loss(self, num_units: int, divergence: float) -> Loss:
+        """The loss of a step of so many units; the divergence is 0 where there is nothing to contrast."""
+        ...
+
+    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        """A step's metrics from the loss's sums over it."""
+        ...
+
+
+@dataclass
+class OfflineLoop:
+    """Steps over units in their order."""
+
+    config: OfflineBase
+    algorithm: OfflineAlgorithm
+    session: Session
+    units: Sequence[Unit]
+    held_out: Sequence[Unit]  # of the validation data; empty without any
+    references: ReferenceSums  # of sequences whose reference was computed beforehand
+    order: TaskOrder
+    position: int  # in the order; the next unit
+    observer: Observer
+    books: Bookkeeper
+    multiple: int  # of units into which a batch is laid over ranks and stages
+    _divergence: dict[str, float] = field(default_factory=dict, init=False)
+
+    async def run(self) -> None:
+        """All steps that are left."""
+        if self.held_out:
+            self.books.measure = self.validation_figures
+        await self.books.open()
+        for step in self.books.steps(self.config.num_steps):
+            places = range(self.position, self.position + self.config.batch_size)
+            units = [self.units[self.order.task_index(place)] for place in places]
+            with self.observer.stage("training"):
+                update = await self.session.learner.train(await self._prepare(units))
+            self.position = places.stop
+            values = self.algorithm.figures(update.sums, update.maxima) | self._divergence
+            values |= self.books.optimizer_figures([update]) | self.session.learner.packing_figures()
+            values["epoch"] = self.position / len(self.units)
+            await self.books.finish_step(step, values, self.position)
+
+    async def validation_figures(self) -> dict[str, float]:
+        """The loss of the held-out units and its figures, without sampling and without learning."""
+        with self.observer.stage("validation"):
+            found = await self.session.learner.evaluate(await self._prepare(self.held_out))
+        figures = self.algorithm.figures(found.sums, found.maxima)
+        total = figures.pop("loss/total", None)
+        whole = figures.pop("loss/sft") if total is None else total
+        return {"validation/loss": whole} | {f"validation/{name}": value for name, value in figures.items()}
+
+    async def _prepare(self, units: Sequence[Unit]) -> Loss:
+        """Load the units with what their loss needs to know of them, and give the loss."""
+        learner = self.session.learner
+        divergence = await self._measure_divergence(self.algorithm.contrast(units))
+        await learner.load(self._places(units), kind="examples")
+        if self.config.keeps_reference:
+            await learner.logprobs(old=False, reference=True)
+        return self.algorithm.loss(len(units), divergence)
+
+    async def _measure_divergence(self, examples: Sequence[Example]) -> float:
+        """The mean over sequences of `log policy - log reference`, in nats; it may be negative."""
+        self._divergence = {}
+        if not examples:
+            return 0.0
+        learner = self.session.learner
+        await learner.load(self._places([Unit((example,)) for example in examples]), kind="examples")
+        policy = await learner.sequence_logprobs(reference=False)
+        reference = await learner.sequence_logprobs(reference=True)
+        apart = math.fsum(policy) - math.fsum(reference)
+        self._divergence = {"kl/reference": apart / len(examples)}
+        return apart / len(examples)
+
+    def _places(self, units: Sequence[Unit]) -> list[SequencePlace]:
+        """The sequences of the units, stored, weighted and numbered; units that nothing looks at fill up."""
+        missing = -len(units) % self.multiple
+        padded = [*units, *[Unit((STAND_IN,))] * missing]
+        examples = [example for unit in padded for example in unit.examples]
+        compared = [
+            Compared(number, label, unit.margin, self.references.of(example))
+            for number, unit in enumerate(padded)
+            for example, label in zip(unit.examples, unit.labels, strict=True)
+        ]
+        learnt = [
+            0 if label < 0 and len(unit.examples) > 1 else example.num_learnt
+            for unit in padded
+            for example, label in zip(unit.examples, unit.labels, strict=True)
+        ]
+        weights = sequence_weights(learnt, self.algorithm.aggregation).tolist()
+        store = self.session.store(examples)
+        return [
+            SequencePlace(store, row, example.num_tokens, weight=weight, compared=own)
+            for row, (example, weight, own) in enumerate(zip(examples, weights, compared, strict=True))
+        ]

@@ -1,0 +1,93 @@
+"""From a checked experiment to what an offline run learns and measures on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemorl.config.algorithm import (
+    KtoConfig,
+    OfflineBase,
+    PreferenceConfig,
+    ProcessLossConfig,
+    RewardModelConfig,
+    SftConfig,
+)
+from nemorl.config.data import DataConfig, DatasetConfig, JsonlDataset
+from nemorl.config.experiment import Experiment
+from nemorl.data.datasets import load_dialogues
+from nemorl.data.encode import Encoder
+from nemorl.data.examples import Example
+from nemorl.data.judged import load_feedback, load_pairs, load_steps
+from nemorl.data.order import TaskOrder
+from nemorl.data.prompts import prompts_of
+from nemorl.data.tokenizer import load_tokenizer
+
+from .kto import Kto
+from .offline import OfflineAlgorithm, Unit
+from .preference import Preference
+from .reward_model import RewardModel
+from .supervised import Supervised
+
+
+@dataclass(frozen=True)
+class OfflineData:
+    """The units of a run."""
+
+    units: Sequence[Unit]
+    held_out: Sequence[Unit]  # of the validation data
+
+    def of_steps(self, order: TaskOrder, num_units: int) -> list[Example]:
+        """All sequences that the first `num_units` units of the order and a validation need."""
+        drawn = {order.task_index(place) for place in range(num_units)}
+        needed = [*(self.units[index] for index in sorted(drawn)), *self.held_out]
+        return [example for unit in needed for example in unit.examples]
+
+
+def offline_algorithm(config: OfflineBase) -> OfflineAlgorithm:
+    """How the config's algorithm learns."""
+    match config:
+        case SftConfig():
+            return Supervised(config)
+        case PreferenceConfig():
+            return Preference(config)
+        case KtoConfig():
+            return Kto(config)
+        case RewardModelConfig():
+            return RewardModel(config)
+    raise ValueError(f"no algorithm learns from data by {type(config).__name__}")
+
+
+def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
+    """Read and encode all that is learnt and measured on. Raises DatasetError and ExampleError."""
+    tokenizer, data = load_tokenizer(experiment.policy), experiment.data
+    prompts = prompts_of(tokenizer, data.chat)
+    encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
+    held_out: Sequence[Unit] = []
+    validated = data.validation if config.validation.scheduled else None
+    if validated is not None and _can_be_learnt(config, validated):
+        held_out = _units(config, validated, data, encoder)[: config.validation.num_prompts]
+    return OfflineData(_units(config, data.train, data, encoder), held_out)
+
+
+def _can_be_learnt(config: OfflineBase, dataset: DatasetConfig) -> bool:
+    """Tasks without answers can be sampled, but have no loss."""
+    if isinstance(config, SftConfig) and isinstance(dataset, JsonlDataset):
+        return dataset.answer_key is not None
+    return True
+
+
+def _units(config: OfflineBase, dataset: DatasetConfig, data: DataConfig, encoder: Encoder) -> Sequence[Unit]:
+    match config:
+        case SftConfig():
+            dialogues = load_dialogues(dataset, data)
+            return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
+        case KtoConfig():
+            feedback = load_feedback(dataset, data)
+            labels = [1.0 if one.good else -1.0 for one in feedback]
+            answers = encoder.feedback(feedback)
+            return [Unit((e,), (label,)) for e, label in zip(answers, labels, strict=True)]
+        case RewardModelConfig() if isinstance(config.loss, ProcessLossConfig):
+            return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
+    pairs = load_pairs(dataset, data)
+    return [
+        Unit(both, (1.0, -1.0), pair.margin) for both, pair in zip(encoder.pairs(pairs), pairs, strict=True)
+    ]

@@ -1,0 +1,97 @@
+"""Reward models: a scalar head that learns to tell better answers, or right steps, from others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemorl.config.algorithm import Aggregation, ProcessLossConfig, RewardModelConfig
+from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig, LogExpLossConfig
+from nemorl.data.examples import Example
+from nemorl.data.losses import Loss, LossOutput
+from nemorl.data.packed import PackedBatch
+
+from .offline import Unit
+from .pairs import at_ends, find_pairs
+
+
+@dataclass(frozen=True)
+class ScorePairLoss:
+    """The mean over pairs of what their scores cost; the score of an answer is that of its last token."""
+
+    config: BradleyTerryLossConfig | LogExpLossConfig
+    num_pairs: int  # of the whole optimizer step
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `units` and `labels`."""
+        pairs, scores = find_pairs(batch), at_ends(values, batch)
+        chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
+        if isinstance(self.config, LogExpLossConfig):
+            per_pair = torch.log1p(torch.exp(-(chosen - rejected).abs())) + F.relu(rejected - chosen)
+        else:
+            per_pair = -F.logsigmoid(chosen - rejected - self.config.margin_scale * pairs.margins)
+        told = per_pair.sum() / self.num_pairs
+        center = (chosen + rejected).square().sum() / self.num_pairs
+        loss = told + self.config.center_coefficient * center
+        sums = {
+            "loss/total": loss,
+            "loss/preference": told,
+            "loss/center": center,
+            "compared": torch.tensor(float(len(pairs)), device=loss.device),
+            "accuracy": (chosen > rejected).sum(),
+            "score/chosen": chosen.sum(),
+            "score/rejected": rejected.sum(),
+            "score/margin": (chosen - rejected).sum(),
+        }
+        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Cross entropy of right and wrong at the end of each step, weighed by the batch's `weights`."""
+
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `labels`, which are 1 and -1 where the loss mask is set."""
+        assert batch.labels is not None, "steps have labels"
+        mask, labels = batch.loss_mask, batch.labels
+        loss = -(batch.weights * F.logsigmoid(labels * values)).sum()
+        sums = {
+            "loss/total": loss,
+            "compared": mask.sum(),
+            "accuracy": ((labels * values > 0) & mask).sum(),
+            "score/margin": (labels * values * mask).sum(),
+        }
+        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Learning scores."""
+
+    config: RewardModelConfig
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Of steps."""
+        loss = self.config.loss
+        by_answer = isinstance(loss, ProcessLossConfig) and loss.aggregation == "answer-mean"
+        return "seq-mean-token-mean" if by_answer else "token-mean"
+
+    def contrast(self, units: Sequence[Unit]) -> list[Example]:
+        """There is no reference."""
+        return []
+
+    def loss(self, num_units: int, divergence: float) -> Loss:
+        """Of a step of so many pairs, or of answers in steps."""
+        config = self.config.loss
+        return StepLoss() if isinstance(config, ProcessLossConfig) else ScorePairLoss(config, num_units)
+
+    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        """Losses, the share that is told right, and scores, as means over pairs or steps."""
+        compared = max(sums["compared"], 1.0)
+        return {k: v if k.startswith("loss/") else v / compared for k, v in sums.items() if k != "compared"}

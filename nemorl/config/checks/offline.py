@@ -1,0 +1,104 @@
+"""Learning from data as it stands: data of the right kind, and settings that are used."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import (
+    AlgorithmConfig,
+    KtoConfig,
+    OfflineBase,
+    PreferenceConfig,
+    ProcessLossConfig,
+    RewardModelConfig,
+    SftConfig,
+    ValidationConfig,
+)
+from nemorl.config.algorithm.pair_loss import LogisticLossConfig
+from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig
+from nemorl.config.data import DataConfig, PreferenceDataset
+from nemorl.config.policy import PolicyConfig
+from nemorl.errors import Violation
+
+from .facts import datasets
+
+_TASKS = ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
+_PAIRS = ("preference", "arithmetic")
+_FEEDBACK = ("feedback", "preference", "arithmetic")
+_STEPS = ("steps", "arithmetic")
+_OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "pass_reward", "sampling")
+
+
+def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Pairs, judged answers, judged steps and answers come from datasets that have them."""
+    if not isinstance(algorithm, OfflineBase):
+        return
+    what, known = _wanted(algorithm)
+    for path, dataset in datasets(data):
+        if dataset.name not in known:
+            mend = f"`{algorithm.name}` learns from {what}: take a dataset `{'`, `'.join(known)}`"
+            yield Violation(f"{path}.name", dataset.name, mend)
+
+
+def _wanted(algorithm: OfflineBase) -> tuple[str, tuple[str, ...]]:
+    match algorithm:
+        case SftConfig():
+            return "answers", _TASKS
+        case KtoConfig():
+            return "judged answers", _FEEDBACK
+        case RewardModelConfig() if isinstance(algorithm.loss, ProcessLossConfig):
+            return "judged steps", _STEPS
+    return "pairs of answers", _PAIRS
+
+
+def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A reward model gives numbers; what samples or imitates gives tokens."""
+    scores = isinstance(algorithm, RewardModelConfig)
+    if policy.head != "lm" and not scores:
+        mend = (
+            f"`{algorithm.name}` samples or imitates tokens: set it to lm (a scalar head is for critics and "
+            "reward models)"
+        )
+        yield Violation("policy.head", policy.head, mend)
+    if policy.head != "scalar" and scores:
+        yield Violation("policy.head", policy.head, "a reward model gives one number: set it to scalar")
+
+
+def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The two answers of a pair are compared in one pass."""
+    if not isinstance(algorithm, OfflineBase) or algorithm.sequences_per_update == algorithm.units_per_update:
+        return
+    longest = 2 * policy.max_sequence_length
+    if policy.max_sequence_length <= policy.micro_batch_tokens < longest:
+        mend = f"one pass must hold both answers of a pair: give it twice max_sequence_length, {longest}"
+        yield Violation("policy.micro_batch_tokens", policy.micro_batch_tokens, mend)
+
+
+def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A reference and margins say something only to losses that look at them."""
+    if not isinstance(algorithm, PreferenceConfig | RewardModelConfig):
+        return
+    loss = algorithm.loss
+    if isinstance(algorithm, PreferenceConfig) and algorithm.reference == "live" and not loss.keeps_reference:
+        mend = f"the loss `{loss.name}` has no reference here: remove this"
+        yield Violation("algorithm.reference", "live", mend)
+    scale = loss.margin_scale if isinstance(loss, LogisticLossConfig | BradleyTerryLossConfig) else 0.0
+    for path, dataset in datasets(data):
+        key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
+        if scale and key is None:
+            mend = f"{path} says nothing of margins: name their key in {path}.margin_key, or remove this"
+            yield Violation("algorithm.loss.margin_scale", scale, mend)
+        elif key is not None and not scale:
+            mend = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
+            yield Violation(f"{path}.margin_key", key, mend)
+
+
+def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """How to sample says nothing to a validation that computes the loss only."""
+    if not isinstance(algorithm, OfflineBase) or algorithm.validation.generate:
+        return
+    mend = "algorithm.validation.generate is false, so nothing is sampled: set it to true, or remove this"
+    if isinstance(algorithm, RewardModelConfig):
+        mend = "a reward model samples nothing: remove this"
+    for name in _OF_SAMPLING:
+        value = getattr(algorithm.validation, name)
+        if value != ValidationConfig.model_fields[name].default:
+            yield Violation(f"algorithm.validation.{name}", value, mend)

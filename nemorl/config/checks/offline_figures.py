@@ -1,0 +1,44 @@
+"""The figures of runs that learn from data as it stands."""
+
+from nemorl.config.algorithm import (
+    KtoConfig,
+    OfflineBase,
+    ProcessLossConfig,
+    RewardModelConfig,
+    SftConfig,
+)
+
+_REWARDS = {"rewards/margin", "rewards/accuracy"}
+_PAIRS = {
+    *("loss/total", "loss/preference", "loss/sft", "rewards/chosen", "rewards/rejected"),
+    *("logprobs/chosen", "logprobs/rejected", *_REWARDS),
+}
+_KTO = {
+    *("loss/total", "rewards/desirable", "rewards/undesirable", "examples/desirable", "kl/reference"),
+    *_REWARDS,
+}
+_STEPS = {"loss/total", "accuracy", "score/margin"}
+_SCORES = {*_STEPS, "loss/preference", "loss/center", "score/chosen", "score/rejected"}
+
+
+def offline_figures(algorithm: OfflineBase) -> set[str]:
+    """Names of what such a run writes beside what every run does."""
+    learnt = _learnt(algorithm)
+    names = learnt | {"epoch"}
+    if algorithm.validation.scheduled:
+        measured = learnt - {"loss/total", "kl/reference"}
+        if isinstance(algorithm, SftConfig):
+            measured -= {"loss/sft"}
+        names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
+    return names
+
+
+def _learnt(algorithm: OfflineBase) -> set[str]:
+    match algorithm:
+        case SftConfig():
+            return {"loss/sft", "nll"}
+        case KtoConfig():
+            return _KTO
+        case RewardModelConfig():
+            return _STEPS if isinstance(algorithm.loss, ProcessLossConfig) else _SCORES
+    return _PAIRS
