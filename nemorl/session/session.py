@@ -69,6 +69,11 @@ class Session:
         assert self.policy is not None, "this session was started without a policy"
         return self.policy
 
+    @property
+    def models_share_devices(self) -> bool:
+        """Whether another model lives where the policy does, so that they cannot work at the same time."""
+        return sum(model.turns is not None for model in self.models.values()) > 1
+
     def model(self, name: str) -> ModelGroup:
         """A model of `nemorl.config.models.models_of` by its name, such as `critic`."""
         assert name in self.models, f"this session was started without a {name}"
@@ -235,7 +240,7 @@ class _Starter:
     async def generation(self) -> WorkerGroup:
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
         threads = threads_per_worker(config.threads, config.replicas, cluster.num_nodes)
-        shared = {
+        shared: dict[str, Any] = {
             "model_path": policy.model_path.absolute(),
             "config": config,
             "device": self.device,

@@ -53,7 +53,7 @@ class WorkerAdapters:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER_ID,
             {name: tensor.clone() for name, tensor in self.tensors().items()},  # it is scaled in place
-            PEFTHelper(r=self.lora.rank, lora_alpha=self.lora.alpha, target_modules=[]),  # type: ignore[arg-type]
+            PEFTHelper(r=self.lora.rank, lora_alpha=self.lora.alpha, target_modules=[]),
             device="cpu",
             dtype=self.dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
