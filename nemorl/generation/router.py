@@ -92,6 +92,11 @@ class Router:
         return [member.outstanding_tokens for member in self._members.values()]
 
     @property
+    def num_unanswered(self) -> int:
+        """Requests under way."""
+        return len(self._waiting)
+
+    @property
     def living(self) -> list[str]:
         """Names of the replicas that answer."""
         return list(self._members)

@@ -20,7 +20,8 @@ from nemorl.generation.types import Completion
 
 from .answers import Answer
 from .errors import ApiError
-from .requests import ChatRequest, CompletionRequest, read_request
+from .reading import read_request
+from .requests import ChatRequest, CompletionRequest
 from .sampling import Served, Work, chat_work, completion_work, engine_requests, sample, stream
 
 log = logging.getLogger(__name__)

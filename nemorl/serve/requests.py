@@ -5,13 +5,11 @@ that were asked for.
 """
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemorl.generation.types import SamplingParams
-
-from .errors import ApiError, bad_request
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -216,34 +214,6 @@ class ChatRequest(SamplingRequest):
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
-
-
-R = TypeVar("R", bound=SamplingRequest)
-
-
-def read_request(kind: type[R], body: bytes) -> R:
-    """A request from the body of a POST. Raises ApiError with what is wrong first."""
-    try:
-        tree = json.loads(body)
-    except ValueError as error:  # also of bytes that are no text
-        raise bad_request(f"The body is not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise bad_request("The body is not a JSON object.")
-    try:
-        # null stands for what is not given, as OpenAI's own client sends it
-        return kind.model_validate({key: value for key, value in tree.items() if value is not None})
-    except ValidationError as error:
-        raise _explained(error) from error
-
-
-def _explained(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    param = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"{param} is not served here: leave it out.", param)
-    if first["type"] == "missing":
-        return bad_request(f"{param} is missing.", param)
-    return bad_request(f"{param} = {json.dumps(first['input'], default=str)[:80]}: {first['msg']}.", param)
 
 
 def _arguments(call: FunctionCall) -> Any:

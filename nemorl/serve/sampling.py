@@ -19,7 +19,9 @@ from .errors import ApiError, bad_request
 from .requests import MOST_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
 from .tools import OPENING
 
-STREAM_TOKENS = 4  # of a piece of a stream
+# A piece of a stream has one token while at most so many answers are under way, two with twice as many, and
+# so on: a message takes about a millisecond here and as much in the engine's process.
+ANSWERS_BY_TOKEN = 8
 MOST_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 100
 
 
@@ -103,6 +105,8 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
     """One for each choice, in order: the choices of the first prompt, then of the next."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     stops = served.tokenizer.end_token_ids | set(request.stop_token_ids)
+    count = len(work.prompts) * request.n
+    piece = -(-(served.router.num_unanswered + count) // ANSWERS_BY_TOKEN)
     return [
         GenerationRequest(
             id=f"{work.name}-{index}",
@@ -113,9 +117,9 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
             stop_token_ids=frozenset(stops),
             stop_strings=request.stop_strings,
             deadline_seconds=served.timeout_seconds,
-            progress_tokens=STREAM_TOKENS if request.stream else 0,
+            progress_tokens=piece if request.stream else 0,
         )
-        for index in range(len(work.prompts) * request.n)
+        for index in range(count)
     ]
 
 

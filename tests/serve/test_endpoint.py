@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.router import Replica
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.rollout.types import StopReason
-from nemorl.serve.sampling import stream
+from nemorl.serve.requests import CompletionRequest
+from nemorl.serve.sampling import Served, completion_work, engine_requests, stream
 from tests.rollout.stand_ins import completion
 from tests.serve.conftest import LENGTH, engine
 
@@ -136,7 +138,8 @@ def test_a_stream_says_the_same_as_the_whole(endpoint):
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
     for choice in whole["choices"]:
         parts = [c for event in streamed for c in event["choices"] if c["index"] == choice["index"]]
-        assert len(parts) > 5
+        # One by one; with the first comes what was sampled while the prompt was read.
+        assert all(len(p["token_ids"]) <= 1 for p in parts[1:])
         assert "".join(p["text"] for p in parts) == choice["text"]
         assert [t for p in parts for t in p["token_ids"]] == choice["token_ids"]
         logprobs = [x for p in parts for x in p["logprobs"]["token_logprobs"]]
@@ -146,6 +149,12 @@ def test_a_stream_says_the_same_as_the_whole(endpoint):
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ab?"}]}
+
+
+def chat_of(content: object) -> dict:
+    return {**CHAT, "messages": [{"role": "user", "content": content}]}
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -238,8 +247,13 @@ def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
         ("/completions", {**BODY, "model": "gpt"}, 404, "`gpt` is not served; `tiny` is"),
         ("/completions", {"model": "tiny"}, 400, "prompt is missing."),
         ("/completions", {**BODY, "best_of": 2}, 400, "best_of is not served here: leave it out."),
-        ("/completions", {**BODY, "temperature": -1}, 400, "temperature = -1: "),
-        ("/completions", {**BODY, "temperature": float("inf")}, 400, "temperature = Infinity: "),
+        ("/completions", {**BODY, "temperature": -1}, 400, "= -1: a value of at least 0 is wanted."),
+        ("/completions", {**BODY, "temperature": float("inf")}, 400, "= Infinity: a finite number is"),
+        ("/completions", {**BODY, "n": 1.5}, 400, "n = 1.5: a whole number is wanted."),
+        ("/completions", {**BODY, "stream": "x"}, 400, 'stream = "x": true or false is wanted.'),
+        ("/completions", {**BODY, "echo": True}, 400, "echo = true: false is wanted."),
+        ("/completions", {**BODY, "prompt": [1, "a"]}, 400, 'prompt = [1, "a"]: a text, token ids ('),
+        ("/completions", {**BODY, "stop": [""]}, 400, 'stop = [""]: a text that is not empty'),
         ("/completions", {**BODY, "presence_penalty": 0.5}, 400, "presence_penalty = 0.5"),
         ("/completions", {**BODY, "top_k": 2**70}, 400, f"top_k = {2**70}: "),
         ("/completions", {**BODY, "stop_token_ids": [2**70]}, 400, f"stop_token_ids.0 = {2**70}: "),
@@ -248,9 +262,14 @@ def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
         ("/completions", {**BODY, "prompt": [9999]}, 400, "the model's vocabulary has 263"),
         ("/completions", {**BODY, "prompt": ""}, 400, "prompt has no tokens"),
         ("/completions", {**BODY, "prompt": [[70]] * 100, "n": 2}, 400, "200 samples"),
-        ("/chat/completions", {**CHAT, "messages": []}, 400, "messages = []"),
+        ("/chat/completions", {**CHAT, "messages": []}, 400, "messages = []: a list with a length of"),
+        ("/chat/completions", chat_of(5), 400,
+         'messages.0.content = 5: a text, or a list of {"type": "text", "text": ...} is wanted.'),
+        ("/chat/completions", chat_of([{"type": "image_url"}]), 400,
+         'messages.0.content.0.type = "image_url": "text" is wanted.'),
+        ("/chat/completions", chat_of([{"type": "text"}]), 400, "messages.0.content.0.text is missing."),
         ("/chat/completions", {**CHAT, "top_logprobs": 5, "logprobs": True}, 400, "top_logprobs = 5"),
-        ("/chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+        ("/chat/completions", {**CHAT, "tool_choice": "required"}, 400, '"auto" or "none" is wanted.'),
         ("/nowhere", {}, 404, "POST /v1/nowhere: Not Found."),
     ],
 )  # fmt: skip
@@ -269,6 +288,16 @@ def test_the_coldest_temperature_is_greedy(endpoint):
 
     texts = run(endpoint, talk)
     assert texts == [texts[0]] * 3
+
+
+@pytest.mark.parametrize(("under_way", "n", "piece"), [(0, 1, 1), (6, 2, 1), (7, 2, 2), (200, 1, 26)])
+def test_pieces_of_streams_grow_with_the_answers_under_way(served_tokenizer, under_way, n, piece):
+    served = Served(SimpleNamespace(num_unanswered=under_way), served_tokenizer, "tiny", LENGTH, 60)
+    request = CompletionRequest(**BODY, n=n, stream=True)
+
+    asked = engine_requests(request, completion_work(request, served), served)
+
+    assert [one.progress_tokens for one in asked] == [piece] * n
 
 
 def test_a_stream_whose_request_fails_ends():
