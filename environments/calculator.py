@@ -5,7 +5,8 @@
     policy   <answer>84</answer>
 
 A turn holds either a call or an answer. The answer ends the conversation and is compared with the task's; a
-turn with neither, and the last turn allowed, end it without one. The reward `calculator` is 1 or 0.
+turn with neither, and the last turn allowed, end it without one. The reward `calculator` is 1 or 0; where
+`call_weight` is not 0, `calculator_call` pays 1 for each turn whose call could be worked out.
 """
 
 from nemorl.config.env import CalculatorEnvConfig
@@ -19,13 +20,16 @@ INSTRUCTIONS = (
     "as the next message. When you know the answer, write it as <answer>84</answer>."
 )
 REWARD = "calculator"
+CALL_REWARD = "calculator_call"
+REFUSED = "error: "
 
 
 class CalculatorEnvironment:
     """One conversation with the calculator at hand."""
 
-    def __init__(self, max_turns: int) -> None:
+    def __init__(self, max_turns: int, *, pays_calls: bool = False) -> None:
         self._turns_left = max_turns
+        self._pays_calls = pays_calls
         self._answer = ""
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
@@ -50,7 +54,10 @@ class CalculatorEnvironment:
         call = last_tagged(action.text, "tool")
         if call is None or self._turns_left == 0:
             return Step(rewards={REWARD: 0.0})
-        return Step(messages=(Message("tool", _result(call)),), done=False)
+        result = _result(call)
+        worked = not result.startswith(REFUSED)
+        paid = {CALL_REWARD: float(worked)} if self._pays_calls else {}
+        return Step(messages=(Message("tool", result),), rewards=paid, done=False)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -60,12 +67,14 @@ class CalculatorFactory:
     """Makes `CalculatorEnvironment`s."""
 
     def __init__(self, config: CalculatorEnvConfig) -> None:
-        self.reward_weights = {REWARD: config.weight}
+        self._pays_calls = config.call_weight != 0
+        of_calls = {CALL_REWARD: config.call_weight} if self._pays_calls else {}
+        self.reward_weights = {REWARD: config.weight, **of_calls}
         self._max_turns = config.max_turns
 
     def create(self) -> CalculatorEnvironment:
         """An environment for one trajectory."""
-        return CalculatorEnvironment(self._max_turns)
+        return CalculatorEnvironment(self._max_turns, pays_calls=self._pays_calls)
 
     async def close(self) -> None:
         """Nothing is shared."""
@@ -75,7 +84,7 @@ def _result(expression: str) -> str:
     try:
         return number_text(calculate(expression))
     except ArithmeticRefused as refusal:
-        return f"error: {refusal}"
+        return f"{REFUSED}{refusal}"
 
 
 def _equal(answer: str, expected: str) -> bool:

@@ -39,6 +39,8 @@ class CalculatorEnvConfig(Config):
     """Turns of the policy before the conversation ends without an answer."""
     weight: float = 1.0
     """Weight of the reward `calculator` in the sum."""
+    call_weight: float = 0.0
+    """Weight of the reward `calculator_call`, which pays each turn whose call the calculator can work out."""
 
 
 EnvConfig = Annotated[

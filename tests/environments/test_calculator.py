@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from nemorl.config.checks.figures import reward_weights
 from nemorl.config.env import CalculatorEnvConfig
 from nemorl.environments.arithmetic import ArithmeticRefused, calculate, number_text
 from nemorl.environments.calculator import INSTRUCTIONS, CalculatorFactory
@@ -9,11 +10,12 @@ from nemorl.rollout.types import Message, Step, Task
 from tests.environments.episodes import said, task
 
 
-def play(given: Task, *turns: str, max_turns: int = 4) -> list[Step]:
+def play(given: Task, *turns: str, max_turns: int = 4, call_weight: float = 0.0) -> list[Step]:
     """The environment's answers to these turns."""
 
     async def main():
-        environment = CalculatorFactory(CalculatorEnvConfig(name="calculator", max_turns=max_turns)).create()
+        config = CalculatorEnvConfig(name="calculator", max_turns=max_turns, call_weight=call_weight)
+        environment = CalculatorFactory(config).create()
         await environment.reset(given)
         return [await environment.step(said(turn)) for turn in turns]
 
@@ -60,6 +62,14 @@ class TestConversation:
         (step,) = play(task("7"), "<tool>1/0</tool>")
         assert step.messages == (Message("tool", "error: division by zero"),)
         assert not step.done
+
+    def test_calls_that_work_may_be_paid(self):
+        turns = ("<tool>3+4</tool>", "<tool>1/0</tool>", "<answer>7</answer>")
+        paid = [{"calculator_call": 1.0}, {"calculator_call": 0.0}, {"calculator": 1.0}]
+        assert [step.rewards for step in play(task("7"), *turns, call_weight=0.2)] == paid
+        config = CalculatorEnvConfig(name="calculator", weight=2.0, call_weight=0.2)
+        weights = {"calculator": 2.0, "calculator_call": 0.2}
+        assert CalculatorFactory(config).reward_weights == reward_weights(config, ()) == weights
 
     def test_a_task_without_an_answer_is_refused(self):
         with pytest.raises(ValueError, match="task 0 has no answer"):

@@ -14,6 +14,7 @@ from nemorl.config.algorithm.advantage import (
     TurnAdvantageConfig,
 )
 from nemorl.config.env import (
+    CalculatorEnvConfig,
     EnvConfig,
     MathEnvConfig,
     ReasoningGymEnvConfig,
@@ -22,7 +23,7 @@ from nemorl.config.env import (
 )
 from nemorl.errors import Violation
 
-from .figures import reward_names
+from .figures import pays_calls, reward_names
 
 _WITHIN_A_GROUP = (
     GroupAdvantageConfig,
@@ -96,6 +97,9 @@ def turns_to_compare(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Vio
     """Advantages of turns are for conversations with several."""
     if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
         return
+    if isinstance(env, CalculatorEnvConfig) and not pays_calls(env):
+        mend = "no turn before the last one is paid for: give env.call_weight, or take the advantage `group`"
+        yield Violation("algorithm.advantage.name", "turn", mend)
     if isinstance(env, _ONE_TURN):
         mend = f"conversations in `{env.name}` have one turn: take another env, or the advantage `group`"
         yield Violation("algorithm.advantage.name", "turn", mend)

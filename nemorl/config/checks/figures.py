@@ -1,10 +1,11 @@
 """The figures that a run writes into metrics.jsonl, by name."""
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineConfig, ValidationConfig
 from nemorl.config.algorithm.filters import FiltersConfig
-from nemorl.config.env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
 
 from .offline_figures import offline_figures
 
@@ -63,13 +64,22 @@ def _filters(filters: FiltersConfig) -> Iterator[str]:
 def reward_weights(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
     """The factor of each reward in the sum, by its name."""
     weights = [] if isinstance(env, SingleTurnEnvConfig) else [env.weight]
+    if pays_calls(env):
+        weights.append(env.call_weight)
     return dict(zip(reward_names(env, rewards), [*weights, *(r.weight for r in rewards)], strict=True))
+
+
+def pays_calls(env: EnvConfig) -> TypeGuard[CalculatorEnvConfig]:
+    """Whether turns before the last one are paid."""
+    return isinstance(env, CalculatorEnvConfig) and env.call_weight != 0
 
 
 def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:
     """What each reward is called in figures: an environment by its name, a function by its own."""
     if not isinstance(env, SingleTurnEnvConfig):
         yield env.name
+    if pays_calls(env):
+        yield "calculator_call"
     yield from (reward.function.rpartition(":")[2] for reward in rewards)
 
 
