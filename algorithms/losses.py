@@ -52,7 +52,7 @@ class PolicyLoss:
         old = self._old(batch, logprobs)
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
         terms, figures, largest = found.loss, dict(found.figures), {}
-        if self.correction.compares or self.correction.off_policy_threshold is not None:
+        if self.correction.changes_terms:
             corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
             terms = terms * corrected.weight
             figures |= corrected.figures

@@ -1,16 +1,15 @@
 """A policy loss of your own: a function found by its import path, and tried before a run starts."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import cache
-from importlib import import_module
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from nemorl.algorithms.own import OwnPartError, find
+from nemorl.config.algorithm import CustomLossConfig
 from nemorl.data.packed import PackedBatch
-from nemorl.errors import NemorlError
 
 from .tokens import TokenLoss
 
@@ -20,17 +19,13 @@ F = TypeVar("F", bound=LossFunction)
 _WANTED = "(batch, logprobs, old, advantages, **arguments) -> TokenLoss"
 
 
-class PolicyLossError(NemorlError):
-    """A policy loss that cannot be found, called or used; the message names the function and the mend."""
-
-
 def policy_loss(function: F) -> F:
     """Mark a function as a policy loss; its signature is checked where it is defined.
 
     It is called as `function(batch, logprobs, old, advantages, **arguments)`, the tensors [N] float32 of one
     micro-batch, and returns a `TokenLoss`. `logprobs` are of the policy that learns; `old` has no gradient
     and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
-    every rank that computes losses. Raises PolicyLossError.
+    every rank that computes losses. Raises OwnPartError.
     """
     positional = [
         p
@@ -45,28 +40,18 @@ def policy_loss(function: F) -> F:
     return function
 
 
-@cache
-def resolve(name: str) -> LossFunction:
-    """The function that `package.module:function` names. Raises PolicyLossError."""
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(import_module(module), attribute, None)
-    except PolicyLossError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
-        raise _error(name, f"{module} cannot be imported ({type(error).__name__}: {error})") from error
-    if not callable(function):
-        raise _error(name, f"{module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]
+def own_loss(config: CustomLossConfig) -> LossFunction:
+    """The function that a config names. Raises OwnPartError."""
+    return find("policy loss", config.function)
 
 
-def try_out(name: str, arguments: Mapping[str, Any]) -> None:
-    """Call a function as training would, on a batch of two sequences. Raises PolicyLossError.
+def try_out(config: CustomLossConfig) -> None:
+    """Call a function as training would, on a batch of two sequences.
 
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    figures [N].
+    figures [N]. Raises OwnPartError when it cannot be found or called, fails, or does not answer so.
     """
-    function = resolve(name)
+    name, arguments, function = config.function, config.arguments, own_loss(config)
     batch = _tiny_batch()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
@@ -92,7 +77,12 @@ def try_out(name: str, arguments: Mapping[str, Any]) -> None:
 def _problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
     if not isinstance(found, TokenLoss):
         return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
-    for what, values in {"loss": found.loss, **{f"figure {k}": v for k, v in found.figures.items()}}.items():
+    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.figures.items()}}
+    if found.ratio is not None:
+        parts["ratio"] = found.ratio
+    for what, values in parts.items():
+        if not isinstance(values, Tensor):
+            return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
         if values.shape != logprobs.shape:
             shape = list(values.shape)
             return f"its {what} has the shape {shape} of {list(logprobs.shape)}: give a value for each token"
@@ -125,5 +115,5 @@ def _tiny_batch() -> PackedBatch:
     )
 
 
-def _error(name: str, problem: str) -> PolicyLossError:
-    return PolicyLossError(f"policy loss `{name}`: {problem}")
+def _error(name: str, problem: str) -> OwnPartError:
+    return OwnPartError(f"policy loss `{name}`: {problem}")

@@ -25,6 +25,6 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
         from nemorl.algorithms import policy_losses  # brings torch as well
 
         try:
-            policy_losses.try_out(algorithm.loss.function, algorithm.loss.arguments)
+            policy_losses.try_out(algorithm.loss)
         except NemorlError as error:
             yield Violation("algorithm.loss.function", algorithm.loss.function, str(error))

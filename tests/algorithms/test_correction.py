@@ -16,10 +16,13 @@ from nemorl.config.algorithm import (
     KLConfig,
     MaskedCorrectionConfig,
     NoCorrectionConfig,
+    OnlineConfig,
     ReinforceLossConfig,
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
+from nemorl.config.checks.figures import figures
+from nemorl.config.env import SingleTurnEnvConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import by_sequence, current, ragged
 from tests.algorithms.test_policy_losses import assert_same_in_parts
@@ -239,3 +242,33 @@ def test_what_is_left_out_keeps_its_divergence() -> None:
     figures = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
     assert figures["correction/ess"] == 0
     assert figures["correction/masked"] == 1
+
+
+LOSSES: list[dict[str, Any]] = [
+    {"name": "clip", "dual_clip": 3.0},
+    {"name": "gspo"},
+    {"name": "gspo_token"},
+    {"name": "gmpo"},
+    {"name": "cispo"},
+    {"name": "sapo"},
+    {"name": "reinforce"},
+    {"name": "clip_cov", "fraction": 0.5},
+    {"name": "kl_cov", "fraction": 0.5},
+]
+
+
+@pytest.mark.parametrize("chosen", LOSSES, ids=lambda loss: str(loss["name"]))
+def test_every_figure_of_a_loss_can_be_named_in_a_config(chosen: dict[str, Any]) -> None:
+    config = OnlineConfig(
+        name="grpo", num_steps=1, num_prompts_per_step=2, num_generations_per_prompt=2, num_minibatches=2,
+        loss=chosen, kl={"coefficient": 0.1},
+        correction={"name": "tis", "sequence_mask": {"low": 0.5, "high": 2.0}, "off_policy_threshold": 0.1},
+    )  # fmt: skip
+    batch = ragged(11)
+    loss = PolicyLoss(config.loss, config.kl, config.correction).prepared(batch, lambda values: values)
+    output = loss(batch, current(batch, 11), torch.zeros(batch.num_tokens))
+    written = finish_metrics(
+        {k: v.item() for k, v in output.sums.items()}, {k: v.item() for k, v in output.maxima.items()}
+    ).keys()
+    assert written <= figures(config, SingleTurnEnvConfig(), ())
+    assert config.loss.figures <= written

@@ -38,7 +38,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.lr=1e-5"],
         "policy.lr",
         1e-5,
-        "did you mean `policy.optimizer.lr`?",
+        "`policy.optimizer.lr`?",
     ),
     "a field nobody knows": (
         ["logger.zzz=1"],
@@ -51,7 +51,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "algorithm.num_minibatches=1"],
         "algorithm.num_minibatches",
         1,
-        "this field belongs to `grpo`, and algorithm.name is `sft`: remove it, or change algorithm.name",
+        "and algorithm.name is `sft`: remove it, or change algorithm.name",
     ),
     "a key of several other back ends": (
         ["generation={backend: trtllm, max_kv_tokens: 9}", "cluster.gpus_per_node=4"],
@@ -65,12 +65,12 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "gloop",
         "did you mean `gloo`? known are `auto`, `shared_memory`, `gloo`, `nccl`, `files`",
     ),
-    "an algorithm misspelled": (["algorithm.name=gpro"], "algorithm.name", "gpro", "did you mean `grpo`?"),
+    "an algorithm misspelled": (["algorithm.name=grppo"], "algorithm.name", "grppo", "did you mean `grpo`?"),
     "an algorithm nobody knows": (
-        ["algorithm.name=ppo2"],
+        ["algorithm.name=zzz"],
         "algorithm.name",
-        "ppo2",
-        "known are `grpo`, `sft`",
+        "zzz",
+        "known are `",
     ),
     "a schedule misspelled": (
         ["policy.schedule.name=cosin"],
@@ -136,6 +136,30 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "data.train.path",
         ABSENT,
         "this field is required: The file.",
+    ),
+    "a loss misspelled": (
+        ["algorithm.loss.name=gpso"],
+        "algorithm.loss.name",
+        "gpso",
+        "did you mean `gspo`?",
+    ),
+    "a setting of another loss": (
+        ["algorithm.loss={name: reinforce, clip_low: 0.1}"],
+        "algorithm.loss.clip_low",
+        0.1,
+        "and algorithm.loss.name is `reinforce`: remove it",
+    ),
+    "a correction nobody knows": (
+        ["algorithm.correction.name=ppo"],
+        "algorithm.correction.name",
+        "ppo",
+        "known are `none`, `tis`, `mis`, `icepop`",
+    ),
+    "a function without its module": (
+        ["algorithm.loss={name: custom, function: my_loss}"],
+        "algorithm.loss.function",
+        "my_loss",
+        "package.module:function",
     ),
 }
 
@@ -407,6 +431,66 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "k1",
         "algorithm.kl.coefficient is 0",
     ),
+    "k1 in the loss": (
+        ["algorithm.kl={coefficient: 0.1, estimator: k1}"],
+        "algorithm.kl.estimator",
+        "k1",
+        "in the loss k1 has no gradient but noise: take k2 or k3",
+    ),
+    "the gradient of k2 for k2": (
+        ["algorithm.kl={coefficient: 0.1, estimator: k2, straight_through: true}"],
+        "algorithm.kl.straight_through",
+        True,
+        "k2 has this gradient already",
+    ),
+    "a gradient of a reward": (
+        ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"],
+        "algorithm.kl.straight_through",
+        True,
+        "a reward has no gradient",
+    ),
+    "a clamp of no divergence": (
+        ["algorithm.kl.max_value=10"],
+        "algorithm.kl.max_value",
+        10.0,
+        "algorithm.kl.coefficient is 0",
+    ),
+    "covariances from high to low": (
+        ["algorithm.loss={name: clip_cov, covariance_low: 5, covariance_high: 1}"],
+        "algorithm.loss.covariance_low",
+        5.0,
+        "less than algorithm.loss.covariance_high, 1",
+    ),
+    "tokens held near themselves": (
+        ["algorithm.loss={name: kl_cov}"],
+        "algorithm.num_minibatches",
+        1,
+        "which a single update does not leave: take 2 or more",
+    ),
+    "more of the entropy than it may count": (
+        ["algorithm.entropy={name: adaptive, initial: 2}"],
+        "algorithm.entropy.initial",
+        2.0,
+        "at most algorithm.entropy.max_coefficient, 1",
+    ),
+    "a truncation without room": (
+        ["algorithm.correction={name: tis, low: 2, high: 2}"],
+        "algorithm.correction.low",
+        2.0,
+        "less than algorithm.correction.high, 2",
+    ),
+    "a ratio weighed twice": (
+        ["algorithm.correction={name: tis, form: bypass}"],
+        "algorithm.correction.name",
+        "tis",
+        "takes the ratio of `clip` against the engine, which weighs each token already",
+    ),
+    "an engine that nothing is taken against": (
+        ["algorithm.loss={name: reinforce}", "algorithm.correction.form=bypass"],
+        "algorithm.correction.form",
+        "bypass",
+        "`reinforce` has no ratio",
+    ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
         "algorithm.advantage.epsilon",
@@ -624,6 +708,18 @@ RIGHT: dict[str, list[str]] = {
     "far puzzles": [*PUZZLES, "data.validation.seed=100"],
     "other puzzles of the same seed": [*PUZZLES, "data.validation={task: basic_arithmetic, seed: 0}"],
     "GPUs for all": ["cluster.gpus_per_node=5", "policy.layout.tensor_parallel_size=4"],
+    "REINFORCE weighed against the engine": [
+        "algorithm.loss={name: reinforce}",
+        "algorithm.correction={name: tis, form: bypass}",
+    ],
+    "a divergence with the value of k1": [
+        "algorithm.kl={coefficient: 0.1, estimator: k1, straight_through: true}"
+    ],
+    "k1 as a penalty": ["algorithm.kl={coefficient: 0.1, estimator: k1, placement: reward}"],
+    "a best checkpoint by a correction": [
+        "algorithm.correction={name: icepop}",
+        "checkpointing.metric=correction/ess",
+    ],
     "a norm with its length": [
         "algorithm.loss.aggregation=seq-mean-token-sum-norm",
         "algorithm.loss.aggregation_length=8",

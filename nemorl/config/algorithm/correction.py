@@ -35,8 +35,13 @@ class CorrectionBase(Config):
 
     @property
     def compares(self) -> bool:
-        """Whether trainer and engine are compared for more than figures."""
+        """Whether old policy and engine are compared for more than figures."""
         return self.weighs or self.sequence_mask is not None
+
+    @property
+    def changes_terms(self) -> bool:
+        """Whether the loss of some tokens may be weighed or left out."""
+        return self.compares or self.off_policy_threshold is not None
 
 
 class NoCorrectionConfig(CorrectionBase):

@@ -8,7 +8,7 @@ from nemorl.config.base import Config, default_variant
 
 from .base import Aggregation
 
-_RATIO = frozenset({"ratio/mean", "ratio/max"})
+_RATIO = frozenset({"ratio/mean", "ratio/max", "ratio/ess", "kl/old"})
 _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
 
 
@@ -144,6 +144,8 @@ class CustomLossConfig(PolicyLossBase):
     """`package.module:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""
+
+    figures: ClassVar[frozenset[str]] = _RATIO
 
 
 PolicyLossConfig = Annotated[

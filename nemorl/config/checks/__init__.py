@@ -46,7 +46,6 @@ CHECKS: tuple[Check, ...] = (
     filters.groups_can_vary,
     filters.filtered_reward_is_paid,
     batches.aggregation_has_its_length,
-    batches.loss_settings_are_used,
     losses.divergence_has_a_gradient,
     losses.divergence_settings_are_used,
     losses.loss_can_act,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import (
     AlgorithmConfig,
-    KLConfig,
     OfflineBase,
     OnlineConfig,
     SftConfig,
@@ -66,16 +65,6 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
             f"interleaved stages want a micro-batch each, and an optimizer step has {share} {what} for "
             f"the {layout.pipeline_parallel_size} stages of a copy: set this to 1, or take larger batches",
         )
-
-
-def loss_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    """What a term of the loss is like says nothing where there is no such term."""
-    if not isinstance(algorithm, OnlineConfig):
-        return
-    kl = algorithm.kl
-    if kl.coefficient == 0 and kl.estimator != KLConfig().estimator:
-        mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
-        yield Violation("algorithm.kl.estimator", kl.estimator, mend)
 
 
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineConfig, ValidationConfig
+from nemorl.config.algorithm import (
+    AdaptiveEntropyConfig,
+    AlgorithmConfig,
+    OfflineBase,
+    OnlineConfig,
+    TruncatedCorrectionConfig,
+    ValidationConfig,
+)
 from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
 
@@ -24,8 +31,8 @@ _SAMPLING = {
     "generation/retries",
 }
 _POLICY_LOSS = {
-    *("loss/total", "loss/policy", "entropy", "ratio/mean", "clip_fraction/low", "clip_fraction/high"),
-    *("logprob_gap/mean", "logprob_gap/max"),
+    *("loss/total", "loss/policy", "entropy"),
+    *("logprob_gap/mean", "logprob_gap/max", "logprob_gap/k1", "logprob_gap/k3"),
 }
 _STAGES = {"time/step", "time/training", "time/checkpoint"}
 
@@ -36,16 +43,32 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
     if isinstance(algorithm, OnlineConfig):
         names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
-        names |= set(_filters(algorithm.filters))
+        names |= set(_filters(algorithm.filters)) | algorithm.loss.figures | set(_of_correction(algorithm))
         if algorithm.greedy_baseline:
             names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:
             names |= {"kl/reference"}
+        if isinstance(algorithm.entropy, AdaptiveEntropyConfig):
+            names |= {"entropy/coefficient"}
     if isinstance(algorithm, OfflineBase):
         names = names | offline_figures(algorithm)
     if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
     return frozenset(names)
+
+
+def _of_correction(algorithm: OnlineConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    if correction.weighs:
+        truncates = isinstance(correction, TruncatedCorrectionConfig)
+        yield "correction/truncated" if truncates else "correction/masked"
+        yield from ("correction/ratio_mean", "correction/ratio_max")
+    if correction.sequence_mask is not None:
+        yield "correction/masked_sequences"
+    if correction.off_policy_threshold is not None:
+        yield "correction/masked_off_policy"
+    if correction.changes_terms:
+        yield from ("correction/mean", "correction/ess")
 
 
 def _filters(filters: FiltersConfig) -> Iterator[str]:

@@ -1,0 +1,108 @@
+"""Settings of the policy's loss, the divergence, the entropy and the correction that belong together."""
+
+from collections.abc import Iterator
+
+from nemorl.config.algorithm import (
+    AdaptiveEntropyConfig,
+    AlgorithmConfig,
+    ClipCovLossConfig,
+    IcePopCorrectionConfig,
+    KLConfig,
+    KlCovLossConfig,
+    NoCorrectionConfig,
+    OnlineConfig,
+    TruncatedCorrectionConfig,
+)
+from nemorl.errors import Violation
+
+_IN_LOSS = ("straight_through", "importance_weighted")
+
+
+def divergence_has_a_gradient(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """k1 in the loss pushes nowhere: its gradient is 0 in expectation."""
+    if not isinstance(algorithm, OnlineConfig) or algorithm.kl.coefficient == 0:
+        return
+    kl = algorithm.kl
+    has_gradient = kl.straight_through or kl.importance_weighted
+    if kl.placement == "loss" and kl.estimator == "k1" and not has_gradient:
+        mend = (
+            "in the loss k1 has no gradient but noise: take k2 or k3, set algorithm.kl.straight_through to "
+            "true, or take algorithm.kl.placement `reward`"
+        )
+        yield Violation("algorithm.kl.estimator", kl.estimator, mend)
+    if kl.straight_through and kl.estimator == "k2":
+        mend = "k2 has this gradient already: remove it, or take the value of k1 or k3"
+        yield Violation("algorithm.kl.straight_through", True, mend)
+
+
+def divergence_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """How the divergence enters the loss says nothing where it does not."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    kl = algorithm.kl
+    for name in ("estimator", *_IN_LOSS, "max_value"):
+        value = getattr(kl, name)
+        if value == KLConfig.model_fields[name].default:
+            continue
+        if kl.coefficient == 0:
+            mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
+            yield Violation(f"algorithm.kl.{name}", value, mend)
+        elif kl.placement == "reward" and name in _IN_LOSS:
+            mend = "a reward has no gradient: take algorithm.kl.placement `loss`, or remove this"
+            yield Violation(f"algorithm.kl.{name}", value, mend)
+
+
+def loss_can_act(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Losses by covariance: bounds in order, and updates after the first where only these feel anything."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    loss = algorithm.loss
+    if isinstance(loss, ClipCovLossConfig) and loss.covariance_low >= loss.covariance_high:
+        mend = f"it must be less than algorithm.loss.covariance_high, {loss.covariance_high:g}"
+        yield Violation("algorithm.loss.covariance_low", loss.covariance_low, mend)
+    held = isinstance(loss, KlCovLossConfig) and algorithm.correction.form == "decoupled"
+    if held and algorithm.updates_per_step == 1:
+        mend = (
+            "kl_cov holds tokens near the policy before the first update of a step, which a single update "
+            "does not leave: take 2 or more"
+        )
+        yield Violation("algorithm.num_minibatches", algorithm.num_minibatches, mend)
+
+
+def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The first weight is one that the weight may have."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    entropy = algorithm.entropy
+    if isinstance(entropy, AdaptiveEntropyConfig) and entropy.initial > entropy.max_coefficient:
+        mend = f"it must be at most algorithm.entropy.max_coefficient, {entropy.max_coefficient:g}"
+        yield Violation("algorithm.entropy.initial", entropy.initial, mend)
+
+
+def correction_has_bounds(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A lower bound is below the upper one."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    correction = algorithm.correction
+    two_sided = isinstance(correction, TruncatedCorrectionConfig | IcePopCorrectionConfig)
+    if two_sided and correction.low >= correction.high:
+        mend = f"it must be less than algorithm.correction.high, {correction.high:g}"
+        yield Violation("algorithm.correction.low", correction.low, mend)
+
+
+def correction_fits_the_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """In the bypass form a ratio corrects already; without one there must be something else to do."""
+    if not isinstance(algorithm, OnlineConfig) or algorithm.correction.form == "decoupled":
+        return
+    correction, loss = algorithm.correction, algorithm.loss
+    if isinstance(correction, TruncatedCorrectionConfig) and loss.has_ratio:
+        mend = (
+            f"the bypass form takes the ratio of `{loss.name}` against the engine, which weighs each token "
+            "already: take `mis` or `icepop`, which then only leave out, or algorithm.correction.form "
+            "`decoupled`"
+        )
+        yield Violation("algorithm.correction.name", correction.name, mend)
+    masks = correction.sequence_mask is not None or correction.off_policy_threshold is not None
+    if isinstance(correction, NoCorrectionConfig) and not loss.has_ratio and not masks:
+        mend = f"`{loss.name}` has no ratio, so nothing is taken against the engine: remove it, or take `tis`"
+        yield Violation("algorithm.correction.form", correction.form, mend)

@@ -1,0 +1,104 @@
+"""Policy losses of one's own: found by their path, tried on a tiny batch, and learnt with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.algorithms.losses import PolicyLoss
+from nemorl.algorithms.own import OwnPartError
+from nemorl.algorithms.policy_losses import TokenLoss, log_ratio, policy_loss, try_out
+from nemorl.config.algorithm import ClipLossConfig, CustomLossConfig
+from nemorl.data.packed import PackedBatch
+from tests.algorithms.packed import current, ragged
+
+HERE = "tests.algorithms.test_own_loss"
+
+
+@policy_loss
+def unclipped(
+    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, *, scale: float = 1.0
+) -> TokenLoss:
+    """The ratio times the advantage."""
+    ratio = log_ratio(batch, logprobs, old).exp()
+    return TokenLoss(-scale * ratio * advantages, ratio, {"own/large": ratio > 1.1})
+
+
+def plain_tensor(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    return -logprobs * advantages
+
+
+def summed(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss((-logprobs * advantages).sum())
+
+
+def detached(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs.detach() * advantages)
+
+
+def flat(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(0 * logprobs * advantages)
+
+
+def infinite(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(logprobs / (advantages - advantages))
+
+
+def padded(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs[:, 0] * advantages)
+
+
+def worded(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs * advantages, figures={"own/share": 0.5})  # type: ignore[dict-item]
+
+
+def three(batch: PackedBatch, logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs * advantages)
+
+
+def own(name: str, **arguments: Any) -> CustomLossConfig:
+    return CustomLossConfig(name="custom", function=f"{HERE}:{name}", arguments=arguments)
+
+
+def test_a_sound_loss_is_taken() -> None:
+    try_out(own("unclipped", scale=2.0))
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (own("gone"), "has no function gone"),
+        (CustomLossConfig(name="custom", function="no.such:thing"), "no.such cannot be imported"),
+        (own("unclipped", scales=2.0), "unexpected keyword argument 'scales'"),
+        (own("three"), "too many positional arguments"),
+        (own("plain_tensor"), "it returned Tensor: return a TokenLoss"),
+        (own("summed"), r"its loss has the shape \[\] of \[5\]"),
+        (own("worded"), "its figure own/share is of the type float"),
+        (own("detached"), "no gradient reaches the logprobs"),
+        (own("flat"), "its gradient is 0 at every sampled token"),
+        (own("infinite"), "its loss is not finite"),
+        (own("padded"), "on a tiny batch it raised IndexError"),
+    ],
+    ids=lambda value: value.function.partition(":")[2] if isinstance(value, CustomLossConfig) else "",
+)
+def test_what_cannot_be_learnt_with_is_refused(config: CustomLossConfig, problem: str) -> None:
+    with pytest.raises(OwnPartError, match=problem) as refused:
+        try_out(config)
+    assert config.function in str(refused.value)
+
+
+def test_the_mark_checks_the_signature_where_it_stands() -> None:
+    with pytest.raises(OwnPartError, match="`three`: it takes 3 positional arguments"):
+        policy_loss(three)
+
+
+def test_it_is_learnt_with_as_any_other() -> None:
+    batch = ragged(0)
+    logprobs = current(batch, 0).requires_grad_()
+    wide = ClipLossConfig(clip_low=0.99, clip_high=99)
+    entropy = torch.rand(batch.num_tokens)
+    output = PolicyLoss(own("unclipped"))(batch, logprobs, entropy)
+    torch.testing.assert_close(output.loss, PolicyLoss(wide)(batch, logprobs, entropy).loss)
+    large = (logprobs - batch.old_logprobs)[batch.loss_mask].exp() > 1.1  # type: ignore[operator]
+    assert int(output.sums["own/large"]) == int(large.sum()) > 0
