@@ -17,6 +17,7 @@ from nemorl.config.algorithm import OfflineBase, PreferenceConfig
 from nemorl.config.checks.figures import reward_weights
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
+from nemorl.config.models import models_of
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
@@ -39,6 +40,7 @@ from .evaluate import num_validation_tasks, validate
 from .filters import refill
 from .full_disk import full_disk_named
 from .gate import LogprobGate
+from .learning import Learning
 from .offline import OfflineLoop
 from .offline_data import OfflineData, load_offline_data, offline_algorithm
 from .online import OnlineLoop
@@ -278,7 +280,8 @@ def _loop(
     collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done, replacing)
     gate = LogprobGate(algorithm, experiment.generation)
     scorer = Scorer(algorithm, reward_weights(experiment.env, experiment.rewards))
-    return OnlineLoop(algorithm, scorer, session, collector, observer, books, gate)
+    learning = Learning(algorithm, scorer, session, observer, books, gate)
+    return OnlineLoop(algorithm, session, collector, learning, observer, books)
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:
@@ -303,8 +306,9 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
 @asynccontextmanager
 async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
     """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
+    models = {model.name: policy for model in models_of(experiment)}
     policy = policy or not experiment.generation.has_engines  # which then samples by itself
-    wanted = {"policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
+    wanted = {**models, "policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
         _end_at_sigterm()

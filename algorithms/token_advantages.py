@@ -1,0 +1,265 @@
+"""Advantages of single tokens, over a batch as it lies on a data-parallel rank.
+
+Only sampled tokens are states: what the environment says between two turns is read, not chosen, so the token
+after the last one of a turn is the first one of the next. The state in which a token is chosen has the value
+that the critic gives after the token before it. After the last sampled token nothing is expected, also where
+a trajectory was cut off at its length. Everything is computed in float64, [S, L] for S sequences of at
+most L sampled tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.token_advantage import (
+    BiLevelGaeConfig,
+    GaeConfig,
+    TokenAdvantageBase,
+    TokenReturnsConfig,
+    TurnGaeConfig,
+)
+from nemorl.data.losses import TokenEstimate
+from nemorl.data.packed import PackedBatch
+
+from .kl import kl_penalty
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+# Added to the variance that whitened advantages are divided by, so that equal ones become 0.
+WHITENING_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The sampled tokens of a batch, a row for each sequence, in their order and without gaps."""
+
+    batch: PackedBatch
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[M] where each of them stands in the batch."""
+        return self.batch.loss_mask.nonzero().squeeze(1)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[S] how many each sequence has."""
+        return torch.bincount(self._rows, minlength=self.batch.num_sequences)
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """[S, L] number of the turn in its sequence."""
+        assert self.batch.turns is not None, "advantages of turns want to know the turns"
+        return self.table(self.batch.turns).long()
+
+    def table(self, values: Tensor) -> Tensor:
+        """[S, L] float64 of values [N] of the batch; 0 beyond the end of a row."""
+        longest = max(1, int(self.lengths.max()))
+        table = torch.zeros(self.batch.num_sequences, longest, dtype=torch.float64)
+        table[self._rows, self._columns] = values[self.places].double()
+        return table
+
+    def spread(self, table: Tensor) -> Tensor:
+        """[N] float32 of a table [S, L]; 0 at tokens that were not sampled."""
+        values = torch.zeros(self.batch.num_tokens)
+        values[self.places] = table[self._rows, self._columns].float()
+        return values
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        sequences = torch.arange(self.batch.num_sequences)
+        return sequences.repeat_interleave(torch.tensor(self.batch.lengths))[self.places]
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        firsts = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(len(self.places)) - firsts[self._rows]
+
+
+def discounted_sums(terms: Tensor, factor: Tensor | float) -> Tensor:
+    """[S, L] with `sums[t] = terms[t] + factor[t] * sums[t + 1]`; `factor` broadcasts to [S, L]."""
+    factors = torch.as_tensor(factor, dtype=terms.dtype).expand_as(terms)
+    sums = torch.empty_like(terms)
+    later = torch.zeros(len(terms), dtype=terms.dtype)
+    for t in reversed(range(terms.shape[1])):
+        later = terms[:, t] + factors[:, t] * later
+        sums[:, t] = later
+    return sums
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
+    """Generalised advantages [S, L] (Schulman et al. 2015, arXiv 1506.02438, equations 11 and 16).
+
+    `A[t] = delta[t] + gamma lam A[t + 1]` with `delta[t] = r[t] + gamma V[t + 1] - V[t]`, where `V[t]` is the
+    value of the state in which t is chosen, and 0 after the end. `lam` is a number, or one a sequence [S, 1].
+    """
+    return discounted_sums(rewards + gamma * _next(values) - values, gamma * lam)
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """[S, 1] `1 - 1 / (alpha l)` for l sampled tokens (VAPO, arXiv 2504.05118, section 4.2), at least 0."""
+    return (1 - 1 / (alpha * lengths.clamp(min=1).double())).clamp(min=0).unsqueeze(1)
+
+
+def turn_gae(
+    rewards: Tensor, values: Tensor, turns: Tensor, is_sampled: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [S, L] where a turn is one action.
+
+    GAE over turns: what was paid in a turn is its reward, the value of the state in which its first token is
+    chosen that of its state. All tokens of a turn have its advantage and, as there is no discount inside it,
+    its return, which the critic learns for each of them.
+    """
+    first, _ = _turn_borders(turns, is_sampled)
+    paid = _over_turns(rewards * is_sampled, turns)
+    state = _over_turns(values * first, turns)
+    advantages = gae(paid, state, gamma, lam)
+    return advantages.gather(1, turns), (advantages + state).gather(1, turns)
+
+
+def bi_level_gae(
+    rewards: Tensor,
+    penalties: Tensor,
+    values: Tensor,
+    turns: Tensor,
+    is_sampled: Tensor,
+    config: BiLevelGaeConfig,
+) -> Tensor:
+    """Advantages [S, L] of turns, and inside each turn of its tokens (VAGEN, arXiv 2510.16907).
+
+    GAE over turns, with the value of the state in which a turn's last token is chosen, gives that token its
+    advantage; from there GAE runs back to the turn's first token. `penalties` are taken from single tokens
+    and do not count among what a turn was paid.
+    """
+    _, last = _turn_borders(turns, is_sampled)
+    paid = _over_turns(rewards * is_sampled, turns)
+    state = _over_turns(values * last, turns)
+    of_turns = gae(paid, state, config.turn_gamma, config.turn_lam).gather(1, turns)
+    inside = config.gamma * _next(values) - values
+    deltas = torch.where(last, of_turns, inside) - penalties
+    return discounted_sums(deltas * is_sampled, config.gamma * config.lam * ~last)
+
+
+def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Tensor:
+    """[N] with mean 0 and variance 1 over the tokens of the mask on all data-parallel ranks; 0 elsewhere.
+
+    `(A - mean) / sqrt(var + 1e-8)` with the unbiased variance. Each sampled token counts once, whatever its
+    weight in the loss.
+    """
+    count, total = sum_over_ranks(torch.stack((mask.sum().double(), advantages[mask].double().sum())))
+    if count < 2:
+        return torch.zeros_like(advantages)
+    mean = total / count
+    squares = sum_over_ranks((advantages[mask].double() - mean).square().sum())
+    scaled = (advantages.double() - mean) / (squares / (count - 1) + WHITENING_EPSILON).sqrt()
+    return (scaled * mask).float()
+
+
+def kl_of_tokens(batch: PackedBatch, kl: KLConfig) -> Tensor:
+    """[N] estimated divergence of the policy that begins the step from the reference; 0 where not sampled."""
+    assert batch.old_logprobs is not None, "a divergence wants the policy's logprobs"
+    assert batch.reference_logprobs is not None, "a divergence wants the reference's logprobs"
+    return kl_penalty(batch.old_logprobs, batch.reference_logprobs, kl) * batch.loss_mask
+
+
+@dataclass(frozen=True)
+class SequenceKL:
+    """The divergence of each sequence: the sum over its sampled tokens [S]."""
+
+    kl: KLConfig
+
+    def __call__(self, batch: PackedBatch) -> Tensor:
+        """Needs `old_logprobs` and `reference_logprobs`."""
+        return SampledTokens(batch).table(kl_of_tokens(batch, self.kl)).sum(1)
+
+
+@dataclass(frozen=True)
+class TokenEstimator:
+    """The estimator that a config names; see `nemorl.data.losses.TokenEstimator`."""
+
+    config: TokenAdvantageBase
+    kl: KLConfig | None  # where it is taken from the rewards
+
+    def __call__(self, batch: PackedBatch, sum_over_ranks: SumOverRanks) -> TokenEstimate:
+        """Needs `rewards`, and as the config wants `values`, `turns`, `old_` and `reference_logprobs`."""
+        assert batch.rewards is not None, "advantages of tokens want to know what was paid where"
+        tokens = SampledTokens(batch)
+        penalties = torch.zeros(batch.num_tokens)
+        if self.kl is not None:
+            penalties = self.kl.coefficient * kl_of_tokens(batch, self.kl)
+        advantages, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
+        spread = tokens.spread(advantages)
+        figures = _figures(tokens, spread, penalties, sum_over_ranks)
+        if self.config.whiten:
+            spread = whiten(spread, batch.loss_mask, sum_over_ranks)
+        return TokenEstimate(spread, None if returns is None else tokens.spread(returns), figures)
+
+    def _estimate(
+        self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Advantages and what the critic learns, both [S, L]."""
+        config = self.config
+        if isinstance(config, TokenReturnsConfig):
+            return discounted_sums(rewards - penalties, config.gamma), None
+        values = tokens.table(_before(tokens.batch))
+        is_sampled = tokens.table(tokens.batch.loss_mask).bool()
+        if isinstance(config, GaeConfig):
+            return _decoupled(config, rewards - penalties, values, tokens.lengths)
+        if isinstance(config, TurnGaeConfig):
+            return turn_gae(rewards - penalties, values, tokens.turns, is_sampled, config.gamma, config.lam)
+        assert isinstance(config, BiLevelGaeConfig), f"no advantages of tokens are known by {config!r}"
+        advantages = bi_level_gae(rewards, penalties, values, tokens.turns, is_sampled, config)
+        return advantages, advantages + values
+
+
+def _decoupled(config: GaeConfig, rewards: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages by the policy's lambda, returns by the critic's."""
+    lam: Tensor | float = config.lam
+    if config.length_adaptive_alpha is not None:
+        lam = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
+    advantages = gae(rewards, values, config.gamma, lam)
+    if config.critic_lam is None:
+        return advantages, advantages + values
+    return advantages, gae(rewards, values, config.gamma, config.critic_lam) + values
+
+
+def _figures(
+    tokens: SampledTokens, advantages: Tensor, penalties: Tensor, sum_over_ranks: SumOverRanks
+) -> dict[str, float]:
+    """Of the advantages [N] before they are whitened, and what the divergence takes from a trajectory."""
+    x = advantages[tokens.places].double()
+    sums = [torch.tensor(len(x)).double(), x.sum(), x.square().sum()]
+    sums += [penalties.double().sum(), (tokens.lengths > 0).sum().double()]
+    count, total, squares, taken, sequences = sum_over_ranks(torch.stack(sums)).tolist()
+    mean = total / max(count, 1)
+    variance = max(squares / max(count, 1) - mean**2, 0.0)
+    figures = {"advantage/mean": mean, "advantage/std": variance**0.5}
+    return figures | {"kl/penalty": taken / max(sequences, 1)}
+
+
+def _before(batch: PackedBatch) -> Tensor:
+    """[N] the value of the state in which each token is chosen: what the critic says after the one before."""
+    assert batch.values is not None, "these advantages want a critic's values"
+    return batch.values.roll(1)  # no sequence begins with a sampled token
+
+
+def _next(values: Tensor) -> Tensor:
+    """[S, L] the value one column later; 0 after the last."""
+    return torch.nn.functional.pad(values[:, 1:], (0, 1))
+
+
+def _turn_borders(turns: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, L] whether a token is its turn's first, and its turn's last."""
+    changes = (turns[:, 1:] != turns[:, :-1]) | (is_sampled[:, 1:] != is_sampled[:, :-1])
+    first = torch.nn.functional.pad(changes, (1, 0), value=True) & is_sampled
+    last = torch.nn.functional.pad(changes, (0, 1), value=True) & is_sampled
+    return first, last
+
+
+def _over_turns(values: Tensor, turns: Tensor) -> Tensor:
+    """[S, K] sums over the tokens of each turn, for at most K turns of a sequence."""
+    sums = torch.zeros(len(values), int(turns.max()) + 1, dtype=values.dtype)
+    return sums.scatter_add(1, turns, values)
