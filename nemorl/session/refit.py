@@ -9,6 +9,8 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 
+_ABANDON_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class _Side:
@@ -20,9 +22,13 @@ class _Side:
     group: WorkerGroup
     deadline_seconds: float
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
+    def _call(self, method: str, *args: Any, deadline_seconds: float | None = None) -> list[Any]:
         return self.group.call(
-            method, *args, stage="refit", deadline_seconds=self.deadline_seconds, ends_group=False
+            method,
+            *args,
+            stage="refit",
+            deadline_seconds=deadline_seconds or self.deadline_seconds,
+            ends_group=False,
         )
 
     def _prepare(self, parts: Sequence[Any]) -> None:
@@ -84,4 +90,5 @@ class GenerationReceivers(_Side):
 
     def abandon(self) -> None:
         """Have every rank forget an update that did not finish."""
-        self._call("abandon_refit")
+        # An engine that stands still has mostly been waited for already, until the refit's own deadline.
+        self._call("abandon_refit", deadline_seconds=min(self.deadline_seconds, _ABANDON_SECONDS))

@@ -299,6 +299,7 @@ class _Starter:
                 self.experiment.run_dir / "weights",
                 self.experiment.generation.delta,
                 self.experiment.generation.check_one_in or (1 if self.device == "cpu" else 16),
+                share_gpus=self.device == "cuda" and self.experiment.generation.shares_devices,
                 host=ray.util.get_node_ip_address(),
             ),
         )

@@ -58,7 +58,7 @@ class ReceivingChannel(Protocol):
 def sending_channel(part: Part, session: RefitSession, member: Membership) -> Iterator[SendingChannel]:
     """Meet the part's receivers. Connections that do not outlast the refit end with the block."""
     match session.transport:
-        case "shared_memory":
+        case "shared_memory" | "cuda_ipc":
             with socket_sender(part, session) as sockets:
                 yield sockets
         case "gloo" | "nccl":
@@ -72,7 +72,7 @@ def sending_channel(part: Part, session: RefitSession, member: Membership) -> It
 @contextmanager
 def receiving_channel(part: Part, session: RefitSession, member: Membership) -> Iterator[ReceivingChannel]:
     """Meet the part's senders."""
-    if session.transport == "shared_memory":
+    if session.transport in ("shared_memory", "cuda_ipc"):
         with socket_receiver(part, session) as sockets:
             yield sockets
     else:

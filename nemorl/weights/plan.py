@@ -275,21 +275,20 @@ def _choose_senders(loads: Iterable[_Load], takers: _Takers, holdings: Holdings)
 
 def _served_together(
     load: _Load, takers: _Takers, holdings: Holdings
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+) -> Iterator[tuple[list[int], list[int]]]:
     """Who may send a load, and who may get it from the same one: takers beside a holder by machine."""
     far: list[int] = []
-    by_node = takers.by_node(load.takers)
-    groups: list[tuple[Sequence[int], Sequence[int]]] = []
-    for node, receivers in by_node.items():
-        beside = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else ()
+    for node, receivers in takers.by_node(load.takers).items():
+        beside = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else []
         if beside:
-            groups.append((beside, receivers))
+            yield from ((beside, some) for some in _at_most(_MOST_RECEIVERS, receivers))
         else:
             far += receivers
-    groups.append((load.holders.ranks, far))
-    for holders, receivers in groups:
-        for first in range(0, len(receivers), _MOST_RECEIVERS):
-            yield holders, receivers[first : first + _MOST_RECEIVERS]
+    yield from ((load.holders.ranks, some) for some in _at_most(_MOST_RECEIVERS, far))
+
+
+def _at_most(count: int, ranks: list[int]) -> Iterator[list[int]]:
+    return (ranks[first : first + count] for first in range(0, len(ranks), count))
 
 
 def _ordered(buckets: Iterator[Bucket], num_senders: int, num_receivers: int) -> list[Bucket]:

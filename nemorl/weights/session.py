@@ -37,7 +37,7 @@ class PeerClosed(RefitFailed):
     """The other rank went away, mostly because it failed itself: then its own error is the cause."""
 
 
-Transport = Literal["shared_memory", "gloo", "nccl", "files"]
+Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "files"]
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,23 @@ class RefitSession:
         return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
-        """Where a sender listens, of shared memory."""
+        """Where a sender listens, of shared memory or CUDA IPC."""
         return Path(self.place) / f"{sender}.sock"
 
 
 @contextmanager
-def socket_session(version: int, deadline_seconds: float) -> Iterator[RefitSession]:
+def socket_session(
+    version: int,
+    deadline_seconds: float,
+    transport: Literal["shared_memory", "cuda_ipc"] = "shared_memory",
+) -> Iterator[RefitSession]:
     """A session whose folder exists as long as the block; leaving the block ends the waits of all ranks.
 
     All ranks are on this machine. The folder is private to the user.
     """
     folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
     try:
-        session = RefitSession(version, "shared_memory", str(folder), deadline_seconds)
+        session = RefitSession(version, transport, str(folder), deadline_seconds)
         length = len(str(session.socket_path(sender=10**6)))
         if length > _MAX_SOCKET_PATH:
             raise RefitFailed(
@@ -144,10 +148,15 @@ class Waiting:
         began, clock = time.monotonic(), datetime.now()
         while True:
             connection = refit_socket()
+            connection.settimeout(_LOOK_UP_SECONDS)
             try:
                 connection.connect(str(path))
                 return connection
-            except (FileNotFoundError, ConnectionRefusedError):
+            except (
+                FileNotFoundError,
+                ConnectionRefusedError,
+                BlockingIOError,
+            ):  # not yet, or too many at once
                 connection.close()
             self._check(f"{peer} to listen", began, clock, self._over())
             time.sleep(_RETRY_SECONDS)

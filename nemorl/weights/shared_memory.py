@@ -14,42 +14,98 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .cuda_ipc import DeviceSlots
 from .messages import Part
 from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
 from .slots import SLOTS
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes
-_HELLO = struct.Struct("<qq")  # version, bytes of a slot
+_HELLO = struct.Struct("<qq")  # version, bytes of a slot; what the memory is opened by follows
+_MOST_OFFER_BYTES = 4096
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """The slots of one sender. Bucket `n` lies in slot `n % 2`."""
+class SlotMemory(Protocol):
+    """The slots of one sender, as it or a receiver has them. Bucket `n` lies in slot `n % 2`."""
 
-    mapping: mmap.mmap
-    slot_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """Of both slots."""
+        ...
+
+    def offer(self) -> tuple[bytes, list[int]]:
+        """What one more receiver opens it by: a message, and descriptors that go with it."""
+        ...
 
     def slot(self, number: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, a view."""
-        start = number % SLOTS * self.slot_bytes
+        ...
+
+    def settle(self) -> None:
+        """Wait until what this thread has queued to write or read it has been done."""
+        ...
+
+
+class HostSlots:
+    """Two slots in a memfd (`SlotMemory`)."""
+
+    def __init__(self, mapping: mmap.mmap, descriptor: int | None, slot_bytes: int) -> None:
+        self.mapping = mapping
+        self._descriptor = descriptor
+        self._slot_bytes = slot_bytes
+
+    @classmethod
+    @contextmanager
+    def make(cls, name: str, slot_bytes: int) -> Iterator["HostSlots"]:
+        """A sender's, which ends with the block."""
+        with ExitStack() as stack:
+            descriptor = os.memfd_create(name)
+            stack.callback(os.close, descriptor)
+            os.ftruncate(descriptor, SLOTS * slot_bytes)
+            mapping = mmap.mmap(descriptor, SLOTS * slot_bytes)
+            # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
+            stack.callback(mapping.madvise, mmap.MADV_REMOVE)
+            yield cls(mapping, descriptor, slot_bytes)
+
+    @classmethod
+    def open(cls, offer: bytes, descriptors: list[int], slot_bytes: int) -> "HostSlots":
+        """A sender's, by what it offers."""
+        (descriptor,) = descriptors
+        return cls(mmap.mmap(descriptor, SLOTS * slot_bytes), None, slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both slots."""
+        return len(self.mapping)
+
+    def offer(self) -> tuple[bytes, list[int]]:
+        """What one more receiver opens it by."""
+        assert self._descriptor is not None, "a receiver offers nothing"
+        return b"", [self._descriptor]
+
+    def slot(self, number: int, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, a view."""
+        start = number % SLOTS * self._slot_bytes
         return torch.frombuffer(self.mapping, dtype=torch.uint8, count=num_bytes, offset=start)
+
+    def settle(self) -> None:
+        """The processor has done it."""
 
 
 class SocketSender:
     """A sender's side (`SendingChannel`). Its buckets are numbered over all its receivers."""
 
     def __init__(
-        self, part: Part, waiting: Waiting, memory: _Memory, connections: Mapping[int, socket.socket]
+        self, part: Part, waiting: Waiting, memory: SlotMemory, connections: Mapping[int, socket.socket]
     ) -> None:
         self._part = part
         self._waiting = waiting
@@ -60,7 +116,7 @@ class SocketSender:
     @property
     def num_bytes(self) -> int:
         """Shared memory of this sender."""
-        return len(self._memory.mapping)
+        return self._memory.num_bytes
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
@@ -69,6 +125,7 @@ class SocketSender:
 
     def publish(self, number: int, num_bytes: int) -> None:
         """Tell the receivers that the bucket is complete."""
+        self._memory.settle()
         message = _READY.pack(number, num_bytes)
         for receiver in self._part.buckets[number].receivers:
             connection, peer = self._connections[receiver], receiver_name(receiver)
@@ -103,7 +160,7 @@ class SocketReceiver:
         self,
         part: Part,
         waiting: Waiting,
-        memories: Mapping[int, _Memory],
+        memories: Mapping[int, SlotMemory],
         connections: Mapping[int, socket.socket],
     ) -> None:
         self._order = iter(part.buckets)
@@ -127,6 +184,7 @@ class SocketReceiver:
         """Give the slot of the bucket back to its sender."""
         assert self._open is not None
         sender, number = self._open
+        self._memories[sender].settle()
         peer = sender_name(sender)
         connection, message = self._connections[sender], _NUMBER.pack(number)
         self._waiting.call(
@@ -141,19 +199,14 @@ def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
     receivers = {receiver for bucket in part.buckets for receiver in bucket.receivers}
     slot_bytes = -(-max(bucket.num_bytes for bucket in part.buckets) // _ALIGNMENT) * _ALIGNMENT
     with ExitStack() as stack:
-        descriptor = os.memfd_create(f"nemorl-refit-{session.version}-{part.rank}")
-        stack.callback(os.close, descriptor)
-        os.ftruncate(descriptor, SLOTS * slot_bytes)
-        memory = _Memory(mmap.mmap(descriptor, SLOTS * slot_bytes), slot_bytes)
-        # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
-        stack.callback(memory.mapping.madvise, mmap.MADV_REMOVE)
+        memory = stack.enter_context(_made(session, part, slot_bytes))
         listener = stack.enter_context(waiting.listen(session.socket_path(part.rank), len(receivers)))
         connections: dict[int, socket.socket] = {}
         while missing := sorted(receivers - connections.keys()):
             peer = receiver_name(missing[0])
             connection = waiting.call(listener, lambda: listener.accept()[0], f"{peer} to connect", peer)
             stack.enter_context(connection)
-            connections[_greet(connection, waiting, session.version, slot_bytes, descriptor)] = connection
+            connections[_greet(connection, waiting, session.version, slot_bytes, memory)] = connection
         yield SocketSender(part, waiting, memory, connections)
 
 
@@ -170,10 +223,18 @@ def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceive
         for sender, connection in connections.items():
             _say_rank(connection, waiting, part.rank, sender_name(sender))
         memories = {
-            sender: _receive_memory(connection, waiting, session.version, sender_name(sender))
+            sender: _receive_memory(connection, waiting, session, sender_name(sender))
             for sender, connection in connections.items()
         }
         yield SocketReceiver(part, waiting, memories, connections)
+
+
+def _kind(session: RefitSession) -> type[HostSlots] | type[DeviceSlots]:
+    return DeviceSlots if session.transport == "cuda_ipc" else HostSlots
+
+
+def _made(session: RefitSession, part: Part, slot_bytes: int) -> AbstractContextManager[SlotMemory]:
+    return _kind(session).make(f"nemorl-refit-{session.version}-{part.rank}", slot_bytes)
 
 
 def _waiting(who: str, session: RefitSession) -> Waiting:
@@ -183,16 +244,17 @@ def _waiting(who: str, session: RefitSession) -> Waiting:
 
 
 def _greet(
-    connection: socket.socket, waiting: Waiting, version: int, slot_bytes: int, descriptor: int
+    connection: socket.socket, waiting: Waiting, version: int, slot_bytes: int, memory: SlotMemory
 ) -> int:
     """Hand the memory to a receiver; its rank."""
     (receiver,) = waiting.call(
         connection, lambda: _receive(connection, _NUMBER), "a receiver to say its rank", "that receiver"
     )
     peer = receiver_name(receiver)
-    hello = _HELLO.pack(version, slot_bytes)
+    offer, descriptors = memory.offer()
+    hello = _HELLO.pack(version, slot_bytes) + offer
     waiting.call(
-        connection, lambda: socket.send_fds(connection, [hello], [descriptor]), f"{peer} to map memory", peer
+        connection, lambda: socket.send_fds(connection, [hello], descriptors), f"{peer} to map memory", peer
     )
     return int(receiver)
 
@@ -202,22 +264,24 @@ def _say_rank(connection: socket.socket, waiting: Waiting, rank: int, peer: str)
     waiting.call(connection, lambda: connection.send(message), f"{peer} to hear of this rank", peer)
 
 
-def _receive_memory(connection: socket.socket, waiting: Waiting, version: int, peer: str) -> _Memory:
+def _receive_memory(
+    connection: socket.socket, waiting: Waiting, session: RefitSession, peer: str
+) -> SlotMemory:
     hello, descriptors = waiting.call(
         connection, lambda: _receive_hello(connection), f"the memory of {peer}", peer
     )
     try:
-        sent_version, slot_bytes = _HELLO.unpack(hello)
-        if sent_version != version:
-            raise RefitFailed(f"{peer} offers version {sent_version} in the refit to version {version}")
-        return _Memory(mmap.mmap(descriptors[0], SLOTS * slot_bytes), slot_bytes)
+        version, slot_bytes = _HELLO.unpack_from(hello)
+        if version != session.version:
+            raise RefitFailed(f"{peer} offers version {version} in the refit to version {session.version}")
+        return _kind(session).open(hello[_HELLO.size :], descriptors, slot_bytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _receive_hello(connection: socket.socket) -> tuple[bytes, list[int]]:
-    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size + _MOST_OFFER_BYTES, 1)
     if not message:
         raise EOFError
     return message, descriptors

@@ -22,6 +22,7 @@ class TransportOptions:
     folder: Path = Path("weights")  # of versions, for files
     delta: bool = False  # bring only what changed, where the receivers hold the version before
     check_one_in: int = 1  # of so many tensors one is checked in a refit; files are checked whole
+    share_gpus: bool = False  # receivers are on the senders' own GPUs
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
 
@@ -40,15 +41,16 @@ class Venue(Protocol):
 
 
 class SocketVenue:
-    """A folder of sockets, for shared memory."""
+    """A folder of sockets, for memory that processes of one machine share."""
 
-    def __init__(self, deadline_seconds: float) -> None:
+    def __init__(self, transport: Literal["shared_memory", "cuda_ipc"], deadline_seconds: float) -> None:
+        self._transport = transport
         self._deadline_seconds = deadline_seconds
 
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
         """A session of ranks on this machine."""
-        with socket_session(version, self._deadline_seconds) as session:
+        with socket_session(version, self._deadline_seconds, self._transport) as session:
             yield session
 
     def meet_anew(self) -> None:
@@ -61,23 +63,25 @@ def make_venue(
     receivers: Sequence[ReceiverLayout],
     deadline_seconds: float,
 ) -> Venue:
-    """The venue of a transport; `auto` is shared memory where all ranks are on one machine, else gloo.
+    """The venue of a transport.
 
-    Raises ValueError for shared memory between machines.
+    `auto` is gloo between machines, and on one CUDA IPC where GPUs are shared, else shared memory. Raises
+    ValueError for memory that several machines were to share.
     """
     nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
     transport = options.transport
     if transport == "auto":
-        transport = "shared_memory" if len(nodes) == 1 else "gloo"
+        here: Transport = "cuda_ipc" if options.share_gpus else "shared_memory"
+        transport = here if len(nodes) == 1 else "gloo"
     match transport:
-        case "shared_memory":
+        case "shared_memory" | "cuda_ipc":
             if len(nodes) > 1:
                 raise ValueError(
-                    f"weights cannot travel through shared memory between {len(nodes)} machines "
+                    f"weights cannot travel by {transport} between {len(nodes)} machines "
                     f"({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}): set generation.transport "
                     "to auto, gloo or files"
                 )
-            return SocketVenue(deadline_seconds)
+            return SocketVenue(transport, deadline_seconds)
         case "files":
             return FileVenue(options.folder, deadline_seconds)
         case _:

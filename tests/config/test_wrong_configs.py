@@ -63,7 +63,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.transport=gloop"],
         "generation.transport",
         "gloop",
-        "did you mean `gloo`? known are `auto`, `shared_memory`, `gloo`, `nccl`, `files`",
+        "did you mean `gloo`? known are `auto`, `shared_memory`, `cuda_ipc`, `gloo`, `nccl`, `files`",
     ),
     "an algorithm misspelled": (["algorithm.name=grppo"], "algorithm.name", "grppo", "did you mean `grpo`?"),
     "an algorithm nobody knows": (
@@ -248,6 +248,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "generation.transport",
         "nccl",
         "set this to auto or gloo",
+    ),
+    "CUDA IPC without GPUs": (
+        ["generation.transport=cuda_ipc"],
+        "generation.transport",
+        "cuda_ipc",
+        "set this to auto or shared_memory",
     ),
     "greedy training": (
         ["generation.sampling.temperature=0"],

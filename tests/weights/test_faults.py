@@ -1,12 +1,13 @@
 """Processes that die in the middle of an update, over every transport.
 
 Whoever is written beside the weights in use stays on the old version, whoever is written in place knows that
-it is torn, and a refit with new processes mends all.
+it is torn, and a refit with new processes mends all. CUDA IPC has a stand-in of its device.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import PeerClosed
 from nemorl.weights.venue import TransportOptions
+from tests.weights.cuda_stand_in import with_stand_in
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
 
 BUCKET = 4096
@@ -24,6 +26,7 @@ class Setup:
     """Two tensor-parallel policy processes; an engine that is staged and one that is written in place."""
 
     def __init__(self, folder: Path, transport: str) -> None:
+        self._folder = folder
         self.policy = [self.policy_process(rank) for rank in range(2)]
         self.engines = [self.engine_process(in_place) for in_place in (False, True)]
         self.exchange = WeightExchange(
@@ -35,10 +38,13 @@ class Setup:
         )
 
     def policy_process(self, rank: int) -> Remote:
-        return Remote(functools.partial(PolicySide, PolicyRank(TP2, rank)))
+        return self._process(functools.partial(PolicySide, PolicyRank(TP2, rank)))
 
     def engine_process(self, in_place: bool) -> Remote:
-        return Remote(functools.partial(EngineSide, torch.float32, in_place=in_place))
+        return self._process(functools.partial(EngineSide, torch.float32, in_place=in_place))
+
+    def _process(self, make: Callable[[], Any]) -> Remote:
+        return Remote(functools.partial(with_stand_in, self._folder, make))
 
     def train(self, seed: int) -> None:
         for rank in self.policy:
@@ -69,7 +75,7 @@ def said(caught: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)
+@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo"], indirect=True)
 def test_a_receiver_is_killed(setup: Setup) -> None:
     setup.engines[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
@@ -85,7 +91,7 @@ def test_a_receiver_is_killed(setup: Setup) -> None:
         setup.assert_holds(engine, version=2)
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "gloo", "files"], indirect=True)
+@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo", "files"], indirect=True)
 def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     setup.policy[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:

@@ -59,6 +59,7 @@ CHECKS: tuple[Check, ...] = (
     exchange.changes_have_a_base,
     exchange.files_hold_whole_versions,
     exchange.nccl_wants_gpus,
+    exchange.cuda_ipc_is_for_gpus_of_one_machine,
     offline.data_can_be_learnt,
     offline.head_suits_algorithm,
     offline.micro_batch_holds_pair,

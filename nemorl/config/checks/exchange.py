@@ -52,3 +52,25 @@ def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Ite
             "nccl",
             "NCCL moves the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or gloo",
         )
+
+
+def cuda_ipc_is_for_gpus_of_one_machine(
+    generation: GenerationConfig, cluster: ClusterConfig
+) -> Iterator[Violation]:
+    """Processes open each other's GPU memory."""
+    if generation.transport != "cuda_ipc":
+        return
+    if not cluster.gpus_per_node:
+        yield Violation(
+            "generation.transport",
+            "cuda_ipc",
+            "CUDA IPC shares the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or "
+            "shared_memory",
+        )
+    elif cluster.num_nodes > 1:
+        yield Violation(
+            "generation.transport",
+            "cuda_ipc",
+            f"CUDA IPC stays on one machine, and cluster.num_nodes is {cluster.num_nodes}: set this to auto "
+            "or nccl",
+        )
