@@ -12,7 +12,6 @@ from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
 from .entropy import EntropyBonusConfig, EntropyConfig
 from .filters import FiltersConfig
-from .filters import FiltersConfig
 from .kl import KLConfig
 from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
@@ -46,12 +45,12 @@ class OnlineConfig(AlgorithmBase):
     """The policy's loss."""
     kl: KLConfig = KLConfig()
     """Divergence from the reference policy."""
-    critic: CriticLearningConfig | None = None
-    """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
     entropy: EntropyConfig = EntropyBonusConfig()
     """What the entropy is worth."""
     correction: CorrectionConfig = NoCorrectionConfig()
     """How samples of another policy than the one that learns are weighed or left out."""
+    critic: CriticLearningConfig | None = None
+    """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
     max_logprob_gap: float = Field(0.2, gt=0)
     """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
     max_token_logprob_gap: float | None = Field(None, gt=0)
@@ -121,4 +120,6 @@ class OnlineConfig(AlgorithmBase):
         is taken against the old policy; in the bypass form of the correction the engine's logprobs are the
         old ones.
         """
-        return self.updates_per_step > 1 or self.kl_in_reward
+        compared = self.loss.has_ratio or self.correction.compares or self.kl.importance_weighted
+        wanted = self.loss.selects_tokens or (self.updates_per_step > 1 and compared)
+        return self.kl_in_reward or (wanted and self.correction.form == "decoupled")
