@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from nemorl.config.algorithm import EntropyBonusConfig, OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
@@ -13,6 +14,7 @@ from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
+from .entropy import EntropyWeight
 from .evaluate import num_validation_tasks, validate
 
 
@@ -33,6 +35,9 @@ class Bookkeeper:
         self._checkpoints = checkpoints
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
+        algorithm = experiment.algorithm
+        weighed = algorithm.entropy if isinstance(algorithm, OnlineConfig) else EntropyBonusConfig()
+        self.entropy = EntropyWeight.of(weighed, start.entropy_coefficient, start.entropy)
         # What is measured on the validation data without sampling, where the loop knows something.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
@@ -58,7 +63,8 @@ class Bookkeeper:
         self._checkpoints.check()
         if checkpointing.enabled and (last or step % checkpointing.period == 0):
             with self._observer.stage("checkpoint", outside_step=last):
-                await self._checkpoints.save(Progress(step, position, self._skipped), metrics)
+                kept = self.entropy.coefficient, self.entropy.entropy
+                await self._checkpoints.save(Progress(step, position, self._skipped, *kept), metrics)
                 if last:
                     await self._checkpoints.settle()
 

@@ -31,6 +31,8 @@ class Progress:
     step: int = 0  # steps that are done
     position: int = 0  # place in the data
     skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
+    entropy_coefficient: float | None = None  # see `EntropyWeight`; None before the first step
+    entropy: float | None = None  # mean per token during the last step's updates
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":

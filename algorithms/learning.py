@@ -10,7 +10,7 @@ its own is the policy with its first weights.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.losses import Loss
@@ -93,7 +93,8 @@ class Learning:
     async def train(self, step: int) -> dict[str, float]:
         """The updates of policy and critic; figures are means over them."""
         critic = self.config.critic
-        learns = {"policy": self.scorer.loss} if critic is None or step > critic.warmup_steps else {}
+        loss = replace(self.scorer.loss, entropy_coefficient=self.books.entropy.weight)
+        learns = {"policy": loss} if critic is None or step > critic.warmup_steps else {}
         losses: dict[str, Loss] = {**({} if critic is None else {"critic": ValueLoss(critic)}), **learns}
         total = len(losses) * self.config.updates_per_step
         with self.observer.stage("training", total=total, unit="updates") as stage:
@@ -120,6 +121,7 @@ class Learning:
         # Later updates see other weights than those that sampled.
         values |= {key: value for key, value in figures[0].items() if key.startswith("logprob_gap/")}
         self._check_gap(values)
+        values |= self.books.entropy.hear(values["entropy"])
         packing = self.session.learner.packing_figures()
         return values | self.books.optimizer_figures(updates) | packing
 
