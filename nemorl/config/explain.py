@@ -61,6 +61,8 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
             return Violation(field, value, _choice(str(value), _QUOTED.findall(context["expected"])))
+        case "string_pattern_mismatch":
+            return Violation(field, value, f"it is not written as it must be{_help(details)}")
         case _ if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
             return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")

@@ -1,0 +1,73 @@
+"""Every preset stands in an experiment as it is, with what its own docstring asks for."""
+
+from pathlib import Path
+
+import pytest
+
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm.presets import presets
+from nemorl.config.load import load_experiment
+
+AGENT = ["data.chat=true", "env={name: calculator, call_weight: 0.1}", "rewards=[]"]
+# What an experiment has to say beside the name.
+BESIDE = {
+    "dr_grpo": ["algorithm.loss.aggregation_length=8"],
+    "gdpo": ["env.name=math"],
+    "mt_grpo": AGENT,
+    "turn_gae": AGENT,
+    "bi_level_gae": AGENT,
+    "starpo_s": AGENT,
+    "reinforce_plus_plus": ["algorithm.kl.coefficient=0.01"],
+    "clip_cov": ["algorithm.num_prompts_per_step=8"],
+    "kl_cov": ["algorithm.num_prompts_per_step=8"],
+}
+
+
+def section(file: Path, name: str, *overrides: str) -> OnlineConfig:
+    critic = ["critic={}"] if "critic" in presets()[name].settings else []
+    algorithm = load_experiment(
+        file, [f"algorithm.name={name}", *BESIDE.get(name, []), *critic, *overrides]
+    ).algorithm
+    assert isinstance(algorithm, OnlineConfig)
+    return algorithm
+
+
+@pytest.mark.parametrize("name", presets())
+def test_it_loads_with_its_settings(sound: Path, name: str) -> None:
+    algorithm = section(sound, name)
+
+    assert algorithm.name == name
+    for part, values in presets()[name].settings.items():
+        found = getattr(algorithm, part)
+        for key, value in values.items() if isinstance(values, dict) else ():
+            there = getattr(found, key)
+            assert (
+                (there.model_dump().items() >= value.items()) if isinstance(value, dict) else there == value
+            )
+
+
+def test_an_experiment_changes_single_settings_of_a_preset(sound: Path) -> None:
+    algorithm = section(
+        sound, "dapo", "algorithm.loss.clip_high=0.3", "algorithm.filters.refill.max_batches=4"
+    )
+
+    assert (algorithm.loss.clip_low, algorithm.loss.clip_high) == (0.2, 0.3)  # type: ignore[union-attr]
+    assert algorithm.filters.drop_equal_rewards
+    assert algorithm.filters.refill is not None
+    assert algorithm.filters.refill.max_batches == 4
+
+
+def test_an_experiment_takes_parts_of_a_preset_away(sound: Path) -> None:
+    algorithm = section(sound, "dapo", "algorithm.filters.refill=null", "algorithm.advantage={name: opo}")
+
+    assert algorithm.filters.refill is None
+    assert algorithm.advantage.name == "opo"
+    assert not algorithm.greedy_baseline
+    assert section(sound, "remax").greedy_baseline
+
+
+@pytest.mark.parametrize("name", ["reinforce", "remax", "ppo", "reinforce_plus_plus"])
+def test_groups_of_one_are_for_those_that_compare_no_group(sound: Path, name: str) -> None:
+    algorithm = section(sound, name, "algorithm.num_generations_per_prompt=1")
+
+    assert algorithm.num_generations_per_prompt == 1

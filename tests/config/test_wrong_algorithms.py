@@ -1,0 +1,162 @@
+"""What users get wrong in advantages and filters: each refusal names the field, the value and the mend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.config.load import load_experiment
+from tests.config.experiments import violations_of
+
+ALONE = "algorithm.num_generations_per_prompt=1"
+AGENT = ["data.chat=true", "env={name: calculator}", "rewards=[]"]
+TWO_REWARDS = "env.name=math"
+
+WRONG: dict[str, tuple[list[str], str, Any, str]] = {
+    "an advantage nobody knows": (
+        ["algorithm.advantage={name: grpo}"],
+        "algorithm.advantage.name",
+        "grpo",
+        "`group`",
+    ),
+    "a setting of another advantage": (
+        ["algorithm.advantage={name: opo, normalize: false}"],
+        "algorithm.advantage.normalize",
+        False,
+        "this field belongs to `group`, `gpg`, `turn`",
+    ),
+    "groups of one": (
+        ["algorithm.name=opo", ALONE],
+        "algorithm.num_generations_per_prompt",
+        1,
+        "a trajectory alone in its group has advantage 0",
+    ),
+    "an epsilon of groups that are not scaled": (
+        ["algorithm.advantage={name: gpg, epsilon: 1e-3}"],
+        "algorithm.advantage.epsilon",
+        1e-3,
+        "algorithm.advantage.normalize is false",
+    ),
+    "an epsilon of a batch that is not scaled": (
+        ["algorithm.advantage={name: reinforce, normalization: mean, epsilon: 1e-3}"],
+        "algorithm.advantage.epsilon",
+        1e-3,
+        "take `whiten`",
+    ),
+    "a mean that is not taken": (
+        ["algorithm.advantage={name: reinforce, normalization: none, over: tokens}"],
+        "algorithm.advantage.over",
+        "tokens",
+        "no mean is taken: take `mean`",
+    ),
+    "sets as large as the group": (
+        ["algorithm.name=pass_at_k", "algorithm.advantage.k=8"],
+        "algorithm.advantage.k",
+        8,
+        "all sets of 8 are paid alike in a group of 8 trajectories: take a smaller k",
+    ),
+    "one reward to keep apart": (
+        ["algorithm.name=gdpo"],
+        "algorithm.advantage.name",
+        "gdpo",
+        "there is only `exact_match`: add one, or take `group`",
+    ),
+    "turns of conversations with one": (
+        ["algorithm.name=mt_grpo"],
+        "algorithm.advantage.name",
+        "turn",
+        "conversations in `single_turn` have one turn: take another env, or the advantage `group`",
+    ),
+    "turns that nobody pays": (
+        [*AGENT, "algorithm.name=mt_grpo"],
+        "algorithm.advantage.name",
+        "turn",
+        "give env.call_weight",
+    ),
+    "a function that is no path": (
+        ["algorithm.advantage={name: custom, function: centred}"],
+        "algorithm.advantage.function",
+        "centred",
+        "it is not written as it must be: `package.module:function`",
+    ),
+    "others in place of no group": (
+        ["algorithm.filters={refill: {max_batches: 3}}"],
+        "algorithm.filters.refill",
+        {"max_batches": 3, "at_cap": "fewer"},
+        "set one of drop_equal_rewards, min_mean_reward or max_mean_reward, or remove this",
+    ),
+    "one batch for dropped groups": (
+        ["algorithm.filters={drop_equal_rewards: true, refill: {max_batches: 1}}"],
+        "algorithm.filters.refill.max_batches",
+        1,
+        "at least 2",
+    ),
+    "a reward that drops nothing": (
+        ["algorithm.filters.reward=exact_match"],
+        "algorithm.filters.reward",
+        "exact_match",
+        "no group is dropped by it",
+    ),
+    "a reward misspelled": (
+        ["algorithm.filters={drop_equal_rewards: true, reward: exact_macth}"],
+        "algorithm.filters.reward",
+        "exact_macth",
+        "did you mean `exact_match`?",
+    ),
+    "bounds the wrong way round": (
+        ["algorithm.filters={min_mean_reward: 0.8, max_mean_reward: 0.2}"],
+        "algorithm.filters.min_mean_reward",
+        0.8,
+        "algorithm.filters.max_mean_reward is 0.2",
+    ),
+    "rewards of one that differ": (
+        ["algorithm.name=reinforce", "algorithm.filters.drop_equal_rewards=true", ALONE],
+        "algorithm.filters.drop_equal_rewards",
+        True,
+        "in a group of one no reward differs",
+    ),
+    "groups of one that vary": (
+        ["algorithm.name=remax", "algorithm.filters.keep_most_varied=0.5", ALONE],
+        "algorithm.filters.keep_most_varied",
+        0.5,
+        "in a group of one no reward differs",
+    ),
+    "all of the groups": (
+        ["algorithm.filters.keep_most_varied=1.0"],
+        "algorithm.filters.keep_most_varied",
+        1.0,
+        "less than 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_refused_with_field_value_and_mend(
+    sound: Path, overrides: list[str], field: str, value: Any, mend: str
+) -> None:
+    violations = violations_of(sound, *overrides)
+
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].value == value
+    assert mend in violations[0].mend
+
+
+RIGHT: dict[str, list[str]] = {
+    "several rewards": ["algorithm.name=gdpo", TWO_REWARDS],
+    "a group of one against a greedy sample": ["algorithm.name=remax", ALONE],
+    "turns that are paid": [*AGENT, "env.call_weight=0.1", "algorithm.name=mt_grpo"],
+    "a share of groups by one reward": ["algorithm.filters={keep_most_varied: 0.5, reward: exact_match}"],
+    "tasks neither too hard nor too easy": [
+        "algorithm.filters={min_mean_reward: 0.1, max_mean_reward: 0.9, refill: {at_cap: stop}}"
+    ],
+    "a best checkpoint by what is dropped": [
+        "algorithm.name=dapo",
+        "checkpointing={metric: filters/dropped_equal_rewards, higher_is_better: false}",
+    ],
+    "a best checkpoint by greedy samples": ["algorithm.name=remax", "checkpointing.metric=reward/of_greedy"],
+}
+
+
+@pytest.mark.parametrize("overrides", RIGHT.values(), ids=RIGHT.keys())
+def test_it_is_taken(sound: Path, overrides: list[str]) -> None:
+    load_experiment(sound, overrides)

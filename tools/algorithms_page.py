@@ -1,0 +1,114 @@
+"""Write what docs/algorithms.md says of presets and parts, from the presets and the schema themselves.
+
+.venv/bin/python tools/algorithms_page.py
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm.presets import Preset, presets
+from nemorl.config.base import Config
+from nemorl.config.schema import names, type_text, variants
+
+PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
+PARTS = ("advantage", "filters", "loss", "kl", "correction", "entropy", "critic")
+
+
+def written(page: str) -> str:
+    """The page with its generated stretches as the code has them now."""
+    for name, lines in (("presets", _presets()), ("parts", _parts())):
+        before, begin, rest = page.partition(f"<!-- {name}: written by tools/algorithms_page.py -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->\n")
+        if not begin or not end:
+            raise SystemExit(f"{PAGE} has no stretch for {name}")
+        page = before + begin + "\n".join(lines) + "\n" + end + after
+    return page
+
+
+def _presets() -> Iterator[str]:
+    yield "| `name` | | advantage | loss | aggregation | sets beside | paper |"
+    yield "|---|---|---|---|---|---|---|"
+    for preset in presets().values():
+        yield _row(preset)
+    for preset in presets().values():
+        yield from ("", f"### {preset.name}", _titled(preset), "", _explained(preset), "", *_settings(preset))
+
+
+def _row(preset: Preset) -> str:
+    config = _config(preset)
+    beside = [part for part in preset.settings if part not in ("advantage", "loss")]
+    cells = (
+        f"[`{preset.name}`](#{preset.name})",
+        preset.title,
+        f"`{config.advantage.name}`",
+        f"`{config.loss.name}`",
+        config.loss.aggregation,
+        ", ".join(f"`{part}`" for part in beside),
+        f"[{preset.paper.rpartition('/')[2]}]({preset.paper})" if preset.paper else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _config(preset: Preset) -> OnlineConfig:
+    return OnlineConfig(name=preset.name, num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=16)
+
+
+def _titled(preset: Preset) -> str:
+    return f"{preset.title}: [paper]({preset.paper})." if preset.paper else f"{preset.title}."
+
+
+def _explained(preset: Preset) -> str:
+    """The docstring of the preset's module."""
+    module = sys.modules[f"nemorl.algorithms.presets.{preset.name}"]
+    return inspect.cleandoc(module.__doc__ or "")
+
+
+def _settings(preset: Preset) -> Iterator[str]:
+    tree = {"algorithm": {"name": preset.name, **preset.settings}}
+    yield "What the name stands for:"
+    yield "```yaml"
+    yield yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=108).rstrip()
+    yield "```"
+
+
+def _parts() -> Iterator[str]:
+    for part in PARTS:
+        field = OnlineConfig.model_fields[part]
+        yield f"### algorithm.{part}"
+        yield field.description or ""
+        for variant in variants(field.annotation):
+            yield from _variant(variant)
+        yield ""
+
+
+def _variant(variant: type[Config]) -> Iterator[str]:
+    title = ", ".join(f"**`{name}`** " for name in names(variant))
+    summary = " ".join(inspect.cleandoc(variant.__doc__ or "").split("\n\n")[0].split())
+    fields = {key: f for key, f in variant.model_fields.items() if key != "name" or not names(variant)}
+    if title or summary:
+        yield from ("", f"{title}{summary}")
+    if fields:
+        yield ""
+    for name, field in fields.items():
+        default = (
+            "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
+        )
+        kind = "" if variants(field.annotation) else f"{type_text(field)}, "
+        yield f"- `{name}` ({kind}{default}): {' '.join((field.description or '').split())}"
+        for inner in variants(field.annotation):
+            yield from (f"    {line}" for line in _variant(inner) if line)
+
+
+def _default(value: object) -> str:
+    if isinstance(value, Config):
+        return "a section"
+    return f"default {yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
