@@ -1,0 +1,244 @@
+"""Advantages of tokens against loops written from the formulas, sequence by sequence, in float64."""
+
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.algorithms.token_advantages import SequenceKL, TokenEstimator, length_adaptive_lambda
+from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.token_advantage import (
+    BiLevelGaeConfig,
+    GaeConfig,
+    TokenReturnsConfig,
+    TurnGaeConfig,
+)
+from nemorl.data.packed import PackedBatch
+
+# Lengths of prompt, turn, observation, turn ... of each sequence: several turns, one, one token, none at all.
+SEQUENCES = ((3, 4, 2, 3, 1, 5), (2, 6), (4, 1), (1,), (5, 2, 3, 1))
+KL = KLConfig(coefficient=0.3, estimator="k1", placement="reward")
+
+
+def batch_of(sequences: tuple[tuple[int, ...], ...] = SEQUENCES, seed: int = 0) -> PackedBatch:
+    """A batch with values and logprobs everywhere, and rewards at the ends of turns."""
+    torch.manual_seed(seed)
+    turns, starts = [], [0]
+    for parts in sequences:
+        row = [number // 2 if number % 2 else -1 for number, size in enumerate(parts) for _ in range(size)]
+        turns += row
+        starts.append(len(turns))
+    of_token = torch.tensor(turns)
+    mask = of_token >= 0
+    ends = mask & (of_token != torch.cat((of_token[1:], torch.tensor([-1]))))
+    size = len(turns)
+    return PackedBatch(
+        tokens=torch.zeros(size, dtype=torch.long),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        position_ids=torch.zeros(size, dtype=torch.long),
+        loss_mask=mask,
+        weights=mask.float(),
+        values=torch.randn(size),
+        turns=of_token,
+        rewards=torch.randn(size) * ends,
+        old_logprobs=-torch.rand(size) * mask,
+        reference_logprobs=-torch.rand(size) * mask,
+    )
+
+
+def sampled(batch: PackedBatch) -> list[list[int]]:
+    """Places of the sampled tokens of each sequence."""
+    return [
+        [i for i in range(start, end) if batch.loss_mask[i]]
+        for start, end in itertools.pairwise(batch.cu_seqlens.tolist())
+    ]
+
+
+def penalty(batch: PackedBatch, i: int, weight: float) -> float:
+    """What the divergence takes at a token, by k1."""
+    return weight * (batch.old_logprobs[i].item() - batch.reference_logprobs[i].item())
+
+
+def lambda_return_advantages(
+    batch: PackedBatch, gamma: float, lam: Callable[[int], float], kl: float = 0.0
+) -> list[float]:
+    """GAE as the weighted mean of n-step advantages (equation 16 of the paper), not by its recursion."""
+    found = [0.0] * batch.num_tokens
+    for places in sampled(batch):
+        count, weight = len(places), lam(len(places))
+        value = [batch.values[i - 1].item() for i in places] + [0.0]
+        reward = [batch.rewards[i].item() - penalty(batch, i, kl) for i in places]
+        for t in range(count):
+            steps = range(1, count - t + 1)
+            ahead = [
+                sum(gamma**n * reward[t + n] for n in range(k)) + gamma**k * value[t + k] - value[t]
+                for k in steps
+            ]
+            weights = [(1 - weight) * weight ** (k - 1) for k in steps]
+            weights[-1] = weight ** (count - t - 1)  # all longer ones are the last
+            found[places[t]] = sum(w * a for w, a in zip(weights, ahead, strict=True))
+    return found
+
+
+def one_rank(values: Tensor) -> Tensor:
+    return values
+
+
+def estimate(config, batch, kl=None):
+    return TokenEstimator(config, kl)(batch, one_rank)
+
+
+@pytest.mark.parametrize("kl", [None, KL], ids=["plain", "less-divergence"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (1.0, 0.0)])
+def test_gae_is_the_mean_of_n_step_advantages(gamma, lam, kl):
+    batch = batch_of()
+    found = estimate(GaeConfig(name="gae", gamma=gamma, lam=lam, whiten=False), batch, kl)
+    expected = lambda_return_advantages(batch, gamma, lambda _: lam, 0.3 if kl else 0.0)
+    torch.testing.assert_close(found.advantages, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+    before = torch.tensor([batch.values[i - 1] if batch.loss_mask[i] else 0.0 for i in range(len(expected))])
+    torch.testing.assert_close(found.returns, found.advantages + before, atol=1e-6, rtol=1e-5)
+
+
+def test_critic_and_policy_may_have_a_lambda_each_and_the_policys_grow_with_the_length():
+    batch = batch_of()
+    config = GaeConfig(name="gae", length_adaptive_alpha=0.4, critic_lam=1.0, whiten=False)
+    found = estimate(config, batch)
+    adaptive = lambda_return_advantages(batch, 1.0, lambda count: max(0.0, 1 - 1 / (0.4 * max(count, 1))))
+    torch.testing.assert_close(found.advantages, torch.tensor(adaptive), atol=1e-6, rtol=1e-5)
+    for places in sampled(batch):
+        for t, i in enumerate(places):  # with lambda 1 the critic learns what came
+            to_come = sum(batch.rewards[j].item() for j in places[t:])
+            assert found.returns[i].item() == pytest.approx(to_come, abs=1e-6)
+    lambdas = length_adaptive_lambda(torch.tensor([0, 5, 100, 4000]), 0.05).squeeze(1)
+    assert lambdas.tolist() == pytest.approx([0.0, 0.0, 0.8, 0.995])
+
+
+def test_turns_as_actions():
+    batch = batch_of()
+    gamma, lam = 0.9, 0.8
+    found = estimate(TurnGaeConfig(name="turn_gae", gamma=gamma, lam=lam, whiten=False), batch, KL)
+    for places in sampled(batch):
+        turns = [list(run) for _, run in itertools.groupby(places, lambda i: batch.turns[i].item())]
+        value = [batch.values[turn[0] - 1].item() for turn in turns] + [0.0]
+        paid = [sum(batch.rewards[i].item() - penalty(batch, i, 0.3) for i in turn) for turn in turns]
+        advantage = 0.0
+        for k in reversed(range(len(turns))):
+            advantage = paid[k] + gamma * value[k + 1] - value[k] + gamma * lam * advantage
+            for i in turns[k]:
+                assert found.advantages[i].item() == pytest.approx(advantage, abs=1e-6)
+                assert found.returns[i].item() == pytest.approx(advantage + value[k], abs=1e-6)
+
+
+def test_turns_first_and_then_their_tokens():
+    batch = batch_of()
+    config = BiLevelGaeConfig(
+        name="bi_level_gae", gamma=0.97, lam=0.9, turn_gamma=0.8, turn_lam=0.7, whiten=False
+    )
+    found = estimate(config, batch, KL)
+    for places in sampled(batch):
+        turns = [list(run) for _, run in itertools.groupby(places, lambda i: batch.turns[i].item())]
+        value = [batch.values[turn[-1] - 1].item() for turn in turns] + [0.0]
+        of_turn = 0.0
+        for k in reversed(range(len(turns))):
+            paid = batch.rewards[turns[k][-1]].item()
+            of_turn = paid + 0.8 * value[k + 1] - value[k] + 0.8 * 0.7 * of_turn
+            *before, last = turns[k]
+            later, i_later = of_turn - penalty(batch, last, 0.3), last
+            assert found.advantages[last].item() == pytest.approx(later, abs=1e-6)
+            for i in reversed(before):
+                delta = 0.97 * batch.values[i_later - 1].item() - batch.values[i - 1].item()
+                later, i_later = delta - penalty(batch, i, 0.3) + 0.97 * 0.9 * later, i
+                assert found.advantages[i].item() == pytest.approx(later, abs=1e-6)
+                assert found.returns[i].item() == pytest.approx(later + batch.values[i - 1].item(), abs=1e-6)
+
+
+def test_one_turn_has_the_advantages_of_plain_gae():
+    """With one turn both levels are GAE over its tokens, where lambda inside is what plain GAE has."""
+    batch = batch_of(((3, 5), (2, 4)))
+    plain = estimate(GaeConfig(name="gae", gamma=0.9, lam=0.6, whiten=False), batch)
+    levels = BiLevelGaeConfig(name="bi_level_gae", gamma=0.9, lam=0.6, whiten=False)
+    torch.testing.assert_close(estimate(levels, batch).advantages, plain.advantages)
+
+
+def test_returns_of_tokens_whitened_over_the_batch():
+    batch = batch_of()
+    found = estimate(TokenReturnsConfig(name="token_returns", gamma=0.9), batch, KL)
+    raw = {}
+    for places in sampled(batch):
+        for t, i in enumerate(places):
+            raw[i] = sum(
+                0.9**n * (batch.rewards[j].item() - penalty(batch, j, 0.3)) for n, j in enumerate(places[t:])
+            )
+    mean = sum(raw.values()) / len(raw)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in raw.values()) / (len(raw) - 1))
+    for i in range(batch.num_tokens):
+        expected = (raw[i] - mean) / deviation if i in raw else 0.0
+        assert found.advantages[i].item() == pytest.approx(expected, abs=1e-5)
+    assert found.returns is None
+    assert found.figures["advantage/mean"] == pytest.approx(mean, abs=1e-6)
+    assert found.figures["advantage/std"] == pytest.approx(deviation * math.sqrt(1 - 1 / len(raw)), abs=1e-6)
+    taken = sum(penalty(batch, i, 0.3) for i in raw)
+    assert found.figures["kl/penalty"] == pytest.approx(taken / 4, abs=1e-6)  # of four that were sampled
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GaeConfig(name="gae", lam=0.9, length_adaptive_alpha=0.3),
+        TurnGaeConfig(name="turn_gae", gamma=0.9),
+        BiLevelGaeConfig(name="bi_level_gae", turn_gamma=0.9),
+        TokenReturnsConfig(name="token_returns"),
+    ],
+    ids=lambda config: config.name,
+)
+@pytest.mark.parametrize("parts", [((0, 2), (1, 3, 4)), ((3,), (0, 1, 2, 4))])
+def test_data_parallel_ranks_have_the_advantages_of_one_process(config, parts):
+    """Also where a rank has nothing that was sampled."""
+    whole = batch_of()
+    alone = TokenEstimator(config, KL)(whole, one_rank)
+    rows = alone.advantages.split(whole.lengths)
+    barrier, slots = Barrier(len(parts)), {}
+
+    def rank(number):
+        def over_ranks(values):
+            slots[number] = values
+            barrier.wait()
+            total = sum(slots[other] for other in range(len(parts)))
+            barrier.wait()
+            return total
+
+        return TokenEstimator(config, KL)(whole.select(list(parts[number])), over_ranks)
+
+    with ThreadPoolExecutor(len(parts)) as ranks:
+        found = list(ranks.map(rank, range(len(parts))))
+    for part, of_rank in zip(parts, found, strict=True):
+        expected = torch.cat([rows[sequence] for sequence in part])
+        torch.testing.assert_close(of_rank.advantages, expected, atol=1e-5, rtol=1e-5)
+        assert of_rank.figures == pytest.approx(alone.figures)
+
+
+def test_equal_advantages_are_whitened_to_nothing():
+    batch = batch_of(((2, 3), (2, 3)))
+    equal = replace(batch, values=torch.zeros(10), rewards=torch.zeros(10))
+    assert estimate(GaeConfig(name="gae"), equal).advantages.abs().max() == 0
+
+
+def test_the_divergence_of_sequences():
+    batch = batch_of()
+    for estimator, k in {
+        "k1": lambda x: x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(-x) - 1 + x,
+    }.items():
+        found = SequenceKL(KLConfig(coefficient=0.3, estimator=estimator, placement="reward"))(batch)
+        expected = [
+            sum(k(batch.old_logprobs[i].item() - batch.reference_logprobs[i].item()) for i in places)
+            for places in sampled(batch)
+        ]
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
