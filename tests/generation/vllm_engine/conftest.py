@@ -1,6 +1,8 @@
 """One engine of one process and one of two, for all tests: each takes half a minute to start."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
@@ -64,7 +66,16 @@ class Running:
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 120) -> T:
         return self.submit(work).result(seconds)
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """vLLM's that live, by what they are."""
+        told = (what.rsplit(" (process ", 1) for what in self.host._vllm._processes.values())
+        return {name: int(process[:-1]) for name, process in told}
+
     def close(self) -> None:
+        # Whole runs let engines end as they should; that takes each of them five seconds.
+        for process in self.processes.values():
+            os.kill(process, signal.SIGKILL)
         self.run(self.host.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

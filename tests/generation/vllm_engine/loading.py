@@ -1,17 +1,18 @@
-"""A program: vLLM's own model classes in the ranks of an engine, without the engine.
+"""A program: vLLM's own model classes in the two ranks of an engine, without the engine.
 
-    python -m tests.generation.vllm_engine.loading RANK RANKS PORT staged|reload FOLDER...
+    python -m tests.generation.vllm_engine.loading RANK MEETING FOLDER...
 
 For every model folder it learns the layout while vLLM loads the model, writes zeros over everything, brings
-the weights back by the layout, and says in a line of JSON what came of it. Ranks of one call run beside
-each other, in bfloat16 where there are several; these are then refitted by a policy that is sharded too.
-With `reload` linear layers are packed, and the head is asked for what it computes with halved weights.
+the weights back by the layout, and says in a line of JSON what came of it: rank 0 first for itself, in
+float32, then both beside each other, in bfloat16, where they are then refitted by a policy that is sharded
+too. For itself rank 0 also asks heads of packed layers what they compute with weights that were reloaded.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,47 +20,100 @@ from typing import Any
 import torch
 
 from tests.generation.vllm_engine.policy import changed
+from tests.generation.vllm_engine.rank_refits import TRANSPORTS
+
+PACKED = ("llama", "qwen3")  # whose heads are tied, and not
 
 
-def main(rank: int, ranks: int, port: int, update: str, folders: list[Path]) -> None:
+def main(rank: int, meeting: Path, folders: list[Path]) -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401 - turns calls for an accelerator into nothing, as workers do
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    torch.set_num_threads(1)
+    packing = linear_layers()
+    import nemorl.session.vllm_worker as worker
+
+    if rank == 0:
+        with ranks_of_one_engine(0, 1, meeting.with_name("alone")):
+            for folder in folders:
+                config, model = loaded(folder, 1)
+                with set_current_vllm_config(config):
+                    tell(report(folder, config, model, worker._learned["model"]), 1, 0)
+            for folder in (folder for folder in folders if folder.name in PACKED):
+                with linear_layers_as(packing):
+                    config, model = loaded(folder, 1)
+                    with set_current_vllm_config(config):
+                        tell(packed_report(folder, config, model), 1, 0)
+    with ranks_of_one_engine(rank, 2, meeting):
+        for folder in folders:
+            config, model = loaded(folder, 2)
+            learned = worker._learned["model"]
+            with set_current_vllm_config(config):
+                told = report(folder, config, model, learned)
+            with TemporaryDirectory() as place:
+                other = changed(folder, Path(place) / "changed")
+                _, direct = loaded(other, 2)
+                transports = TRANSPORTS if folder == folders[0] else TRANSPORTS[:1]
+                with set_current_vllm_config(config):
+                    told |= refit_report((folder, other), config, (model, direct), learned, transports)
+            tell(told, 2, rank)
+
+
+def loaded(folder: Path, ranks: int) -> tuple[Any, Any]:
+    """vLLM's configuration and the model."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    import nemorl.session.vllm_worker as worker
+    config = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32" if ranks == 1 else "bfloat16",
+        enforce_eager=True, max_model_len=64, tensor_parallel_size=ranks,
+        distributed_executor_backend="mp", kv_cache_memory_bytes=2**20,
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            initialize_model_parallel(ranks, 1, backend="gloo")
+        return config, get_model(vllm_config=config)
 
-    torch.set_num_threads(1)
 
-    def loaded(folder: Path) -> tuple[Any, Any]:
-        """vLLM's configuration and the model."""
-        config = EngineArgs(
-            model=str(folder), skip_tokenizer_init=True, dtype="float32" if ranks == 1 else "bfloat16",
-            enforce_eager=True, max_model_len=64, tensor_parallel_size=ranks,
-            distributed_executor_backend="mp", kv_cache_memory_bytes=2**20,
-        ).create_engine_config()  # fmt: skip
-        with set_current_vllm_config(config):
-            if folder == folders[0]:
-                os.environ["VLLM_DIST_IDENT"] = str(port)  # names what the ranks share
-                init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-                initialize_model_parallel(ranks, 1, backend="gloo")
-            return config, get_model(vllm_config=config)
+@contextmanager
+def ranks_of_one_engine(rank: int, ranks: int, meeting: Path) -> Iterator[None]:
+    """The groups of vLLM's processes."""
+    from vllm.distributed import init_distributed_environment
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    for folder in folders:
-        config, model = loaded(folder)
-        learned = worker._learned.get("model")
-        with set_current_vllm_config(config):
-            judge = packed_report if update == "reload" else report
-            told = judge(folder, config, model, learned)
-        if ranks > 1:
-            with TemporaryDirectory() as place:
-                other = changed(folder, Path(place) / "changed")
-                _, direct = loaded(other)
-                with set_current_vllm_config(config):
-                    told |= refit_report((folder, other), config, (model, direct), learned)
-        sys.stdout.write(f"REPORT {json.dumps(told)}\n")
-        sys.stdout.flush()
+    os.environ["VLLM_DIST_IDENT"] = meeting.name  # names what the ranks share
+    init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def linear_layers() -> tuple[Any, ...]:
+    """What decides whether vLLM packs them."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    return _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel
+
+
+@contextmanager
+def linear_layers_as(choice: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, vLLM decides so."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    own = linear_layers()
+    _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = choice
+    yield
+    _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = own
+
+
+def tell(told: dict[str, Any], ranks: int, rank: int) -> None:
+    """Print a report."""
+    sys.stdout.write(f"REPORT {json.dumps(told | {'ranks': ranks, 'rank': rank})}\n")
+    sys.stdout.flush()
 
 
 def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any]:
@@ -95,7 +149,11 @@ def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any
 
 
 def refit_report(
-    folders: tuple[Path, Path], config: Any, models: tuple[Any, Any], learned: Any
+    folders: tuple[Path, Path],
+    config: Any,
+    models: tuple[Any, Any],
+    learned: Any,
+    transports: Sequence[str],
 ) -> dict[str, Any]:
     """What becomes of refits of the first model to the second's weights and back, beside and in place."""
     from nemorl.generation.vllm_engine.weights import WorkerWeights, layout_of
@@ -110,7 +168,7 @@ def refit_report(
     for update in ("staged", "in_place"):
         layout = layout_of(learned, hf_tensors(ModelShape.load(folders[0])), update)
         weights = WorkerWeights(model, layout, reload, update == "in_place", dtype)
-        found[update] = refits(folders, (first, second), model, weights)
+        found[update] = refits(folders, (first, second), model, weights, transports)
     return {"refits": found}
 
 
@@ -124,7 +182,7 @@ def reloading(config: Any, model: Any) -> Callable[[Any], None]:
     return reload
 
 
-def packed_report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any]:
+def packed_report(folder: Path, config: Any, model: Any) -> dict[str, Any]:
     """Whether the head computes with halved weights, once they were reloaded."""
     from nemorl.generation.vllm_engine.trace import LoaderTrace
     from nemorl.generation.vllm_engine.weights import WHOLE, Learned, WorkerWeights, layout_of
@@ -147,16 +205,11 @@ def packed_report(folder: Path, config: Any, model: Any, learned: Any) -> dict[s
 
 
 if __name__ == "__main__":
-    if sys.argv[4] != "reload":
-        os.environ["NEMORL_VLLM_PLAIN_WEIGHTS"] = "1"
     os.environ |= {
+        "NEMORL_VLLM_PLAIN_WEIGHTS": "1",
+        "NEMORL_VLLM_LEARNED_LAYOUT": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
-    main(
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4],
-        [Path(word) for word in sys.argv[5:]],
-    )
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    main(int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]])

@@ -1,6 +1,6 @@
 """Refits of one rank of vLLM by a policy of several, over every transport, in one process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -23,7 +23,11 @@ State = Mapping[str, Tensor]
 
 
 def refits(
-    folders: tuple[Path, Path], loaded: tuple[State, State], model: Any, weights: WorkerWeights
+    folders: tuple[Path, Path],
+    loaded: tuple[State, State],
+    model: Any,
+    weights: WorkerWeights,
+    transports: Sequence[str],
 ) -> dict[str, Any]:
     """By transport: what share of a full refit each of three took, and what then was not as loaded directly.
 
@@ -35,7 +39,7 @@ def refits(
     )
     found: dict[str, Any] = {}
     with TemporaryDirectory() as place:
-        for first, transport in enumerate(TRANSPORTS):
+        for first, transport in enumerate(transports):
             exchange = _exchange(policy, receiver, transport, place)
             shares, different = [], set()
             for number, which in enumerate((1, 0, 1)):

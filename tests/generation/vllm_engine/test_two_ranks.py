@@ -23,12 +23,6 @@ from tests.generation.vllm_engine.policy import Policy, all_fingerprints, change
 from tests.generation.vllm_engine.test_engine import collect, gaps, group, until_sampled
 
 
-def processes_of(engine: Any) -> dict[str, int]:
-    """vLLM's, by what they are."""
-    told = (what.rsplit(" (process ", 1) for what in engine.host._vllm._processes.values())
-    return {name: int(process[:-1]) for name, process in told}
-
-
 def _listening(process: int) -> list[str]:
     """Addresses at which a process takes TCP connections."""
     found = psutil.Process(process).net_connections("tcp")
@@ -50,7 +44,7 @@ def test_two_ranks_sample_what_one_network_does(two: Any, mixture: Any) -> None:
 
 
 def test_nobody_else_reaches_its_processes(two: Any) -> None:
-    hosts = {host for process in processes_of(two).values() for host in _listening(process)}
+    hosts = {host for process in two.processes.values() for host in _listening(process)}
     assert hosts == {"127.0.0.1"}
 
 
@@ -128,7 +122,7 @@ def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: A
 def test_a_worker_that_dies_in_an_update_is_named(
     two: Any, mixture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid = processes_of(two)["worker 1"]
+    pid = two.processes["worker 1"]
     folder, _ = mixture
     policy = Policy(folder)
     exchange = WeightExchange(policy, Receivers(two), 2**14, 60.0)
