@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     advantages.passing_sets_differ,
     advantages.rewards_to_decouple,
     advantages.turns_to_compare,
+    advantages.divergence_reaches_advantages,
     filters.filters_have_something_to_do,
     filters.groups_can_vary,
     filters.filtered_reward_is_paid,

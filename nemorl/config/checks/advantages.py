@@ -105,6 +105,20 @@ def turns_to_compare(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Vio
         yield Violation("algorithm.advantage.name", "turn", mend)
 
 
+def divergence_reaches_advantages(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """What is taken from the sum of rewards is lost on who does not look at the sum."""
+    if not isinstance(algorithm, OnlineConfig) or not algorithm.kl_in_reward:
+        return
+    if isinstance(algorithm.advantage, GdpoAdvantageConfig | PassAtKAdvantageConfig):
+        why = (
+            "compares each reward by itself"
+            if isinstance(algorithm.advantage, GdpoAdvantageConfig)
+            else "counts who passes"
+        )
+        mend = f"the advantage `{algorithm.advantage.name}` {why}: set it to loss, or take another advantage"
+        yield Violation("algorithm.kl.placement", "reward", mend)
+
+
 def _set(
     advantage: GroupAdvantageConfig | GpgAdvantageConfig | TurnAdvantageConfig | ReinforceAdvantageConfig,
     name: str,
