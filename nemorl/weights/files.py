@@ -3,6 +3,7 @@
     <folder>/v00000012/manifest.json            which box of which tensor lies where, with its fingerprint
                        rank-00000.safetensors   what one sender wrote; each element is in one file
     <folder>/v00000013.partial/                 being written; the driver's rename completes it
+    <folder>/v00000013.replaced/                what had that number before, for as long as the rename takes
 
 A receiver reads the boxes it needs, whatever its layout, also one that joins later (`VersionFolder`).
 """
@@ -26,6 +27,7 @@ from .session import RefitFailed, RefitSession, sender_name
 from .slots import SLOTS, Slots
 
 MANIFEST = "manifest.json"
+_PARTIAL, _REPLACED = ".partial", ".replaced"
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
 _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -117,7 +119,7 @@ class FileVenue:
         session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
         partial = partial_folder(session)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            _clean_up(self._folder)
             partial.mkdir(parents=True)
         except OSError as error:
             raise RefitFailed(
@@ -129,16 +131,25 @@ class FileVenue:
             shutil.rmtree(partial, ignore_errors=True)
 
     def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
-        """Make what the senders wrote the version. Raises `RefitFailed`."""
+        """Make what the senders wrote the version. Raises `RefitFailed`.
+
+        One that is there already, of an attempt whose receivers failed or of a run that was resumed from an
+        earlier checkpoint, is removed when the new one has its name: a crash leaves one of the two.
+        """
         partial, whole = partial_folder(session), version_folder(self._folder, session.version)
+        replaced = whole.with_name(f"{whole.name}{_REPLACED}")
         manifest = {"version": session.version, "tensors": _tensors(parts, sent)}
         try:
             with (partial / MANIFEST).open("w") as file:
                 json.dump(manifest, file)
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.rmtree(whole, ignore_errors=True)  # of an attempt whose receivers failed
+            _flush_folder(partial)
+            if whole.exists():
+                whole.rename(replaced)
             partial.rename(whole)
+            _flush_folder(self._folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise RefitFailed(
                 f"refit to version {session.version}: cannot complete {whole}: {error.strerror}"
@@ -161,7 +172,7 @@ def version_folder(folder: Path, version: int) -> Path:
 def partial_folder(session: RefitSession) -> Path:
     """Where a version is written."""
     folder = version_folder(Path(session.place), session.version)
-    return folder.with_name(f"{folder.name}.partial")
+    return folder.with_name(f"{folder.name}{_PARTIAL}")
 
 
 def complete_versions(folder: Path) -> list[int]:
@@ -171,6 +182,27 @@ def complete_versions(folder: Path) -> list[int]:
         with suppress(ValueError):  # a partial one
             found.append(int(path.name.removeprefix("v")))
     return sorted(found)
+
+
+def _clean_up(folder: Path) -> None:
+    """What a crash left: a version that has lost its name gets it back, the rest goes."""
+    for partial in folder.glob(f"v*{_PARTIAL}"):
+        shutil.rmtree(partial)
+    for replaced in folder.glob(f"v*{_REPLACED}"):
+        whole = replaced.with_suffix("")
+        if whole.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(whole)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def file_name(rank: int) -> str:

@@ -1,13 +1,13 @@
 """Reading a version of weights from files: any box of any tensor, by any layout, checked."""
 
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,23 +23,46 @@ from .session import CorruptWeights, RefitFailed
 class _StoredBox:
     file: str
     dtype: str
-    box: Box
+    start: tuple[int, ...]
+    size: tuple[int, ...]
     fingerprint: int
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.size)
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    shape: tuple[int, ...]
+    boxes: tuple[_StoredBox, ...]
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    version: int
+    tensors: dict[str, Any]  # each checked when it is wanted
+
+
+_MANIFEST = TypeAdapter(_Manifest)
+_TENSOR = TypeAdapter(_StoredTensor)
 
 
 class VersionFolder:
     """A complete version. Its files stay open until `close`."""
 
     def __init__(self, folder: Path, version: int) -> None:
-        """Read the manifest. Raises `RefitFailed` where there is none, or one of another version."""
+        """Read the manifest. Raises `RefitFailed` where it is missing, broken or of another version."""
         self.path = version_folder(folder, version)
         try:
-            manifest = json.loads((self.path / MANIFEST).read_text())
-        except (OSError, ValueError) as error:
+            text = (self.path / MANIFEST).read_bytes()
+        except OSError as error:
             raise RefitFailed(f"version {version} of the weights cannot be read: {error}") from error
-        if manifest.get("version") != version:
-            raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.get('version')}")
-        self._tensors: dict[str, Any] = manifest["tensors"]
+        with self._said():
+            manifest = _MANIFEST.validate_json(text)
+        if manifest.version != version:
+            raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.version}")
+        self._tensors = manifest.tensors
         self._files: dict[str, Any] = {}
         self._checked: set[tuple[str, str]] = set()
         self._stack = ExitStack()
@@ -66,18 +89,30 @@ class VersionFolder:
                 "the receiver needs what the policy does not have"
             )
 
-    def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
-        entry = self._tensors.get(need.name, {"shape": need.shape, "boxes": []})
-        if tuple(entry["shape"]) != need.shape:
+    @contextmanager
+    def _said(self, *within: str) -> Iterator[None]:
+        """Name the file and the first field that is not as it has to be."""
+        try:
+            yield
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join([*within, *map(str, first["loc"])])
             raise RefitFailed(
-                f"{self.path} has {need.name} of shape {tuple(entry['shape'])}, and the receiver needs "
+                f"{self.path / MANIFEST} cannot be read: {field or 'the whole'}: {first['msg']}"
+            ) from error
+
+    def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
+        if need.name not in self._tensors:
+            return []
+        with self._said(f"tensors.{need.name}"):
+            entry = _TENSOR.validate_python(self._tensors[need.name])
+        if entry.shape != need.shape:
+            raise RefitFailed(
+                f"{self.path} has {need.name} of shape {entry.shape}, and the receiver needs "
                 f"{need.shape}; both must be built from the same config.json"
             )
         by_type: dict[str, list[_StoredBox]] = {}
-        for box in entry["boxes"]:
-            stored = _StoredBox(
-                box["file"], box["dtype"], Box(tuple(box["start"]), tuple(box["size"])), box["fingerprint"]
-            )
+        for stored in entry.boxes:
             by_type.setdefault(stored.dtype, []).append(stored)
         # a type that was not asked for when the version was written is made of the widest
         return by_type.get(dtype) or by_type.get("float32") or []

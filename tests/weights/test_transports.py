@@ -179,6 +179,38 @@ def test_each_element_is_in_one_file_and_old_versions_go(tmp_path: Path) -> None
     assert stored == wanted
 
 
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_crash_while_a_version_is_replaced_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """The driver is gone before the first rename, or between the two; the next one finds the old version."""
+    setup = Setup(tmp_path, "files")
+    setup.refit(1)
+    setup.refit(2)
+    rename, done = Path.rename, []
+
+    def crash(self: Path, target: Path) -> Path:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(self.name)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crash)
+        with pytest.raises(KeyboardInterrupt):
+            setup.exchange.refit(2)
+    (tmp_path / "v00000009.partial").mkdir()  # of another crash
+    again = Setup(tmp_path, "files")
+    again.refit(3)
+    assert complete_versions(tmp_path) == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000002", "v00000003"]
+    late = EngineSide(torch.float32)
+    late.exchange.prepare(Part(9, ()))
+    late.exchange.receive(RefitSession(2, "files", str(tmp_path), 30.0))
+    late.exchange.commit(2)
+    assert_equal(late.weights, model(2))
+
+
 def test_a_resumed_run_replaces_the_versions_after_its_checkpoint(tmp_path: Path) -> None:
     setup = Setup(tmp_path, "files")
     for version in (4, 5, 6, 4):
@@ -200,6 +232,17 @@ def test_a_receiver_that_joins_later_reads_a_complete_version(tmp_path: Path, dt
     assert_equal(late.weights, model(7))
 
 
+def lack_a_field(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["tensors"]["model.norm.weight"]["boxes"][0]["fingerprint"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def cut(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
 def damage(folder: Path) -> None:
     """Flip a bit of the last element of a file."""
     path = folder / "rank-00001.safetensors"
@@ -214,7 +257,16 @@ def lose(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [(damage, r"rank-00001\.safetensors: .* is not what was written"), (lose, "No such file")],
+    [
+        (damage, r"rank-00001\.safetensors: .* is not what was written"),
+        (lose, "No such file"),
+        (
+            lack_a_field,
+            r"v00000002/manifest\.json cannot be read: tensors\.model\.norm\.weight\.boxes\.0\.fingerprint: "
+            "Field required",
+        ),
+        (cut, r"v00000002/manifest\.json cannot be read: the whole: Invalid JSON"),
+    ],
 )
 def test_a_spoilt_file_is_found(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
     setup = Setup(tmp_path, "files")
