@@ -12,11 +12,13 @@ from nemorl.config.algorithm.filters import FiltersConfig, RefillConfig
 from nemorl.config.checks.figures import figures
 from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
 from nemorl.data.batches import STAND_IN_TOKENS
+from nemorl.data.micro_batches import plan_batch
 from nemorl.data.order import TaskOrder
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.types import StopReason
+from nemorl.session.shard import make_shards
 from tests.algorithms.groups import failed, group, paid, trajectory
 
 EQUAL, MIXED, RIGHT = [0.5, 0.5, 0.5], [0.0, 1.0, 0.5], [1.0, 1.0, 0.9]
@@ -232,3 +234,44 @@ def test_dynamic_sampling_fills_steps_and_a_resumed_run_samples_the_same(max_bat
         start = number
     assert asyncio.run(collect(range(1, 3), whole[0][2], max_batches)) == whole[1:]
     assert len(whole[0][0]) == (4 if max_batches == 10 else 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("advantage", [{"name": "group"}, {"name": "group_then_batch"}, {"name": "turn"}])
+def test_ranks_hold_the_same_advantages_however_many_they_are(
+    advantage: dict[str, object], num_minibatches: int, ranks: int
+) -> None:
+    groups = [
+        paid(0, [0.0, 1.0, 0.5, 0.0], [1, 30, 2, 9]),
+        group(
+            1, trajectory(0.0), trajectory(1.0, 1, 20), failed(2), trajectory(0.5, 3, stop=StopReason.LENGTH)
+        ),
+        paid(2, [1.0] * 4),
+        paid(3, [0.25, 0.0, 0.0, 0.0], [5, 5, 40, 1]),
+    ]
+    filters = {"drop_equal_rewards": True, "drop_truncated": True}
+    config = online(4, 4, advantage=advantage, filters=filters, num_minibatches=num_minibatches)
+    places = Scorer(config).score(filter_groups(groups, config.filters, 4).groups)
+
+    plan = plan_batch([p.num_tokens for p in places], ranks, num_minibatches, 64, 32)
+    held = {
+        (shard.stores[store], row): (advantage, weight)
+        for shard in make_shards(places, plan)
+        for (store, row), advantage, weight in zip(shard.places, shard.advantages, shard.weights, strict=True)
+    }
+
+    assert held == {(p.store, p.row): (p.advantage, p.weight) for p in places}
+    training = {key for key, (_, weight) in held.items() if weight > 0}
+    assert len(held) == 16
+    assert training == {
+        *((f"store-{number}", row) for number in (0, 3) for row in range(4)),
+        ("store-1", 0),
+        ("store-1", 1),
+    }
+    # Every minibatch's weights add up to one over its tokens: what is left out is in no denominator.
+    sampled = {(g.reference, t.row): t.num_sampled for g in groups for t in g.trajectories}
+    size = len(places) // num_minibatches
+    for start in range(0, len(places), size):
+        part = places[start : start + size]
+        assert sum(p.weight * sampled[p.store, p.row] for p in part) == pytest.approx(1.0)
