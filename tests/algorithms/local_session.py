@@ -1,0 +1,148 @@
+"""A run's learner in the process of the test: the policy host itself, without Ray."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nemorl.algorithms.bookkeeping import Bookkeeper
+from nemorl.algorithms.checkpoints import Progress
+from nemorl.algorithms.offline import OfflineLoop
+from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
+from nemorl.algorithms.reference_sums import ReferenceSums, reference_sums
+from nemorl.config.experiment import Experiment
+from nemorl.data.losses import Loss
+from nemorl.data.micro_batches import packing_figures, plan_batch
+from nemorl.data.order import TaskOrder
+from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
+from nemorl.models.layout import SCALAR_HEAD
+from nemorl.observe.metrics import StepMetrics
+from nemorl.session.policy_host import PolicyHost
+from nemorl.session.shard import SequencePlace, make_shards
+
+HIDDEN = 32
+
+
+def start_host(experiment: Experiment, folder: Path) -> PolicyHost:
+    """One process, with a reference."""
+    return PolicyHost(
+        experiment.policy,
+        rank=0,
+        world_size=1,
+        rendezvous=f"file://{folder}/meet",
+        device="cpu",
+        threads=1,
+        temperature=1.0,
+        keep_reference=True,
+        deadline_seconds=60,
+    )
+
+
+class Stored(tuple[Any, ...]):
+    """A list that is told from others by what it is, as an object reference is."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class LocalLearner:
+    """What `ModelGroup` does for one rank."""
+
+    def __init__(self, host: PolicyHost, tokens: int) -> None:
+        self.host = host
+        self.loads = 0
+        self.forwards = 0
+        self._tokens = tokens
+
+    async def load(self, sequences: Sequence[SequencePlace], *, kind: str, num_minibatches: int = 1) -> None:
+        """Plan and pack."""
+        self._lengths = [s.num_tokens for s in sequences]
+        units = [-n if s.compared is None else s.compared.unit for n, s in enumerate(sequences, 1)]
+        self._plan = plan_batch(self._lengths, 1, 1, self._tokens, HIDDEN, units=units)
+        (shard,) = make_shards(sequences, self._plan)
+        getattr(self.host, f"load_{kind}")(shard)
+        self.loads += 1
+
+    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
+        """Of the loaded batch."""
+        return self.host.compute_logprobs(self._micro_batches, old=old, reference=reference)
+
+    async def sequence_logprobs(self, *, reference: bool) -> list[float]:
+        """In the order of the load."""
+        self.forwards += 1
+        sums = self.host.sequence_logprobs(self._micro_batches, reference=reference)
+        found = dict(zip(self._plan.ranks[0], sums, strict=True))
+        return [found[place] for place in range(len(sums))]
+
+    async def evaluate(self, loss: Loss) -> Evaluation:
+        """Nothing learns."""
+        return self.host.evaluate_on(self._micro_batches, loss)
+
+    async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
+        """One step."""
+        return self.host.train_on(self._micro_batches, loss)
+
+    def packing_figures(self) -> dict[str, float]:
+        """Of the plan."""
+        return packing_figures(self._plan, self._lengths, self._tokens, HIDDEN)
+
+    @property
+    def _micro_batches(self) -> list[list[int]]:
+        return self._plan.minibatches[0][0]
+
+
+class Run:
+    """An offline run over a host that may have had others before; its weights are those of the folder."""
+
+    def __init__(self, experiment: Experiment, host: PolicyHost) -> None:
+        self.experiment = experiment
+        self.lines: list[StepMetrics] = []
+        self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
+        self.session: Any = SimpleNamespace(learner=self.learner, store=Stored)
+        self.observer: Any = SimpleNamespace(stage=_stage, step=self._step)
+        head = host.parameters().get(SCALAR_HEAD.param)
+        if head is not None:  # which the folder of a language model lacks
+            head.data.zero_()
+        host.load_hf(experiment.policy.model_path)
+
+    def _step(self, step: int, version: int, values: dict[str, float]) -> StepMetrics:
+        self.lines.append(StepMetrics(step, version, values))
+        return self.lines[-1]
+
+    async def references(self, data: OfflineData, order: TaskOrder) -> ReferenceSums:
+        """Computed beforehand, as `nemorl train` does."""
+        config: Any = self.experiment.algorithm
+        if not getattr(config, "precomputes_reference", False):
+            return ReferenceSums()
+        examples = data.of_steps(order, config.num_steps * config.batch_size)
+        run_dir, model = self.experiment.run_dir, self.experiment.policy.model_path
+        return await reference_sums(examples, run_dir, model, self.session, self.observer, 1)
+
+    async def run(self) -> list[dict[str, float]]:
+        """The figures of every line."""
+        config: Any = self.experiment.algorithm
+        data = load_offline_data(self.experiment, config)
+        order = TaskOrder(len(data.units), self.experiment.seed, self.experiment.data.shuffle)
+        references = await self.references(data, order)
+        checkpoints: Any = SimpleNamespace(check=lambda: None)
+        books = Bookkeeper(self.experiment, self.session, self.observer, checkpoints, Progress())
+        loop = OfflineLoop(
+            config,
+            offline_algorithm(config),
+            self.session,
+            data.units,
+            data.held_out,
+            references,
+            order,
+            0,
+            self.observer,
+            books,
+            multiple=1,
+        )
+        await loop.run()
+        return [line.values for line in self.lines]
+
+
+def _stage(name: str, **_: Any) -> Any:
+    return nullcontext(SimpleNamespace(advance=lambda *_, **__: None))
