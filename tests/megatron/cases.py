@@ -79,3 +79,23 @@ def live(
         steps.append(worker.train(LOSS, micro_batches))
     worker.close()
     return Life(*first, steps)
+
+
+def updates(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    per_micro_batch: int,
+    losses: Sequence[PolicyLoss],
+) -> list[TrainStats]:
+    """One batch learnt from several times, each time by another loss; all but the first are off policy."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    mine = share(batch, rank, config)
+    micro_batches = partition(mine.num_sequences, per_micro_batch)
+    worker.load_batch(mine)
+    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    steps = [worker.train(loss, micro_batches) for loss in losses]
+    worker.close()
+    return steps
