@@ -9,7 +9,6 @@ from pydantic_core import ErrorDetails
 
 from nemorl.errors import ABSENT, Violation
 
-from .base import Config
 from .schema import describe, help_text, locate, names, sections_at, tag
 from .yaml_tree import FieldPath, dotted
 
@@ -49,8 +48,7 @@ def _violation(details: ErrorDetails) -> Violation:
         case "missing":
             return Violation(field, ABSENT, f"this field is required{_help(details)}")
         case "extra_forbidden":
-            _, owners = locate(details["loc"][:-1])
-            return Violation(field, value, _unknown_field(path, owners))
+            return Violation(field, value, _unknown_field(details["loc"], path))
         case "union_tag_invalid":
             known = [name for section in sections for name in names(section)]
             where = f"{field}.{tag(sections[0])}"
@@ -77,8 +75,8 @@ def _help(details: ErrorDetails) -> str:
     while location and isinstance(location[-1], int):
         location = location[:-1]
     _, owners = locate(location[:-1])
-    fields = [owner.model_fields.get(str(location[-1])) for owner in owners]
-    text = next((help_text(field) for field in fields if field is not None), "")
+    name = str(location[-1])
+    text = next((help_text(owner, name) for owner in owners if name in owner.model_fields), "")
     return f": {text}" if text else ""
 
 
@@ -86,20 +84,22 @@ def _choice(given: str, known: list[str]) -> str:
     return f"{_did_you_mean(given, known)}known are {_listed(known)}"
 
 
-def _unknown_field(path: FieldPath, owners: tuple[type[Config], ...]) -> str:
-    """`owners` are the sections that may stand there: one, where the variant is known."""
+def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     name = str(path[-1])
+    _, owners = locate(location[:-1])
     others = [section for section in sections_at(path[:-1]) if name in section.model_fields]
     if others:
         theirs = [one for section in others for one in names(section)]
-        chosen = dotted((*path[:-1], tag(owners[0])))
         which = f"{_listed(theirs[:_MOST_NAMED])}{' and others' * (len(theirs) > _MOST_NAMED)}"
+        choice = dotted((*path[:-1], tag(owners[0])))
+        # The last step but one of pydantic's location is the name that was chosen.
         return (
-            f"this field belongs to {which}, and {chosen} is {_listed(names(owners[0]))}: remove it, or "
-            f"change {chosen}"
+            f"this field belongs to {which}, and {choice} is `{location[-2]}`: remove it, or change {choice}"
         )
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name})
+    nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
+    elsewhere = (nearby or elsewhere)[:_MOST_NAMED]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
     return f"there is no such field; {suggestion or f'known here are {_listed(known)}'}".rstrip()
 

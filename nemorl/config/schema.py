@@ -1,7 +1,7 @@
 """The schema, looked at from outside: which sections and fields there are, and what their help says."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import get_annotations
@@ -16,6 +16,8 @@ from .base import Config
 from .experiment import Experiment
 from .merge import VARIANT_KEYS
 from .yaml_tree import FieldPath, dotted
+
+_MOST_NAMES = 4  # of one variant, where it is called by them
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def section_help(section: str) -> str:
     *around, name = section.split(".")
     for owner in sections_at(tuple(around)) if name else ():
         if name in owner.model_fields:
-            return help_text(owner.model_fields[name])
+            return help_text(owner, name)
     return ""
 
 
@@ -110,7 +112,7 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
         here = (*path, name)
         if not below:
             default = ABSENT if field.is_required() else field.get_default(call_default_factory=True)
-            yield FieldHelp(dotted(here), "", type_text(field), default, help_text(field))
+            yield FieldHelp(dotted(here), "", type_text(field), default, help_text(section, name))
             continue
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
@@ -121,43 +123,53 @@ def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Ite
     """The field that tells the variants apart, what all of them have, and what some have, each once."""
     choice = _choice(sections, path)
     fields: dict[str, FieldHelp] = {}  # by all that is shown of it
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, list[type[Config]]] = {}
     for section in sections:
         for field in _fields(section, path):
             if field.path != choice.path:
                 fields.setdefault(repr(field), field)
-                owners.setdefault(repr(field), []).extend(names(section))
-    everyone = [name for section in sections for name in names(section)]
+                owners.setdefault(repr(field), []).append(section)
     yield choice
-    yield from (field for shown, field in fields.items() if owners[shown] == everyone)
+    yield from (field for shown, field in fields.items() if len(owners[shown]) == len(sections))
     for shown, field in fields.items():
-        if owners[shown] != everyone:
-            yield replace(field, variant=field.variant or _who(owners[shown], everyone))
+        if len(owners[shown]) < len(sections):
+            yield replace(field, variant=field.variant or _who(owners[shown], sections))
 
 
 def _choice(sections: tuple[type[Config], ...], path: FieldPath) -> FieldHelp:
     """The field that says which variant is meant, with a word on each."""
     key = tag(sections[0])
-    fields = {section: section.model_fields[key] for section in sections}
-    default = next((field.default for field in fields.values() if not field.is_required()), ABSENT)
+    fields = [section.model_fields[key] for section in sections]
+    default = next((field.default for field in fields if not field.is_required()), ABSENT)
     kinds = [name for section in sections for name in names(section)]
-    told = [
-        f"`{' | '.join(names(section))}`: {words}"
-        for section, field in fields.items()
-        if (words := help_text(field) or " ".join((section.__doc__ or "").partition("\n\n")[0].split()))
-    ]
+    told = [f"`{_label(section)}`: {words}" for section in sections if (words := _summary(section, key))]
     return FieldHelp(dotted((*path, key)), "", " | ".join(kinds), default, " ".join(told))
 
 
-def _who(those: list[str], everyone: list[str]) -> str:
+def _summary(section: type[Config], key: str) -> str:
+    """What a variant is: the help of the field that names it, or the first paragraph of its class."""
+    first, *_ = (section.__doc__ or "").split("\n\n")
+    return help_text(section, key) or " ".join(first.split())
+
+
+def _who(those: Sequence[type[Config]], everyone: Sequence[type[Config]]) -> str:
     """The variants that have a field, or those that lack it where they are fewer to name."""
-    others = [name for name in everyone if name not in those]
-    return f"not {'|'.join(others)}" if len(those) > 3 * len(others) else "|".join(those)
+    others = [section for section in everyone if section not in those]
+    shorter = f"not {'|'.join(map(_label, others))}" if len(those) > 3 * len(others) else ""
+    return shorter or "|".join(map(_label, those))
 
 
-def help_text(field: FieldInfo) -> str:
-    """A field's help in one line."""
-    return " ".join((field.description or "").split())
+def _label(section: type[Config]) -> str:
+    """A variant by its names, or by its class where these are many: `online`."""
+    known = names(section)
+    return "|".join(known) if len(known) <= _MOST_NAMES else section.__name__.removesuffix("Config").lower()
+
+
+def help_text(section: type[Config], field: str) -> str:
+    """A field's help in one line; where a variant only has another default, that of the field it changes."""
+    owners = (owner for owner in section.__mro__ if issubclass(owner, Config))
+    texts = (owner.model_fields[field].description for owner in owners if field in owner.model_fields)
+    return " ".join(next((text for text in texts if text), "").split())
 
 
 def type_text(field: FieldInfo) -> str:

@@ -1,12 +1,16 @@
 """What becomes of a section whose variant changes: `generation.backend=vllm` over a file that says `torch`.
 
 The fields that both variants have in common, those of the class that both come from, stay: replicas,
-sampling, lengths. The old variant's own fields go. Others stay, to be taken by the new variant or refused.
+sampling, lengths. The old variant's own fields go, and so do the parts that a preset sets: what was said of
+GRPO's loss would turn DAPO's into another. Others stay, to be taken by the new variant or refused.
 """
 
+from .algorithm.presets import presets
 from .base import Config
 from .schema import declaration, names, sections_at, tag
 from .yaml_tree import FieldPath, Tree
+
+_ALGORITHM = ("algorithm",)
 
 
 def common_fields(path: FieldPath, base: Tree, over: Tree) -> Tree:
@@ -28,11 +32,19 @@ def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | No
     new = _named(sections, over[key])
     if old is None or new is None:  # a name that nobody knows is refused, whatever else is there
         return base
+    named = (base.get(key), over[key]) if path == _ALGORITHM else ()
+    parts = frozenset[str]().union(*map(_preset_parts, named))
     return {
         name: value
         for name, value in base.items()
-        if name not in old.model_fields or (name in new.model_fields and _is_common(name, old, new))
+        if name not in old.model_fields
+        or (name not in parts and name in new.model_fields and _is_common(name, old, new))
     }
+
+
+def _preset_parts(name: object) -> frozenset[str]:
+    preset = presets().get(str(name))
+    return frozenset(preset.settings) if preset else frozenset()
 
 
 def _is_common(field: str, old: type[Config], new: type[Config]) -> bool:

@@ -169,7 +169,7 @@ def test_config_fits_a_terminal_of_80_columns(nemorl: Nemorl, monkeypatch: pytes
 def test_config_knows_all_fields(nemorl: Nemorl) -> None:
     out = nemorl("config").out
 
-    assert "\nalgorithm.kl.estimator [grpo]: " in out
+    assert "\nalgorithm.kl.estimator [online]: " in out
     assert "\npolicy.schedule.decay_steps [linear|cosine]: whole number >= 1, required. " in out
 
 

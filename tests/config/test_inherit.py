@@ -72,6 +72,11 @@ CHANGES = {
         "{generation: {backend: vllm}}",
         {"generation": {"backend": "vllm", "max_num_seqs": 3}},
     ),
+    "parts that a preset sets": (
+        "{algorithm: {name: grpo, num_steps: 9, num_prompts_per_step: 4, loss: {clip_high: 0.5}}}",
+        "{algorithm: {name: dapo, num_steps: 10}}",
+        {"algorithm": {"name": "dapo", "num_steps": 10, "num_prompts_per_step": 4}},
+    ),
     "a parent without the choice, which has no default": (
         "{algorithm: {num_steps: 9}}",
         "{algorithm: {name: sft, batch_size: 4}}",

@@ -46,6 +46,15 @@ def test_types_are_in_words() -> None:
     assert types["rewards.0.weight"] == "number"
 
 
+def test_many_names_of_one_variant_are_called_by_its_class() -> None:
+    (prompts,) = describe("algorithm.num_prompts_per_step")
+    (name,) = describe("algorithm.name")
+
+    assert prompts.variant == "online"
+    assert "`online`: Sample, score, learn" in name.help
+    assert "| grpo |" in name.type
+
+
 def test_a_prefix_is_a_whole_name() -> None:
     assert describe("policy.opt") == []
     assert {field.path for field in describe("seed")} == {"seed"}
