@@ -14,7 +14,7 @@ grows with the number of ranks is only the choice of senders. Imports no torch.
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from nemorl.models.slices import TensorSlice
 
 from .boxes import box_of, narrow
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
-from .regions import Holdings, Region, UnservedBox, classes_of
+from .regions import Holdings, Region, Takers, UnservedBox
 
 __all__ = ["Bucket", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 
@@ -189,41 +189,13 @@ def plan_files(
 def _plan(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    holdings, takers = Holdings(senders), _Takers(receivers)
+    holdings, takers = Holdings(senders), Takers(receivers)
     loads = _loads(_pieces(takers, holdings, bucket_bytes), bucket_bytes)
     buckets = _choose_senders(loads, takers, holdings)
     return TransferPlan(tuple(_ordered(buckets, len(senders), len(receivers))))
 
 
-class _Takers:
-    """Receivers by class: those of one have equal slices and types."""
-
-    def __init__(self, receivers: Sequence[ReceiverLayout]) -> None:
-        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
-        self.class_of = [
-            numbers.setdefault((number, layout.dtypes), len(numbers))
-            for number, layout in zip(
-                classes_of(layout.slices for layout in receivers), receivers, strict=True
-            )
-        ]
-        self.nodes = [layout.node for layout in receivers]
-        self._ranks: dict[int, list[int]] = defaultdict(list)
-        for rank, number in enumerate(self.class_of):
-            self._ranks[number].append(rank)
-        self.layouts = {number: (ranks[0], receivers[ranks[0]]) for number, ranks in self._ranks.items()}
-        self._by_node: dict[tuple[int, ...], Mapping[str, list[int]]] = {}
-
-    def by_node(self, classes: tuple[int, ...]) -> Mapping[str, list[int]]:
-        """The receivers of some classes on each machine."""
-        if classes not in self._by_node:
-            found: dict[str, list[int]] = defaultdict(list)
-            for rank in sorted(rank for number in classes for rank in self._ranks[number]):
-                found[self.nodes[rank]].append(rank)
-            self._by_node[classes] = found
-        return self._by_node[classes]
-
-
-def _pieces(takers: _Takers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
+def _pieces(takers: Takers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
     """Every needed box once, however many need it; several times if one receiver does."""
     found: dict[tuple[object, ...], _Piece] = {}
     for number, (rank, layout) in takers.layouts.items():
@@ -254,7 +226,7 @@ def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
     return sorted(found, key=lambda load: len(load.holders.ranks))
 
 
-def _choose_senders(loads: Iterable[_Load], takers: _Takers, holdings: Holdings) -> Iterator[Bucket]:
+def _choose_senders(loads: Iterable[_Load], takers: Takers, holdings: Holdings) -> Iterator[Bucket]:
     """A sender for each load and its takers: the holder with the least to send, the lowest rank of these."""
     sent = [0] * len(holdings.nodes)
     for load in loads:
@@ -274,7 +246,7 @@ def _choose_senders(loads: Iterable[_Load], takers: _Takers, holdings: Holdings)
 
 
 def _served_together(
-    load: _Load, takers: _Takers, holdings: Holdings
+    load: _Load, takers: Takers, holdings: Holdings
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Who may send a load, and who may get it from the same one: takers beside a holder by machine."""
     far: list[int] = []

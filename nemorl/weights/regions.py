@@ -1,8 +1,8 @@
-"""Who holds what: the distinct boxes that senders hold of each tensor, found by place. Imports no torch."""
+"""Who holds what, the distinct boxes of each tensor found by place, and who needs it. Imports no torch."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -10,7 +10,7 @@ from operator import attrgetter
 from nemorl.models.slices import TensorSlice
 
 from .boxes import Box, box_of, difference, intersection, split
-from .messages import SenderLayout
+from .messages import ReceiverLayout, SenderLayout
 
 
 class UnservedBox(ValueError):
@@ -116,6 +116,34 @@ class Holdings:
         if same is not None and needed.num_elements <= capacity:
             return [(needed, same)]
         return _covering(need, needed, tensor.near(needed), receiver, capacity)
+
+
+class Takers:
+    """Receivers by class: those of one have equal slices and types."""
+
+    def __init__(self, receivers: Sequence[ReceiverLayout]) -> None:
+        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
+        self.class_of = [
+            numbers.setdefault((number, layout.dtypes), len(numbers))
+            for number, layout in zip(
+                classes_of(layout.slices for layout in receivers), receivers, strict=True
+            )
+        ]
+        self.nodes = [layout.node for layout in receivers]
+        self._ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, number in enumerate(self.class_of):
+            self._ranks[number].append(rank)
+        self.layouts = {number: (ranks[0], receivers[ranks[0]]) for number, ranks in self._ranks.items()}
+        self._by_node: dict[tuple[int, ...], Mapping[str, list[int]]] = {}
+
+    def by_node(self, classes: tuple[int, ...]) -> Mapping[str, list[int]]:
+        """The receivers of some classes on each machine."""
+        if classes not in self._by_node:
+            found: dict[str, list[int]] = defaultdict(list)
+            for rank in sorted(rank for number in classes for rank in self._ranks[number]):
+                found[self.nodes[rank]].append(rank)
+            self._by_node[classes] = found
+        return self._by_node[classes]
 
 
 def _covering(

@@ -128,13 +128,16 @@ def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
     setup.assert_holds(3)
 
 
-def test_one_bucket_is_enough() -> None:
-    policy, engine = PolicySide(PolicyRank()), EngineSide(torch.float32)
+def test_one_bucket_is_enough_for_many_engines() -> None:
+    """It is passed on from one to the next."""
+    policy, engines = PolicySide(PolicyRank()), [EngineSide(torch.float32) for _ in range(4)]
     policy.train(1)
     options = TransportOptions("gloo")
-    stats = WeightExchange(Threads([policy]), Threads([engine]), 2**30, 30.0, options).refit(1)
+    stats = WeightExchange(Threads([policy]), Threads(engines), 2**30, 30.0, options).refit(1)
     assert stats.num_buckets == 1
-    assert_equal(engine.weights, model(1))
+    assert stats.num_bytes == 4 * sum(tensor.nbytes for tensor in model(1).values())
+    for engine in engines:
+        assert_equal(engine.weights, model(1))
 
 
 def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(tmp_path: Path) -> None:
