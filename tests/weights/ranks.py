@@ -94,10 +94,10 @@ class PolicySide:
         for part in self._slices:
             local_view(self._parameters, part).add_(directions[part.name][box(part)].sign(), alpha=size)
 
-    def die_at_bucket(self, number: int) -> None:
-        """From now on, be killed instead of sending this bucket."""
+    def die_at_bucket(self, number: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """From now on, be killed, or stopped, instead of sending this bucket."""
         for channel in (SocketSender, GroupSender, FileSender):
-            _die_instead(channel, number)
+            _die_instead(channel, number, by)
 
     def held(self) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Every slice and its values."""
@@ -241,12 +241,12 @@ def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable
     return undo
 
 
-def _die_instead(channel: Any, number: int) -> None:
+def _die_instead(channel: Any, number: int, by: signal.Signals) -> None:
     publish = channel.publish
 
     def dying(self: Any, bucket: int, num_bytes: int) -> None:
         if bucket == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), by)
         publish(self, bucket, num_bytes)
 
     channel.publish = dying

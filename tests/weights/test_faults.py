@@ -5,6 +5,7 @@ it is torn, and a refit with new processes mends all. CUDA IPC has a stand-in of
 """
 
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import PeerClosed
+from nemorl.weights.session import PeerClosed, RefitDeadline
 from nemorl.weights.venue import TransportOptions
 from tests.weights.cuda_stand_in import with_stand_in
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
@@ -113,3 +114,20 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
     for engine in range(2):
         setup.assert_holds(engine, version=2)
     assert setup.engines[1].call("torn") is None
+
+
+@pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)
+def test_a_sender_stands_still(setup: Setup) -> None:
+    """Stopped, its process neither answers nor closes anything; all others end with the deadline."""
+    assert setup.exchange._route is not None
+    venue: Any = setup.exchange._route.venue
+    venue._deadline_seconds = 1.0
+    setup.policy[1].call("die_at_bucket", 5, signal.SIGSTOP)
+    with pytest.raises(
+        RefitDeadline, match=r"since \d\d:\d\d:\d\d \(\d+\.\d s\); the deadline is 1 s"
+    ) as caught:
+        setup.exchange.refit(2)
+    assert "waits for the next bucket of policy rank 1" in said(caught) or "policy rank 0 waits" in said(
+        caught
+    )
+    setup.assert_holds(0, version=1)  # its process answers
