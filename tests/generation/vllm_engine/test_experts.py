@@ -45,7 +45,9 @@ class Engine:
         self.output_processor = OutputProcessor(tokenizer=None, log_stats=False)
         self._merged = merged
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncGenerator[Any, None]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: Any
+    ) -> AsyncGenerator[Any, None]:
         from vllm.distributed.aux_output_connector.connector import (
             AuxOutputSchedulerConnector,
             AuxRequestOutput,
