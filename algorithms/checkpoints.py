@@ -14,7 +14,7 @@ from nemorl.errors import NemorlError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
 from nemorl.megatron.hf_export import export_hf
 from nemorl.observe.metrics import StepMetrics
-from nemorl.session.model_group import ModelGroup
+from nemorl.session.trained import Keeper
 
 from .full_disk import full_disk_named
 from .origin import Origin
@@ -53,10 +53,10 @@ class Checkpoints:
     `check` or `settle`.
     """
 
-    def __init__(self, experiment: Experiment, policy: ModelGroup, store: CheckpointStore) -> None:
+    def __init__(self, experiment: Experiment, models: Keeper, store: CheckpointStore) -> None:
         self._experiment = experiment
         self._config = experiment.checkpointing
-        self._policy = policy
+        self._models = models
         self._store = store
         self._step = 0  # of the one that is being written
         self._writing: asyncio.Task[None] | None = None
@@ -65,11 +65,11 @@ class Checkpoints:
         """Begin the checkpoint of a step, and end it unless `checkpointing.asynchronous`."""
         await self.settle()
         if not self._config.asynchronous:
-            await self._write(progress, metrics, self._policy.save)
+            await self._write(progress, metrics, self._models.save)
             return
-        await self._policy.copy_for_checkpoint()
+        await self._models.copy_for_checkpoint()
         self._step = progress.step
-        self._writing = asyncio.create_task(self._write(progress, metrics, self._policy.write_copy))
+        self._writing = asyncio.create_task(self._write(progress, metrics, self._models.write_copy))
 
     def check(self) -> None:
         """Raise what went wrong with the one that is being written, if it is known already."""

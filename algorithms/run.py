@@ -33,6 +33,7 @@ from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.session.session import Session, open_session
+from nemorl.session.trained import folder_of
 
 from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
@@ -98,9 +99,14 @@ def evaluate(experiment: Experiment) -> Evaluation:
     return _run_to_end(_evaluate(experiment))
 
 
-def export_checkpoint(checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf") -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    form: Literal["hf", "adapter", "megatron"] = "hf",
+    model: str = "policy",
+) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
-    them, or a checkpoint of megatron-core. Raises NemorlError.
+    them, or a checkpoint of megatron-core. Of several models that learn, `model` is one. Raises NemorlError.
     """
     _refuse_what_is_no_checkpoint(checkpoint)
     step = verify(checkpoint).step
@@ -111,21 +117,24 @@ def export_checkpoint(checkpoint: Path, out: Path, form: Literal["hf", "adapter"
             f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
             "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
-    policy = _policy_of_run(config)
+    section = _model_of_run(config, model)
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
-        _exporter(form)(checkpoint, out, policy)
+        _exporter(form)(folder_of(checkpoint, model), out, section)
         Origin(str(run_dir), step).write(out)
 
 
-def _policy_of_run(config: Path) -> PolicyConfig:
-    """`policy` of a run's config.yaml, which an older version may have written."""
+def _model_of_run(config: Path, name: str) -> PolicyConfig:
+    """A model that learns by a run's config.yaml, which an older version may have written."""
     try:
-        return load_experiment(config).policy
+        models = {model.name: model.config for model in models_of(load_experiment(config)) if model.trains}
     except ConfigError as error:
         raise RunError(
             f"{error}\nIt says which model the checkpoint is of, in the fields of the version that wrote it. "
             "Keep a copy of it, correct these fields in it (remove those that are no more) and export again."
         ) from error
+    if name not in models:
+        raise RunError(f"no {name} learns in the run of {config}: take --model {' or '.join(models)}")
+    return models[name]
 
 
 def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
@@ -168,8 +177,8 @@ async def _train(
         references = await _references(experiment, data, session, observer)
         if found is not None:
             with observer.stage("restore", outside_step=True):
-                await session.learner.restore(found.path)
-        async with Checkpoints(experiment, session.learner, store) as checkpoints:
+                await session.trained.restore(found.path)
+        async with Checkpoints(experiment, session.trained, store) as checkpoints:
             books = Bookkeeper(experiment, session, observer, checkpoints, progress)
             await _loop(experiment, data, references, session, observer, books).run()
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None

@@ -57,6 +57,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         const="megatron",
         help="write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
     )
+    export.add_argument(
+        "--model", default="policy", choices=["policy", "critic"], help="of those that learn (default policy)"
+    )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     export.add_argument("folder", type=Path, metavar="HF_DIR")
 
@@ -105,4 +108,4 @@ def _import(arguments: Namespace) -> None:
 def _export(arguments: Namespace) -> None:
     from nemorl.algorithms.run import export_checkpoint
 
-    export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form)
+    export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form, arguments.model)

@@ -29,8 +29,11 @@ _GRACE_SECONDS = 30.0
 class ModelGroup:
     """All ranks of a model as one: the policy's, a critic's. Belongs to one event loop."""
 
-    def __init__(self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig) -> None:
+    def __init__(
+        self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig, *, trains: bool
+    ) -> None:
         self.group = group
+        self.trains = trains
         self._config = config
         self._deadlines = deadlines
         self.turns: DeviceTurns | None = None  # of groups that share devices

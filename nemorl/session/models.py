@@ -68,7 +68,10 @@ def handles(experiment: Experiment, groups: Mapping[str, WorkerGroup]) -> dict[s
     """A handle on each group that was started; those on the policy's devices take turns."""
     deadlines = experiment.cluster.deadlines
     models = [model for model in models_of(experiment) if model.name in groups]
-    found = {model.name: ModelGroup(groups[model.name], model.config, deadlines) for model in models}
+    found = {
+        model.name: ModelGroup(groups[model.name], model.config, deadlines, trains=model.trains)
+        for model in models
+    }
     residents = [found[model.name] for model in models if model.name == "policy" or model.on_policy_devices]
     turns = DeviceTurns(residents)
     for resident in residents:

@@ -29,6 +29,7 @@ from .model_group import ModelGroup
 from .models import ModelStarter, handles
 from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
+from .trained import TrainedModels
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,11 @@ class Session:
         """The policy, of a session that has one."""
         assert self.policy is not None, "this session was started without a policy"
         return self.policy
+
+    @property
+    def trained(self) -> TrainedModels:
+        """The models that learn, for checkpoints."""
+        return TrainedModels({name: model for name, model in self.models.items() if model.trains})
 
     @property
     def models_share_devices(self) -> bool:
