@@ -63,8 +63,9 @@ def _blamed(
     group, part = max(sizes, key=lambda key: sizes[key])
     process = next(process for process in processes if process.group == group)
     field, mend = _remedy(experiment, process, part)
-    size = f"{part.replace('_', ' ')} of the {group} processes take {_gigabytes(sizes[group, part])} of it"
-    return Violation(field, _value(experiment, field), f"{problem}: {size}; {mend}")
+    name, size = part.replace("_", " "), _gigabytes(sizes[group, part])
+    mend = f"{problem}: {size} of it are for the {name} of the {group} processes; {mend}"
+    return Violation(field, _value(experiment, field), mend)
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

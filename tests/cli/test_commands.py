@@ -177,8 +177,7 @@ def test_config_names_a_shared_field_once(nemorl: Nemorl) -> None:
     lines = nemorl("config", "generation").out.splitlines()
 
     assert [line.partition(":")[0] for line in lines].count("generation.endpoint.port") == 1
-    transport = next(line for line in lines if line.startswith("generation.transport: "))
-    assert transport.endswith("gloo on several.")  # a line for each field
+    assert all(line.startswith("generation.") for line in lines)  # a line for each field
 
 
 def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:

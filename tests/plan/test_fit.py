@@ -252,12 +252,17 @@ SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, 
 @pytest.mark.parametrize(
     ("overrides", "field", "value", "mend"),
     [
-        (["generation.replicas=8"], "generation.replicas", 8, "the generation processes take 3.2 GB of it"),
+        (
+            ["generation.replicas=8"],
+            "generation.replicas",
+            8,
+            "3.2 GB of it are for the runtime of the generation processes; start",
+        ),
         (
             ["generation={backend: vllm, kv_cache_gigabytes: 50}"],
             "generation.kv_cache_gigabytes",
             50,
-            "kv cache of the generation processes take 53.7 GB of it; lower it",
+            "53.7 GB of it are for the kv cache of the generation processes; lower it",
         ),
         (
             ["generation.backend=megatron", "generation={max_kv_tokens: 9000000, max_batch_size: 100000}"],
@@ -334,8 +339,8 @@ def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure:
     (on_cpu,) = memory_violations(configure(), [process], SMALL)
     (on_gpu,) = memory_violations(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
 
-    assert "optimizer on host of the policy processes take 12.0 GB" in on_cpu.mend
-    assert "weights of the policy processes take 2.0 GB" in on_gpu.mend
+    assert "12.0 GB of it are for the optimizer on host of the policy processes" in on_cpu.mend
+    assert "2.0 GB of it are for the weights of the policy processes" in on_gpu.mend
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:
