@@ -473,6 +473,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         1,
         "which a single update does not leave: take 2 or more",
     ),
+    "several advantages in a sequence that has one ratio": (
+        [
+            *CHAT,
+            "env={name: calculator, call_weight: 0.1}",
+            "rewards=[]",
+            "algorithm.advantage={name: turn}",
+            "algorithm.loss={name: gmpo}",
+        ],
+        "algorithm.loss.name",
+        "gmpo",
+        "and `turn` gives several: take `gspo_token`",
+    ),
     "more of the entropy than it may count": (
         ["algorithm.entropy={name: adaptive, initial: 2}"],
         "algorithm.entropy.initial",

@@ -22,6 +22,7 @@ class PolicyLossBase(Config):
 
     has_ratio: ClassVar[bool] = True  # it compares the policy with the one before the updates
     selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
+    whole_sequences: ClassVar[bool] = False  # its formula has one advantage for a sequence
     figures: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # what it writes beside `loss/policy`
 
 
@@ -49,6 +50,8 @@ class GspoLossConfig(PolicyLossBase):
     clip_high: float = Field(4e-4, ge=0)
     """The sequence's ratio is clipped above 1 + clip_high."""
 
+    whole_sequences: ClassVar[bool] = True
+
 
 class GspoTokenLossConfig(PolicyLossBase):
     """GSPO whose tokens may differ in their advantages (arXiv 2507.18071, section 4.3)."""
@@ -70,6 +73,8 @@ class GmpoLossConfig(PolicyLossBase):
     """The logarithm of a token's ratio is clipped below -clip_low."""
     clip_high: float = Field(0.4, ge=0)
     """The logarithm of a token's ratio is clipped above clip_high."""
+
+    whole_sequences: ClassVar[bool] = True
 
 
 class CispoLossConfig(PolicyLossBase):

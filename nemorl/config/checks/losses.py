@@ -13,6 +13,7 @@ from nemorl.config.algorithm import (
     OnlineConfig,
     TruncatedCorrectionConfig,
 )
+from nemorl.config.algorithm.advantage import TurnAdvantageConfig
 from nemorl.errors import Violation
 
 _IN_LOSS = ("straight_through", "importance_weighted")
@@ -67,6 +68,18 @@ def loss_can_act(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             "does not leave: take 2 or more"
         )
         yield Violation("algorithm.num_minibatches", algorithm.num_minibatches, mend)
+
+
+def loss_fits_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A loss of whole sequences wants one advantage for each."""
+    if not isinstance(algorithm, OnlineConfig) or not algorithm.loss.whole_sequences:
+        return
+    if algorithm.estimates_tokens or isinstance(algorithm.advantage, TurnAdvantageConfig):
+        mend = (
+            f"its formula has one advantage for a sequence, and `{algorithm.advantage.name}` gives several: "
+            "take `gspo_token`, or a loss of tokens such as `clip`"
+        )
+        yield Violation("algorithm.loss.name", algorithm.loss.name, mend)
 
 
 def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
