@@ -74,8 +74,8 @@ class Trainer:
             samples=Path("samples.jsonl"),
         )
 
-    def export_checkpoint(self, checkpoint: Path, out: Path, form: str) -> None:
-        self._called(f"export {form}", (checkpoint, out))
+    def export_checkpoint(self, checkpoint: Path, out: Path, form: str, model: str) -> None:
+        self._called(f"export {model} as {form}", (checkpoint, out))
 
     def _called(self, name: str, argument: object) -> None:
         self.calls.append((name, argument))

@@ -92,13 +92,19 @@ def test_eval_wants_validation_tasks(nemorl: Nemorl, trainer: Trainer, experimen
 
 
 @pytest.mark.parametrize(
-    ("flags", "form"), [([], "hf"), (["--adapter"], "adapter"), (["--megatron"], "megatron")]
+    ("flags", "what"),
+    [
+        ([], "policy as hf"),
+        (["--adapter"], "policy as adapter"),
+        (["--megatron"], "policy as megatron"),
+        (["--model", "critic"], "critic as hf"),
+    ],
 )
-def test_models_export_hands_over_both_folders_and_the_form(
-    nemorl: Nemorl, trainer: Trainer, flags: list[str], form: str
+def test_models_export_hands_over_both_folders_the_model_and_the_form(
+    nemorl: Nemorl, trainer: Trainer, flags: list[str], what: str
 ) -> None:
     assert nemorl("models", "export", *flags, "runs/x/checkpoints/step_10", "out").status == 0
-    assert trainer.calls == [(f"export {form}", (Path("runs/x/checkpoints/step_10"), Path("out")))]
+    assert trainer.calls == [(f"export {what}", (Path("runs/x/checkpoints/step_10"), Path("out")))]
 
 
 def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:
