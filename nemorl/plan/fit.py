@@ -4,11 +4,12 @@ Imports no torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
+from nemorl.config.models import ModelSpec, models_of
 from nemorl.errors import Violation
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
@@ -56,7 +57,10 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*violations, *refused_layout))
-    processes = estimate_memory(experiment, shape, training)
+    beside, refused_beside = models_beside(experiment, shape) if training else ([], [])
+    if refused_beside:
+        return Plan((), (*violations, *(v for v in refused_beside if v not in violations)))
+    processes = estimate_memory(experiment, shape, training, beside)
     violations += memory_violations(experiment, processes, machine)
     return Plan(processes, tuple(violations))
 
@@ -69,6 +73,43 @@ def _model_violation(experiment: Experiment, problem: str) -> Violation:
             "`nemorl models create` make some"
         )
     return Violation("policy.model_path", str(path), problem)
+
+
+def models_beside(
+    experiment: Experiment, of_policy: ModelShape
+) -> tuple[list[tuple[ModelSpec, ModelShape]], list[Violation]]:
+    """The models beside the policy with their shapes, and why one cannot be started."""
+    found, refused = [], []
+    for model in models_of(experiment)[1:]:
+        config = model.config
+        try:
+            shape = ModelShape.load(config.model_path, config.head)
+        except (BrokenModelFolder, UnsupportedModel) as error:
+            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), str(error)))
+            continue
+        alone = experiment.model_copy(update={"policy": config})
+        problems = [*_length_violations(alone, shape), *_precision_violations(alone, shape)]
+        problems += [*_adapter_violations(alone, shape), *_layout_violations(alone, shape)]
+        refused += [_of_section(problem, model.section) for problem in problems]
+        if shape.vocab_size < of_policy.vocab_size:
+            mend = (
+                f"its vocabulary of {shape.vocab_size} tokens lacks some of the policy's "
+                f"{of_policy.vocab_size}: name a model with the policy's tokenizer"
+            )
+            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
+        found.append((model, shape))
+    return found, refused
+
+
+def _of_section(problem: Violation, section: str) -> Violation:
+    """A violation of a policy as one of another model; its length is the policy's also there."""
+    if not problem.field.startswith("policy.") or problem.field == "policy.max_sequence_length":
+        return problem
+    return replace(
+        problem,
+        field=problem.field.replace("policy.", f"{section}.", 1),
+        mend=problem.mend.replace("policy.layout", f"{section}.layout"),
+    )
 
 
 def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:

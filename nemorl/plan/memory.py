@@ -1,6 +1,7 @@
 """How much memory each process of an experiment needs: exact for weights, an estimate for the rest."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.checks.facts import generates
@@ -9,6 +10,7 @@ from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.models import ModelSpec
 from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.models.adapters import adapter_slices
@@ -75,15 +77,22 @@ def memory_parts() -> tuple[str, ...]:
     return tuple(field.name for field in fields(ProcessMemory) if field.name not in ("group", "count"))
 
 
-def estimate_memory(experiment: Experiment, shape: ModelShape, training: bool) -> tuple[ProcessMemory, ...]:
+def estimate_memory(
+    experiment: Experiment,
+    shape: ModelShape,
+    training: bool,
+    beside: Sequence[tuple[ModelSpec, ModelShape]] = (),
+) -> tuple[ProcessMemory, ...]:
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
-    The layout must divide the model (see `nemorl.plan.fit`).
+    `beside` are the models beside the policy. Layouts must divide the models (see `nemorl.plan.fit`).
     """
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
     if training or not experiment.generation.has_engines:
         groups.append(policy_memory(experiment, shape))
+    if training:
+        groups += [_beside_policy(experiment, *model) for model in beside]
     if not training or generates(experiment.algorithm):
         if experiment.generation.has_engines:
             groups.append(_generation(experiment, shape))
@@ -97,6 +106,21 @@ def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight."""
     stages = range(experiment.policy.layout.pipeline_parallel_size)
     return max((_stage(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
+
+
+def _beside_policy(experiment: Experiment, model: ModelSpec, shape: ModelShape) -> ProcessMemory:
+    """The fullest rank of another model: a policy that neither samples nor sends, and may not learn."""
+    alone = experiment.model_copy(update={"policy": model.config})
+    rank = policy_memory(alone, shape)
+    nothing = {"reference": 0, "kv_cache": 0, "staging": 0, "staging_on_host": 0}
+    if shape.head == "scalar":
+        nothing["logits"] = 0
+    if not model.trains:
+        nothing |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0, "checkpoint": 0}
+        # One layer's at a time: nothing is kept for a backward pass.
+        layers = shape.num_layers // model.config.layout.pipeline_parallel_size
+        nothing["activations"] = rank.activations // max(1, layers)
+    return replace(rank, group=model.name, **nothing)
 
 
 def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
@@ -118,7 +142,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
     # Without its adapters a model is its own reference.
-    has_reference = algorithm.keeps_reference and policy.lora is None
+    has_reference = algorithm.keeps_reference and policy.lora is None and experiment.reference is None
     is_last = stage == layout.pipeline_parallel_size - 1
     sends = generates(algorithm) and experiment.generation.has_engines
     sent_item = ITEM_SIZE[experiment.generation.precision or policy.precision]

@@ -13,6 +13,8 @@ from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
 
 _MODEL = "policy.model_path"
 _SMALLER = "take a smaller model"
+_BESIDE_POLICY = ("critic", "reference")
+_ON_GPUS = ("policy", *_BESIDE_POLICY, "generation")
 _SPREAD = f"{_SMALLER}, or spread it over more processes (policy.layout)"
 _MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
 
@@ -42,7 +44,7 @@ def _gpu_violations(
 ) -> Iterator[Violation]:
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     for process in processes:
-        if process.group in ("policy", "generation") and process.on_device > smallest.memory_bytes:
+        if process.group in _ON_GPUS and process.on_device > smallest.memory_bytes:
             problem = (
                 f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
                 f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}"
@@ -71,6 +73,8 @@ def _blamed(
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
     """Field and mend for a part of a process."""
     group = process.group
+    if group in _BESIDE_POLICY:
+        return _remedy_beside(experiment, group, part)
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
@@ -95,6 +99,21 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     if group == "generation" and experiment.generation.replicas > 1:
         return "generation.replicas", f"lower it, or {_SMALLER}"
     return _MODEL, _SPREAD
+
+
+def _remedy_beside(experiment: Experiment, group: str, part: str) -> tuple[str, str]:
+    """Of a model beside the policy; what its section leaves open is said by the policy's."""
+    model = f"{group}.model_path"
+    match part:
+        case "activations":
+            section = getattr(experiment, group)
+            given = section is not None and section.micro_batch_tokens is not None
+            return f"{group if given else 'policy'}.micro_batch_tokens", "lower it"
+        case "checkpoint":
+            return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
+        case "optimizer" | "optimizer_on_host":
+            return model, f"name a smaller model, or raise {group}.layout.data_parallel_size"
+    return model, f"name a smaller model, or spread it over more processes ({group}.layout)"
 
 
 def _batch_size(experiment: Experiment) -> str:
@@ -143,8 +162,10 @@ def _value(experiment: Experiment, field: str) -> object:
         return experiment.policy.layout.name
     value: object = experiment
     for step in field.split("."):
-        value = getattr(value, step)
-    return str(value) if field == _MODEL else value
+        value = getattr(value, step, None)
+    if value is None and field.endswith(".model_path"):
+        value = experiment.policy.model_path
+    return str(value) if field.endswith(".model_path") else value
 
 
 def _gigabytes(count: int) -> str:

@@ -25,7 +25,7 @@ _SAMPLING = {
     *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
     *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
     *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
-    *("time/generation", "time/environment", "time/logprobs"),
+    *("time/generation", "time/environment", "time/loading", "time/logprobs"),
     *("generation/replicas", "generation/replicas_lost", "generation/replicas_restarted"),
     *("generation/requests_moved", "generation/tokens_kept", "generation/requests_failed"),
     "generation/retries",
@@ -48,6 +48,7 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
             names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:
             names |= {"kl/reference"}
+        names |= set(_beside_the_policy(algorithm))
         if isinstance(algorithm.entropy, AdaptiveEntropyConfig):
             names |= {"entropy/coefficient"}
     if isinstance(algorithm, OfflineBase):
@@ -55,6 +56,17 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
     return frozenset(names)
+
+
+def _beside_the_policy(algorithm: OnlineConfig) -> Iterator[str]:
+    if algorithm.estimates_tokens:
+        yield from ("advantage/mean", "advantage/std")
+    if algorithm.estimates_tokens or algorithm.kl_in_reward:
+        yield from ("kl/penalty", "time/advantages")
+    if algorithm.keeps_critic:
+        yield "time/values"
+        of_critic = ("loss", "value", "return", "clip_fraction", "explained_variance", "grad_norm", "lr")
+        yield from (f"critic/{name}" for name in (*of_critic, "skipped_updates"))
 
 
 def _of_correction(algorithm: OnlineConfig) -> Iterator[str]:

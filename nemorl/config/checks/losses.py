@@ -14,6 +14,7 @@ from nemorl.config.algorithm import (
     TruncatedCorrectionConfig,
 )
 from nemorl.config.algorithm.advantage import TurnAdvantageConfig
+from nemorl.config.algorithm.presets import presets
 from nemorl.errors import Violation
 
 _IN_LOSS = ("straight_through", "importance_weighted")
@@ -41,9 +42,10 @@ def divergence_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violati
     if not isinstance(algorithm, OnlineConfig):
         return
     kl = algorithm.kl
+    of_preset = presets()[algorithm.name].settings.get("kl", {})
     for name in ("estimator", *_IN_LOSS, "max_value"):
         value = getattr(kl, name)
-        if value == KLConfig.model_fields[name].default:
+        if value == of_preset.get(name, KLConfig.model_fields[name].default):
             continue
         if kl.coefficient == 0:
             mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
 from nemorl.config.optimizer import AdamConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
@@ -54,18 +55,29 @@ def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -
 
 
 def gpus_for_all_processes(
-    cluster: ClusterConfig, policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+    cluster: ClusterConfig,
+    policy: PolicyConfig,
+    generation: GenerationConfig,
+    algorithm: AlgorithmConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
 ) -> Iterator[Violation]:
-    """Every policy process and every engine has a GPU of its own, where there are GPUs."""
+    """Every process of a model and every engine has a GPU of its own, where there are GPUs."""
     engines = generation.replicas * generation.ranks_per_replica
     if not (generates(algorithm) and generation.has_engines):
         engines = 0
-    wanted = policy.layout.world_size + engines
+    beside = [critic or CriticConfig()] if algorithm.keeps_critic else []
+    started: list[ModelGroupConfig] = [*beside, *([reference] if reference is not None else [])]
+    others = sum(m.worker_config(policy).layout.world_size for m in started if m.devices == "own")
+    wanted = policy.layout.world_size + others + engines
     there = cluster.num_nodes * cluster.gpus_per_node
     if 0 < there < wanted:
         yield Violation(
             "cluster.gpus_per_node",
             cluster.gpus_per_node,
-            f"{there} GPUs are too few for {policy.layout.world_size} policy processes and {engines} "
-            "engines: give more, or take a smaller policy.layout or fewer generation.replicas",
+            f"{there} GPUs are too few for {policy.layout.world_size} policy processes"
+            + (f", {others} of models beside it" if others else "")
+            + f" and {engines} engines: give more, or take a smaller policy.layout"
+            + (", `devices: policy` for the others" if others else "")
+            + " or fewer generation.replicas",
         )

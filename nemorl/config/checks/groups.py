@@ -1,0 +1,120 @@
+"""The models beside the policy: whether one is wanted, what it lives on, and how its batches divide."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.config.run import ClusterConfig
+from nemorl.errors import Violation
+
+from .batches import data_parallel_divides, interleaved_stages_have_work
+from .lengths import micro_batch_holds_sequence
+from .resources import kernels_want_gpus, narrow_optimizer_has_its_kernel
+from .schedule import decay_follows_warmup, decay_goes_down
+
+
+def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) -> Iterator[Violation]:
+    """A critic learns where advantages are made of its values, and only there."""
+    if isinstance(algorithm, OnlineConfig):
+        advantage = algorithm.advantage
+        needs = isinstance(advantage, TokenAdvantageBase) and advantage.needs_values
+        if needs and algorithm.critic is None:
+            mend = f"the advantage `{advantage.name}` is made of a critic's values: remove this null"
+            yield Violation("algorithm.critic", None, f"{mend}, or take `token_returns` or `group`")
+            return
+        if not needs and algorithm.critic is not None:
+            mend = f"the advantage `{advantage.name}` asks for no values: set this to null, or take `gae`"
+            yield Violation("algorithm.critic", _given(algorithm.critic), mend)
+            return
+    if critic is not None and not algorithm.keeps_critic:
+        mend = f"`{algorithm.name}` has no critic: remove this section, or take an algorithm such as `ppo`"
+        yield Violation("critic", _given(critic), mend)
+
+
+def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig | None) -> Iterator[Violation]:
+    """A reference in processes of its own serves online algorithms that look at one."""
+    if reference is None:
+        return
+    if not algorithm.keeps_reference:
+        mend = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
+        yield Violation("reference", _given(reference), mend)
+    elif not isinstance(algorithm, OnlineConfig):
+        mend = f"`{algorithm.name}` keeps its reference in the policy's processes: remove this section"
+        yield Violation("reference", _given(reference), mend)
+
+
+def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """One lambda is looked at, and after the critic alone the policy learns too."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    advantage, critic = algorithm.advantage, algorithm.critic
+    adapts = isinstance(advantage, GaeConfig) and advantage.length_adaptive_alpha is not None
+    if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
+        mend = "length_adaptive_alpha stands in for it: remove this, or set that to null"
+        yield Violation("algorithm.advantage.lam", advantage.lam, mend)
+    if critic is not None and critic.warmup_steps >= algorithm.num_steps:
+        mend = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
+        yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, mend)
+
+
+def groups_have_devices(
+    policy: PolicyConfig, critic: CriticConfig | None, reference: ReferenceConfig | None
+) -> Iterator[Violation]:
+    """What shares the policy's devices finds one for each of its processes; others leave nobody theirs."""
+    for name, group in _sections(critic, reference):
+        if group.devices == "own":
+            for part in ("weights", "optimizer"):
+                if getattr(group.offload, part):
+                    mend = f"{name}.devices is `own`, so nobody waits for them: set it to false"
+                    yield Violation(f"{name}.offload.{part}", True, mend)
+            continue
+        size, places = group.worker_config(policy).layout.world_size, policy.layout.world_size
+        if size > places:
+            mend = f"the policy has devices for {places} processes: take a smaller layout, or `own` devices"
+            yield Violation(f"{name}.layout", f"{size} processes", mend)
+
+
+def groups_are_as_sound_as_policies(
+    policy: PolicyConfig,
+    algorithm: AlgorithmConfig,
+    cluster: ClusterConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+) -> Iterator[Violation]:
+    """What is asked of a policy's section is asked of theirs, where they say something else than it."""
+    for name, group in _sections(critic, reference):
+        config = group.worker_config(policy)
+        problems = [
+            *data_parallel_divides(config, algorithm),
+            *interleaved_stages_have_work(config, algorithm),
+            *micro_batch_holds_sequence(config),
+            *kernels_want_gpus(cluster, config),
+            *narrow_optimizer_has_its_kernel(cluster, config),
+            *decay_follows_warmup(config),
+            *decay_goes_down(config),
+        ]
+        for problem in problems:
+            section, _, field = problem.field.partition(".")
+            own = [part for part in type(group).model_fields if getattr(group, part) is not None]
+            if section == "policy" and field.partition(".")[0] in own:
+                mend = problem.mend
+                for part in own:
+                    mend = mend.replace(f"policy.{part}", f"{name}.{part}")
+                yield replace(problem, field=f"{name}.{field}", mend=mend)
+
+
+def _sections(
+    critic: CriticConfig | None, reference: ReferenceConfig | None
+) -> Iterator[tuple[str, ModelGroupConfig]]:
+    if critic is not None:
+        yield "critic", critic
+    if reference is not None:
+        yield "reference", reference
+
+
+def _given(section: CriticConfig | ReferenceConfig | object) -> object:
+    """What was written of a section, for people."""
+    return section.model_dump(mode="json", exclude_unset=True)  # type: ignore[attr-defined]

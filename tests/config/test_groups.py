@@ -1,0 +1,117 @@
+"""Models beside the policy: what an experiment may say of them, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from nemorl.config.algorithm.presets import presets
+from nemorl.config.load import load_experiment, to_yaml
+from nemorl.config.models import models_of
+from tests.config.experiments import violations_of, write
+
+PPO = ["algorithm.name=ppo"]
+REFERENCE = ["algorithm.kl.coefficient=0.1"]
+
+WRONG: dict[str, tuple[list[str], str, str]] = {
+    "values without a critic": (
+        [*PPO, "algorithm.critic=null"],
+        "algorithm.critic",
+        "`gae` is made of a critic's values: remove this null",
+    ),
+    "a critic that nobody asks": (
+        [*PPO, "algorithm.advantage={name: group}"],
+        "algorithm.critic",
+        "`group` asks for no values: set this to null",
+    ),
+    "a critic beside GRPO": (
+        ["critic={devices: own}"],
+        "critic",
+        "`grpo` has no critic: remove this section",
+    ),
+    "a reference that nobody asks": (["reference={}"], "reference", "nothing looks at a reference"),
+    "a lambda that is adapted": (
+        ["algorithm.name=vapo", "algorithm.advantage.lam=0.9", "algorithm.critic.warmup_steps=2"],
+        "algorithm.advantage.lam",
+        "length_adaptive_alpha stands in for it",
+    ),
+    "a critic that learns alone": (
+        ["algorithm.name=vapo"],  # whose 50 steps of pre-training are more than the run's
+        "algorithm.critic.warmup_steps",
+        "the run has 10 steps",
+    ),
+    "more processes than devices": (
+        [*PPO, "critic={devices: policy, layout: {tensor_parallel_size: 2}}"],
+        "critic.layout",
+        "the policy has devices for 1 processes",
+    ),
+    "nobody to leave them to": (
+        [*PPO, "critic={offload: {optimizer: true}}"],
+        "critic.offload.optimizer",
+        "critic.devices is `own`",
+    ),
+    "copies that do not divide a step": (
+        [*PPO, "critic={layout: {data_parallel_size: 3}}"],
+        "critic.layout.data_parallel_size",
+        "it must divide the trajectories of an optimizer step",
+    ),
+    "a pass too short": (
+        [*REFERENCE, "reference={micro_batch_tokens: 32}"],
+        "reference.micro_batch_tokens",
+        "one pass must hold one whole conversation",
+    ),
+    "a rate that rises": (
+        [*PPO, "critic={schedule: {name: linear, decay_steps: 9, min_lr: 1.0}}"],
+        "critic.schedule.min_lr",
+        "the rate decays from critic.optimizer.lr",
+    ),
+    "too few GPUs": (
+        [*PPO, "cluster.gpus_per_node=2"],
+        "cluster.gpus_per_node",
+        "1 policy processes, 1 of models beside it and 1 engines",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "field", "mend"), WRONG.values(), ids=WRONG)
+def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, mend: str) -> None:
+    (violation,) = violations_of(write(tmp_path), *overrides)
+    assert violation.field == field
+    assert mend in violation.mend
+
+
+def test_what_a_critic_does_not_say_is_as_the_policy_has_it(tmp_path: Path) -> None:
+    experiment = load_experiment(
+        write(tmp_path),
+        [
+            *PPO,
+            *REFERENCE,
+            "policy.layout={data_parallel_size: 2}",
+            "policy.lora={rank: 4, alpha: 8}",
+            "critic={layout: {tensor_parallel_size: 2}, optimizer: {lr: 0.001}, devices: policy}",
+            "reference={model_path: models/other}",
+        ],
+    )
+    policy, critic, reference = models_of(experiment)
+    assert (policy.name, critic.name, reference.name) == ("policy", "critic", "reference")
+    assert critic.config.model_path == policy.config.model_path
+    assert critic.config.head == "scalar"
+    assert critic.config.layout.name == "TP2"
+    assert critic.config.precision == "float32"
+    assert critic.config.optimizer.lr == 0.001
+    assert critic.config.lora is None
+    assert critic.trains
+    assert critic.on_policy_devices
+    assert reference.config.model_path == Path("models/other")
+    assert reference.config.layout.name == "DP2"
+    assert reference.config.lora is None
+    assert not reference.trains
+    assert not reference.on_policy_devices
+
+
+@pytest.mark.parametrize("name", ["ppo", "vapo", "turn_gae", "bi_level_gae", "reinforce_plus_plus"])
+def test_a_preset_alone_is_sound_and_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
+    assert name in presets()
+    experiment = load_experiment(write(tmp_path), [f"algorithm.name={name}", "algorithm.num_steps=100"])
+    again = load_experiment(write(tmp_path, to_yaml(experiment), "again.yaml"))
+    assert again == experiment
+    assert experiment.algorithm.keeps_critic == (name != "reinforce_plus_plus")
