@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation_vllm import Update
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.vllm_engine.adapters import WorkerAdapters
+from nemorl.generation.vllm_engine.adapters import WorkerAdapters, compute_one_adapter
 from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
 from nemorl.generation.vllm_engine.trace import LoaderTrace
 from nemorl.generation.vllm_engine.weights import Learned, WorkerWeights, layout_of, learn
@@ -161,6 +161,7 @@ def _adapters_of(runner: Any, lora: LoraConfig) -> WeightReceiver:
     shapes = adapter_tensors(ModelShape.load(Path(config.model)), lora)
     adapters = WorkerAdapters(runner.get_model(), lora, shapes, config.dtype)
     adapters.commit()
+    compute_one_adapter()
     return WeightReceiver(whole_slices(shapes), adapters.tensors, lambda version: adapters.commit())
 
 

@@ -4,7 +4,7 @@ The engine has one adapter from its beginning to its end, and every request name
 for sequences in flight too. Each rank holds it whole; vLLM cuts it for the rank when it is taken into use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,37 @@ from nemorl.config.policy import LoraConfig
 ADAPTER, ADAPTER_ID = "policy", 1  # vLLM's name and number for it
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def compute_one_adapter() -> None:
+    """Have vLLM compute it on a CPU as two matrix products, since all tokens have the same.
+
+    vLLM 0.32 copies the matrices of its adapter for every token there.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    of_many = PunicaWrapperCPU.add_lora_linear
+
+    def add_lora_linear(
+        self: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **options: Any,
+    ) -> None:
+        if self.no_lora or not bool((self.token_lora_indices == 0).all()):  # when vLLM tries itself out
+            of_many(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **options)
+            return
+        rows, start = x.flatten(0, -2).float(), 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            low = (rows @ a[0, 0].float().t() * scale).to(y.dtype)
+            y.view(-1, y.shape[-1])[:, start : start + width] += low @ b[0, 0].to(y.dtype).t()
+            start += width
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
 
 
 class Unadaptable(ValueError):
