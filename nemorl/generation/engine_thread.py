@@ -50,7 +50,7 @@ class EngineLoop:
         self._rest_seconds: float | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._inboxes: dict[str, Inbox] = {}  # of each request in flight
-        self._drained: Future[None] | None = None  # there while the running sequences finish before a pause
+        self._draining: list[Future[None]] = []  # who waits for running sequences to finish before a pause
         self._paused = self._closing = self._leaving = False
         self._last_step = time.monotonic()
         # Guards what callers and the end of the thread both touch: once `_failure` is set, nothing is taken.
@@ -142,13 +142,12 @@ class EngineLoop:
             self._deliver(self._engine.expire())
             self._take_rest()
             return
-        self._deliver(self._engine.step(admit=self._drained is None))
+        self._deliver(self._engine.step(admit=not self._draining))
         self._tell(self._engine.take_progress())
         self._last_step = time.monotonic()
-        if self._drained is not None and self._engine.num_running == 0:
-            drained, self._drained = self._drained, None
+        if self._draining and self._engine.num_running == 0:
             self._paused = True
-            drained.set_result(None)
+            self._tell_drained()
         if self._engine.num_running == 0:
             self._take_rest()
 
@@ -159,7 +158,7 @@ class EngineLoop:
     def _take_commands(self) -> list[Callable[[], None]]:
         """What was posted; where there is nothing to step, wait for that or for the next deadline."""
         in_flight = self._engine.num_running + self._engine.num_waiting > 0
-        stepping = not self._paused and (in_flight or self._drained is not None)
+        stepping = not self._paused and (in_flight or bool(self._draining))
         expiry = self._engine.next_expiry
         timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
         if self._rest_seconds is not None:
@@ -198,18 +197,24 @@ class EngineLoop:
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
         if mode == "wait" and not self._paused:
-            self._drained = paused
+            self._draining.append(paused)
             return
         if mode == "abort":
             self._deliver(self._engine.abort_all())
         self._paused = True
+        self._tell_drained()
         paused.set_result(None)
 
     def _resume(self, resumed: Future[None]) -> None:
-        if self._drained is not None:
-            self._drained.set_result(None)
-        self._paused, self._drained = False, None
+        self._paused = False
+        self._tell_drained()
         resumed.set_result(None)
+
+    def _tell_drained(self) -> None:
+        """To whoever waits for the end of what runs there is no more to wait for."""
+        draining, self._draining = self._draining, []
+        for drained in draining:
+            drained.set_result(None)
 
     def _leave(self, left: Future[None]) -> None:
         self._leaving = True

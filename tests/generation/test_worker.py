@@ -172,6 +172,24 @@ def test_pausing(make_worker, monkeypatch, mode):
         assert lengths == [11, 11, 0]
 
 
+@pytest.mark.parametrize(("second", "running"), [("wait", 0), ("keep", 2), ("abort", 0)])
+def test_who_waits_for_a_pause_hears_of_it_whoever_else_pauses(make_worker, monkeypatch, second, running):
+    worker = make_worker()
+    gate = Gate(monkeypatch, before_step=10)
+
+    async def pause_twice():
+        await asyncio.gather(worker.pause("wait"), worker.pause(second))
+
+    async def main():
+        task = asyncio.create_task(collect(worker, group("", 2, max_new_tokens=30)))
+        await asyncio.wait_for(gate.during(pause_twice()), 20)
+        assert worker.health().running == running
+        await worker.resume()
+        await task
+
+    asyncio.run(main())
+
+
 def test_a_deadline_holds_while_paused(make_worker):
     worker = make_worker()
 
