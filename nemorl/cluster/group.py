@@ -3,16 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import ray
 
-from .actor import AsyncHost, Identity, Invocation, ServingHost, SyncHost
+from .actor import Invocation
 from .errors import ClusterError, GroupEnded, WorkerDied
-from .logs import log_path
+from .launch import NOTHING, Launch, host_kind, thread_environment
 from .mesh import Mesh
 from .placement import Placement
 from .waiting import answers
@@ -21,35 +19,6 @@ from .worker import Worker
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """How the processes of a group are started."""
-
-    name: str
-    target: str
-    host: Any
-    kwargs: tuple[Mapping[str, Any], ...]  # of each rank
-    placement: Placement
-    variables: Mapping[str, str]
-    run_dir: Path
-
-    def process(self, rank: int) -> Worker:
-        """An actor in the rank's place, with nothing in it yet."""
-        log = log_path(self.run_dir, self.name, rank)
-        actor = self.host.options(
-            runtime_env={"env_vars": dict(self.variables)},
-            max_restarts=0,
-            **self.placement.options(self.name, rank),
-        )
-        return Worker(self.name, rank, log, actor.remote(Identity(self.name, rank, log)))
-
-    def make(self, worker: Worker, invocation: Invocation) -> Any:
-        """Have a process make its target; a reference to the answer."""
-        return worker.actor.make.remote(invocation, self.target, **self.kwargs[worker.rank])
 
 
 class WorkerGroup:
@@ -60,7 +29,7 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: "_Launch | None" = None
+        self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: Launch | None = None
     ) -> None:
         """Use `start`."""
         self.name = name
@@ -68,7 +37,7 @@ class WorkerGroup:
         self.workers = tuple(workers)
         self.mesh = mesh
         self._ended: str | None = None
-        self._unanswered = 0  # calls that failed, were cancelled or still run
+        self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
     def start(
@@ -105,19 +74,23 @@ class WorkerGroup:
         mesh = mesh or Mesh(data=ranks)
         if mesh.world_size != ranks:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
-        host: Any = AsyncHost if concurrent else ServingHost if serving else SyncHost
-        variables = {**_thread_environment(threads), **placement.environment, **environment}
-        launch = _Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
+        host = host_kind(concurrent=concurrent, serving=serving)
+        variables = {**thread_environment(threads), **placement.environment, **environment}
+        launch = Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
         group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
         invocation = Invocation("__init__", f"start {name}", deadline_seconds)
         await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)
         return group
 
+    def kill(self, worker: Worker) -> None:
+        """End one process, even one that does not respond; calls of it fail, those that run too."""
+        ray.kill(worker.actor)
+
     def drop(self, worker: Worker) -> None:
         """End one process of a group whose ranks do not need each other; later calls are for the rest."""
         if self.mesh.world_size != self.mesh.data:
             raise ValueError(f"the ranks of {self.name} work together: none can be dropped")
-        ray.kill(worker.actor)
+        self.kill(worker)
         self.workers = tuple(w for w in self.workers if w is not worker)
         self.mesh = Mesh(data=len(self.workers))
 
@@ -220,12 +193,12 @@ class WorkerGroup:
     ) -> None:
         """End the processes, after `close` of every worker that has one. May be called again.
 
-        A group with a call that was not answered is ended at once: its ranks may never come to `close`.
+        A group of which a rank is still at a call is ended at once: it may never come to `close`.
         `after` is the error that ended the work, if any: a death that it tells of is not told again.
         """
         if self._ended is not None:
             return
-        if self._unanswered == 0:
+        if self._all_at_rest():
             invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
@@ -256,15 +229,24 @@ class WorkerGroup:
     async def _answers(
         self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation, ends_group: bool = True
     ) -> list[Any]:
-        self._unanswered += 1
+        self._unanswered |= pending.keys()
         try:
             everything = await answers(pending, invocation.stage, invocation.deadline_seconds)
         except ClusterError as error:
             if ends_group:
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
-        self._unanswered -= 1
+        self._unanswered -= pending.keys()
         return everything
+
+    def _all_at_rest(self) -> bool:
+        """Whether no rank is at a call any more. After a failure of one the others may have been for long."""
+        calls = list(self._unanswered)
+        if not calls:
+            return True
+        _, running = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
+        self._unanswered = set(running)
+        return not running
 
     def _end(self, reason: str) -> None:
         self._ended = reason
@@ -295,9 +277,3 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _thread_environment(threads: int) -> dict[str, str]:
-    """Set before the process imports anything, since the libraries read it when they are loaded."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return dict.fromkeys(names, str(threads)) | {"PYTHONFAULTHANDLER": "1"}

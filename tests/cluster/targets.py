@@ -83,6 +83,9 @@ class Recorder:
     def segfault(self) -> None:
         ctypes.string_at(0)
 
+    def close(self) -> None:
+        sys.stdout.write("closed\n")
+
 
 class Unmakable:
     """Cannot be made."""

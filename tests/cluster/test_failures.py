@@ -48,10 +48,13 @@ def test_an_error_in_one_rank_while_another_sleeps(start_fragile: StartFragile):
         group.call("process", **LIMITS)
 
 
-def test_a_failure_that_leaves_every_rank_able_to_go_on(policy: WorkerGroup):
+def test_a_failure_that_leaves_every_rank_able_to_go_on(start_fragile: StartFragile):
+    group = start_fragile()
     with pytest.raises(WorkerFailed, match="the peer is gone"):
-        policy.call("fail_on", 1, "the peer is gone", others_sleep=0.0, ends_group=False, **LIMITS)
-    assert len(policy.call("process", **LIMITS)) == 4
+        group.call("fail_on", 1, "the peer is gone", others_sleep=0.0, ends_group=False, **LIMITS)
+    assert len(group.call("process", **LIMITS)) == 2
+    group.shutdown()
+    assert all(worker.log.read_text().endswith("closed\n") for worker in group.workers)
 
 
 def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
@@ -150,6 +153,7 @@ def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFrag
     asyncio.run(cancel())
     assert time.monotonic() - start < 5.0
     assert alive(pids) == []
+    assert "closed" not in group.workers[0].log.read_text()
 
 
 @pytest.mark.parametrize(
