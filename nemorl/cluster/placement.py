@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class WorkerRequest:
     for_children: bool = False  # the GPUs are for actors that each process starts in its own place
     guests: int = 0  # groups that live in the same places
     host: str | None = None  # of a guest: the group in whose places it lives, rank by rank
+    beside: str | None = None  # a group on as many of whose ranks' GPUs each process works, if that is there
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -41,28 +43,19 @@ class WorkerRequest:
         cpus = {"CPU": 1.0 + self.guests}
         return {**cpus, "GPU": float(self.gpus)} if self.gpus else cpus
 
-    @property
-    def num_cpus(self) -> int:
-        """Ray's CPUs of all its places; a guest has none of its own."""
-        return 0 if self.host is not None else self.count * (1 + self.guests)
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all its places."""
-        return 0 if self.host is not None else self.count * self.gpus
-
     def __str__(self) -> str:
         name = f"{self.count} {self.group} worker{'s' * (self.count > 1)}"
         if self.host is not None:
             return f"{name} (in places of the {self.host})"
         each = f"{1 + self.guests} CPU" + (f" and {self.gpus} GPU" if self.gpus else "")
-        return f"{name} ({each} each)"
+        return f"{name} ({each}{f', those of {self.beside}' if self.beside else ''} each)"
 
 
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """The processes of an experiment. Ranks of models and of engines get a GPU each, if any.
 
-    Those of generation are not there where the policy samples by itself.
+    Those of generation are not there where the policy samples by itself. Engines that share the policy's
+    devices are beside it, an engine of n ranks beside n ranks of the policy.
     """
     gpus = 1 if experiment.cluster.gpus_per_node else 0
     policy, *others = models_of(experiment)
@@ -82,6 +75,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
             generation.replicas,
             gpus * generation.ranks_per_replica,
             for_children=generation.backend == "trtllm",
+            beside="policy" if generation.shares_devices and gpus else None,
         )
     ]
     if not experiment.generation.has_engines:
@@ -95,6 +89,11 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
         WorkerRequest("rollout", experiment.cluster.rollout_workers),
         *([WorkerRequest("endpoint", 1)] if experiment.generation.endpoint is not None else []),
     )
+
+
+def own_gpus() -> tuple[str, ...]:
+    """The GPUs of the worker that calls this, as CUDA_VISIBLE_DEVICES names them."""
+    return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 def available_cores() -> int:
@@ -117,13 +116,20 @@ class Placement:
     requests: Mapping[str, WorkerRequest]
     environment: Mapping[str, str] = field(default_factory=dict)  # that every worker gets
 
+    def beside(self, group: str) -> tuple[range, ...]:
+        """For each rank of a group the ranks of another on whose GPUs it works; nothing if it has its own."""
+        request = self.requests[group]
+        if request.beside not in self.requests:
+            return ()
+        return tuple(_neighbours(request, rank) for rank in range(request.count))
+
     def options(self, group: str, rank: int) -> dict[str, Any]:
         """Ray's options for the actor of one rank."""
         request = self.requests[group]
         host = self.requests[request.host or group]
         bundle = self.bundles[host.group][rank]
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        gpus: float = 0 if request.for_children else request.gpus
+        gpus: float = 0 if request.for_children or self.beside(group) else request.gpus
         if host.guests:  # Ray lends a device to several processes by fractions of it
             gpus = gpus / (1 + host.guests)
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
@@ -148,8 +154,7 @@ async def reserve(
     """
     if not can_grow and (lacking := _lacking(requests)):
         raise _failure(requests, strategy, f"{lacking} more than all of it")
-    wanted = [request.bundle for request in requests if request.host is None for _ in range(request.count)]
-    group = placement_group(wanted, strategy=strategy)
+    group = placement_group(wanted_bundles(requests), strategy=strategy)
     ready = False
     try:
         ready = await _ready(group, deadline_seconds)
@@ -158,7 +163,13 @@ async def reserve(
             remove_placement_group(group)
     if not ready:
         raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
-    return Placement(group, _bundles_of(requests, group), {r.group: r for r in requests}, environment)
+    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    try:
+        bundles = assigned_bundles(requests, node_of)
+    except PlacementFailed:
+        remove_placement_group(group)
+        raise
+    return Placement(group, bundles, {r.group: r for r in requests}, environment)
 
 
 async def _ready(group: PlacementGroup, seconds: float) -> bool:
@@ -170,23 +181,64 @@ async def _ready(group: PlacementGroup, seconds: float) -> bool:
     return False
 
 
-def _bundles_of(requests: Sequence[WorkerRequest], group: PlacementGroup) -> dict[str, tuple[int, ...]]:
-    """Bundle of each rank, so that consecutive ranks (tensor-parallel neighbours) share a machine."""
-    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    bundles, first = {}, 0
-    for request in requests:
-        if request.host is not None:
-            continue
+def wanted_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
+    """What to reserve, group by group. What is beside others has no bundles, but a CPU in each of theirs."""
+    beside = Counter(request.beside for request in requests)
+    return [
+        {**request.bundle, "CPU": request.bundle["CPU"] + beside[request.group]}
+        for request in _with_places(requests)
+        for _ in range(request.count)
+    ]
+
+
+def assigned_bundles(
+    requests: Sequence[WorkerRequest], node_of: Mapping[int, str]
+) -> dict[str, tuple[int, ...]]:
+    """Bundle of each rank, so that consecutive ranks (tensor-parallel neighbours) share a machine.
+
+    A process beside others is in the bundle of the first of them. `node_of` names the machine of each bundle.
+    Raises `PlacementFailed` if they are on several.
+    """
+    bundles: dict[str, tuple[int, ...]] = {}
+    first = 0
+    for request in _with_places(requests):
         own = range(first, first + request.count)
         bundles[request.group] = tuple(sorted(own, key=lambda bundle: (node_of[bundle], bundle)))
         first += request.count
+    for request in requests:
+        if request.beside in bundles:
+            theirs = bundles[request.beside]
+            places = [[theirs[n] for n in _neighbours(request, rank)] for rank in range(request.count)]
+            for rank, own_places in enumerate(places):
+                if len({node_of[bundle] for bundle in own_places}) > 1:
+                    raise _divided(request, rank)
+            bundles[request.group] = tuple(own_places[0] for own_places in places)
     return bundles
+
+
+def _with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
+    """Those that are in nobody else's."""
+    there = {request.group for request in requests}
+    return [request for request in requests if request.host is None and request.beside not in there]
+
+
+def _neighbours(request: WorkerRequest, rank: int) -> range:
+    return range(rank * request.gpus, (rank + 1) * request.gpus)
+
+
+def _divided(request: WorkerRequest, rank: int) -> PlacementFailed:
+    ranks = _neighbours(request, rank)
+    return PlacementFailed(
+        f"{request.group} rank {rank} uses the GPUs of {request.beside} ranks {ranks[0]} to {ranks[-1]}, and "
+        "these are on several machines: take engines of fewer ranks, or set cluster.placement to STRICT_PACK."
+    )
 
 
 def _lacking(requests: Sequence[WorkerRequest]) -> str:
     has = ray.cluster_resources()
-    cpus = sum(r.num_cpus for r in requests) - has.get("CPU", 0.0)
-    gpus = sum(r.num_gpus for r in requests) - has.get("GPU", 0.0)
+    wanted = wanted_bundles(requests)
+    cpus = sum(bundle["CPU"] for bundle in wanted) - has.get("CPU", 0.0)
+    gpus = sum(bundle.get("GPU", 0.0) for bundle in wanted) - has.get("GPU", 0.0)
     return " and ".join(f"{lack:g} {name}" for lack, name in ((cpus, "CPU"), (gpus, "GPU")) if lack > 0)
 
 

@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
-from .placement import Placement, WorkerRequest, available_cores, reserve
+from .placement import Placement, WorkerRequest, available_cores, reserve, wanted_bundles
 from .temporary import FOLDERS, hold, remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class ClusterRuntime:
         self._lock = hold(self._temp_dir)
         ray.init(
             address="local",
-            num_cpus=max(available_cores(), sum(request.num_cpus for request in self.requests)),
+            num_cpus=max(available_cores(), sum(int(b["CPU"]) for b in wanted_bundles(self.requests))),
             object_store_memory=self.config.object_store_megabytes * 2**20,
             include_dashboard=False,
             log_to_driver=False,

@@ -36,7 +36,7 @@ class VllmGenerationConfig(GenerationBase):
     """What engines get of a policy with `policy.lora`: weights with its adapters in them, or the adapters,
     which vLLM computes beside the weights of `policy.model_path`."""
     colocated: bool = False
-    """Share the processors with the policy: the engines sleep while it trains."""
+    """Share the policy's processors or GPUs: the engines sleep while it trains."""
     recompute_kv_cache: bool = True
     """New weights read the sequences in flight anew; false keeps their old keys and values."""
     quantization: str | None = None

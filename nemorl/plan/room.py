@@ -8,7 +8,7 @@ from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
 from nemorl.errors import Violation
 
-from .machine import Machine
+from .machine import Gpu, Machine
 from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
 
 _MODEL = "policy.model_path"
@@ -50,6 +50,25 @@ def _gpu_violations(
                 f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}"
             )
             yield _blamed(experiment, (process,), problem, on_device=True)
+    if experiment.generation.shares_devices:
+        yield from _sharing_violations(processes, smallest)
+
+
+def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Violation]:
+    """In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with."""
+    kept = [
+        process.on_device - process.activations - process.logits - process.kv_cache
+        for process in processes
+        if process.group in ("policy", "generation")
+    ]
+    if len(kept) > 1 and sum(kept) > gpu.memory_bytes:
+        yield Violation(
+            "generation.colocated",
+            True,
+            f"in a refit a GPU keeps {_gigabytes(kept[0])} of the policy and {_gigabytes(kept[1])} of an "
+            f"engine, and the {gpu.name} has {_gigabytes(gpu.memory_bytes)}: spread the policy over more "
+            "processes (policy.layout), raise generation.tensor_parallel_size, or set this to false",
+        )
 
 
 def _blamed(

@@ -213,6 +213,10 @@ class ModelGroup:
         else:
             await self.turns.give_to(None)
 
+    async def gpus(self) -> list[tuple[str, ...]]:
+        """Of each rank, by the names that CUDA_VISIBLE_DEVICES takes; none on a CPU."""
+        return await self.group.call_async("gpus", stage="start", deadline_seconds=self._deadlines.start)
+
     @property
     def samplers(self) -> list[Worker]:
         """Of a policy that samples by itself: who answers requests, one for each data-parallel copy."""

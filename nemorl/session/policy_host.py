@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemorl.cluster.placement import own_gpus
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories
 from nemorl.data.compared import with_compared
@@ -32,6 +33,10 @@ class PolicyHost(PolicyWorker):
         self._shared: dict[Field, ray.ObjectRef | None] = {}  # references that are held for their readers
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
         self._sender = WeightSender((*self.slices(), *self.adapter_slices()), self.merged_parameters)
+
+    def gpus(self) -> tuple[str, ...]:
+        """What this process computes on, by the names that CUDA_VISIBLE_DEVICES takes."""
+        return own_gpus()
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""

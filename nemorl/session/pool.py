@@ -2,24 +2,22 @@
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from nemorl.cluster.errors import ClusterError, WorkerFailed
+from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Worker
 from nemorl.config.run import DeadlineConfig
-from nemorl.generation.errors import EngineFailed, NoReplicaLeft
+from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import RouterFigures
-from nemorl.generation.types import EngineHealth, EngineStats
+from nemorl.generation.types import EngineStats
+
+from .health import HealthChecks
+from .restarts import Restarts
 
 logger = logging.getLogger(__name__)
-
-# Of one replica in a run: what dies more often has a cause that starting it again does not mend.
-MOST_RESTARTS = 3
-_ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
 
 
 class Routers(Protocol):
@@ -30,37 +28,33 @@ class Routers(Protocol):
         ...
 
 
-def hanging(health: EngineHealth, step_seconds: float) -> str | None:
-    """Why an engine that answers is lost nevertheless; None if it is not."""
-    at_work = health.running + health.waiting > 0 and not health.paused
-    if not at_work or health.seconds_since_step <= step_seconds:
-        return None
-    return (
-        f"no step for {health.seconds_since_step:.0f} s, while {health.running} sequences run and "
-        f"{health.waiting} wait (cluster.deadlines.engine_step is {step_seconds:g})"
-    )
-
-
 class GenerationPool:
     """Watches the engines, gives up those that died or hang, and starts them again.
 
     A lost engine's process is ended, which the routers see at once: its requests go on elsewhere. One that
     was started again has the weights of the model's folder, so it takes part when the next refit has reached
     it, or at once while generation still samples with those. Belongs to one event loop.
+
+    Engines that share their devices with the policy have them inside `awake`, and for their weights from a
+    refit on; elsewhere they sleep, and none is started.
     """
 
-    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig) -> None:
+    def __init__(
+        self, group: WorkerGroup, deadlines: DeadlineConfig, *, shares_devices: bool = False
+    ) -> None:
+        """Engines that share their devices have been started when nobody else used them."""
         self.group = group
         self._deadlines = deadlines
+        self._shares_devices = shares_devices
         self._routers: list[Routers] = []
         self._layout_changed: Callable[[], None] = _nothing
         self._lock = asyncio.Lock()  # held while the engines must not change
         self._losses: list[tuple[str, str]] = []  # replica and cause
         self._own_weights = True  # engines sample with those they loaded, so that a new one may join at once
-        self._restarts: Counter[int] = Counter()  # of each rank
+        self._health = HealthChecks(group, deadlines)
+        self._restarts = Restarts(group, start_seconds=deadlines.start, pause_seconds=deadlines.health)
         self._num_restarted = 0
         self._unannounced: set[int] = set()  # ranks that routers do not know to be back
-        self._coming: list[asyncio.Task[Worker | None]] = []
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -71,7 +65,7 @@ class GenerationPool:
     @property
     def hopeless(self) -> bool:
         """Whether no engine answers, and none is coming."""
-        return not self.group.workers and not self._coming
+        return not self.group.workers and not self._restarts.expected
 
     def serve(self, routers: Routers) -> None:
         """Tell these routers of engines that come back."""
@@ -92,10 +86,10 @@ class GenerationPool:
 
     async def close(self) -> None:
         """End the watch and what was being started."""
-        tasks = [*self._coming, *([self._watch] if self._watch else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._restarts.close()
 
     async def check(self) -> int:
         """Ask every engine how it is; the number of those that were given up for their answer."""
@@ -107,25 +101,50 @@ class GenerationPool:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Inside, engines that share their devices have them; they come asleep after it."""
-        await self._call("wake", ())
-        try:
-            yield
-        finally:
-            await self._call("sleep", 1)
+        """Inside, engines that share their devices have them. Raises NoReplicaLeft.
 
-    async def _call(self, method: str, argument: object) -> None:
-        """Call a method of the engines that are left."""
+        An error that leaves the block ends the run, and nobody else wants the devices then.
+        """
         async with self._lock:
             await self._check()
-            self._some_left()
-            await self.group.call_async(
-                method,
-                argument,
-                stage=f"engines {method}",
-                deadline_seconds=self._deadlines.refit,
-                ends_group=False,
-            )
+            if self._own_weights:
+                await self._announce(self._admit())
+            await self._wake(())
+        self._restarts.allow()
+        yield
+        await self.rest()
+
+    async def rest(self) -> None:
+        """Let engines that share their devices leave them, once those that are being started have started."""
+        await self._restarts.forbid()
+        async with self._lock:
+            await self._on_each([*self.group.workers, *self._restarts.ready], "sleep", 1)
+
+    async def _wake(self, tags: tuple[str, ...]) -> None:
+        await self._on_each(self.group.workers, "wake", tags)
+        self._some_left()
+
+    async def _on_each(self, workers: Iterable[Worker], method: str, argument: object) -> None:
+        """Call a method of engines. One that fails at it may stay where others want to be, so it is lost."""
+
+        async def fails(worker: Worker) -> str | None:
+            try:
+                await worker.call_async(
+                    method,
+                    argument,
+                    stage=f"engines {method}",
+                    deadline_seconds=self._deadlines.refit,
+                )
+            except ClusterError as error:
+                return str(error)
+            return None
+
+        called = list(workers)
+        async with self._health.silent_ended():
+            causes = await asyncio.gather(*map(fails, called))
+        for worker, cause in zip(called, causes, strict=True):
+            if cause is not None:
+                self._lose(worker, cause)
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
@@ -138,7 +157,10 @@ class GenerationPool:
             came = self._admit()
             self._some_left()
             self._own_weights = False
-            yield
+            if self._shares_devices:
+                await self._wake(("weights",))
+            async with self._health.silent_ended():
+                yield
             # the refit may have lost some of them again
             await self._announce([worker for worker in came if worker in self.group.workers])
 
@@ -166,6 +188,7 @@ class GenerationPool:
             "generation/replicas": float(len(self.group.workers)),
             "generation/replicas_lost": float(len(self._losses)),
             "generation/replicas_restarted": float(self._num_restarted),
+            "generation/restarts_failed": float(self._restarts.num_failed),
             "generation/requests_moved": float(moved.moved_requests),
             "generation/tokens_kept": float(moved.kept_tokens),
             "generation/requests_failed": float(moved.failed_requests),
@@ -189,7 +212,7 @@ class GenerationPool:
 
     async def _check(self) -> int:
         workers = self.group.workers
-        causes = await asyncio.gather(*(self._ask(worker) for worker in workers))
+        causes = await asyncio.gather(*map(self._health.cause_of_loss, workers))
         lost = {w.rank: (w, cause) for w, cause in zip(workers, causes, strict=True) if cause is not None}
         for worker, cause in await self._lost_to_routers():
             lost.setdefault(worker.rank, (worker, cause))
@@ -212,45 +235,23 @@ class GenerationPool:
             ]
         return found
 
-    async def _ask(self, worker: Worker) -> str | None:
-        """Why this engine is lost; None if it is not."""
-        try:
-            health: EngineHealth = await worker.call_async(
-                "health", stage="health check", deadline_seconds=self._deadlines.health
-            )
-        except WorkerFailed as error:
-            return error.message if error.kind == _ENGINE_FAILED else str(error)
-        except ClusterError as error:
-            return str(error)
-        return hanging(health, self._deadlines.engine_step)
-
     def _lose(self, worker: Worker, cause: str) -> None:
-        name = _name(worker)
+        name, cause = _name(worker), self._health.take_cause(worker, cause)
         logger.warning("%s is lost: %s", name, cause)
         self._losses.append((name, cause))
         self.group.drop(worker)
+        self._restarts.forget(worker)
         self._unannounced.add(worker.rank)
         self._layout_changed()
-        if self._restarts[worker.rank] < MOST_RESTARTS:
-            self._restarts[worker.rank] += 1
-            self._coming.append(asyncio.create_task(self._restart(worker.rank)))
+        self._restarts.begin(worker.rank)
 
     def _some_left(self) -> None:
         if not self.group.workers:
             raise NoReplicaLeft(dict(self._losses))
 
-    async def _restart(self, rank: int) -> Worker | None:
-        try:
-            return await self.group.restart_async(rank, self._deadlines.start)
-        except ClusterError as error:
-            logger.warning("generation replica %d could not be started again: %s", rank, error)
-            return None
-
     def _admit(self) -> list[Worker]:
         """Let engines that have started again take part in the refit."""
-        done = [task for task in self._coming if task.done()]
-        self._coming = [task for task in self._coming if not task.done()]
-        came = [worker for task in done if (worker := task.result()) is not None]
+        came = self._restarts.take()
         for worker in came:
             self.group.admit(worker)
             self._layout_changed()

@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import Placement, threads_per_worker
+from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
@@ -21,27 +21,15 @@ from nemorl.generation.errors import NoReplicaLeft
 from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
-from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import RefitStats, WeightExchange
-from nemorl.weights.venue import TransportOptions
 
 from .model_group import ModelGroup
-from .models import ModelStarter, handles
+from .models import handles
 from .pool import GenerationPool
-from .refit import GenerationReceivers, PolicySenders
+from .start import Starter
 from .trained import TrainedModels
 
 logger = logging.getLogger(__name__)
-
-# What runs in the process of an engine.
-HOSTS = {
-    "torch": "nemorl.session.generation_host:GenerationHost",
-    "openai": "nemorl.session.openai_host:OpenAIHost",
-    "vllm": "nemorl.session.vllm_host:VllmHost",
-    "trtllm": "nemorl.session.trtllm_host:TrtllmHost",
-}
-# TensorRT-LLM's workers hold a replica's GPUs, not its own process, which must see them nevertheless.
-SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass
@@ -50,7 +38,6 @@ class Session:
 
     policy: ModelGroup | None = None
     models: dict[str, ModelGroup] = field(default_factory=dict)  # by name; the policy is among them
-    generation: WorkerGroup | None = None
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
     pool: GenerationPool | None = None
@@ -145,57 +132,97 @@ async def open_session(
     experiment: Experiment, placement: Placement, *, policy: bool, sampling: bool
 ) -> AsyncIterator[Session]:
     """Start the parts that are asked for, each group as soon as it can; end them all when the block ends."""
-    session = Session()
     async with AsyncExitStack() as stack:
-        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
-        starter = _Starter(experiment, placement)
+        opening = _Opening(experiment, Starter(experiment, placement), stack)
+        session = opening.session
         session.policy_samples = sampling and not experiment.generation.has_engines
-        models, engines = await asyncio.gather(
-            starter.models(Path(rendezvous), training=policy)
-            if policy or session.policy_samples
-            else _nothing(),
-            starter.generation() if sampling and not session.policy_samples else _nothing(),
-        )
-        if models is not None:
-            for model in models.values():
-                stack.push_async_exit(_end(model))
-            session.models = handles(experiment, models)
-            session.policy = session.models["policy"]
-        if engines is not None:
-            session.generation = engines
-            stack.push_async_exit(_end(engines))
-            session.engines_sleep = experiment.generation.shares_devices
-            session.pool = pool = GenerationPool(engines, experiment.cluster.deadlines)
-            stack.push_async_callback(pool.close)
-            if experiment.generation.endpoint is not None:
-                endpoint = await starter.endpoint(engines.workers)
-                stack.push_async_exit(_end(endpoint))
-                pool.serve(endpoint)
-                await _tell_endpoint(endpoint, experiment)
-            rollout = await starter.rollout(engines.workers)
-            stack.push_async_exit(_end(rollout))
-            pool.serve(rollout)
-            pool.start_watch()
-            session.rollout = starter.run_groups(rollout)
+        learns, asks = policy or session.policy_samples, sampling and not session.policy_samples
+        if learns and asks and experiment.generation.shares_devices:
+            await opening.models(training=policy)
+            await opening.engines_beside(session.learner)
+        else:
+            await asyncio.gather(
+                opening.models(training=policy) if learns else _nothing(),
+                opening.engines() if asks else _nothing(),
+            )
+        if asks:
+            await opening.askers(session.engines)
         elif session.policy_samples:
-            rollout = await starter.rollout(session.learner.samplers)
-            stack.push_async_exit(_end(rollout))
-            session.rollout = starter.run_groups(rollout)
+            await opening.rollout(session.learner.samplers)
         takes_weights = experiment.generation.takes_weights
-        if session.policy is not None and session.generation is not None and takes_weights:
-            session.exchange = starter.exchange(session.policy.group, session.generation)
-            pool.on_change(session.exchange.layout_changed)
+        if session.policy is not None and session.pool is not None and takes_weights:
+            session.exchange = opening.starter.exchange(session.policy.group, session.pool.group)
+            session.pool.on_change(session.exchange.layout_changed)
         yield session
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """A session while its groups are started, which end with the stack."""
+
+    experiment: Experiment
+    starter: Starter
+    stack: AsyncExitStack
+    session: Session = field(default_factory=Session)
+
+    async def models(self, *, training: bool) -> None:
+        """The policy and, for training, the models beside it."""
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
+        groups = await self.starter.models(Path(folder), training=training)
+        for group in groups.values():
+            self._ends(group)
+        self.session.models = handles(self.experiment, groups)
+        self.session.policy = self.session.models["policy"]
+
+    async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> None:
+        """The engines, of which nobody knows yet; `gpus` are those of the ranks that they are beside."""
+        shares = self.experiment.generation.shares_devices
+        group = self._ends(await self.starter.generation(gpus))
+        pool = GenerationPool(group, self.experiment.cluster.deadlines, shares_devices=shares)
+        self.stack.push_async_callback(pool.close)
+        self.session.pool, self.session.engines_sleep = pool, shares
+
+    async def engines_beside(self, policy: ModelGroup) -> None:
+        """Engines on the policy's devices, which models may take back when they sleep."""
+        gpus = await policy.gpus() if self.starter.device == "cuda" else []
+        await policy.give_devices_away()
+        await self.engines(gpus)
+        await self.session.engines.rest()
+
+    async def askers(self, pool: GenerationPool) -> None:
+        """Who asks the engines: the endpoint, if any, and the rollout workers."""
+        if self.experiment.generation.endpoint is not None:
+            endpoint = self._ends(await self.starter.endpoint(pool.group.workers))
+            pool.serve(endpoint)
+            await _tell_endpoint(endpoint, self.experiment)
+        pool.serve(await self.rollout(pool.group.workers))
+        pool.start_watch()
+
+    async def rollout(self, samplers: Sequence[Worker]) -> WorkerGroup:
+        """The rollout workers."""
+        group = self._ends(await self.starter.rollout(samplers))
+        self.session.rollout = self.starter.run_groups(group)
+        return group
+
+    def _ends(self, group: WorkerGroup) -> WorkerGroup:
+        """The group, which ends with the session, by the error that ends it, if any."""
+
+        async def end(
+            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            await group.shutdown_async(after=error)
+
+        self.stack.push_async_exit(end)
+        return group
 
 
 @asynccontextmanager
 async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIterator[GenerationPool]:
     """Start the engines alone, and end them when the block ends."""
     async with AsyncExitStack() as stack:
-        engines = await _Starter(experiment, placement).generation()
-        stack.push_async_exit(_end(engines))
-        pool = GenerationPool(engines, experiment.cluster.deadlines)
-        stack.push_async_callback(pool.close)
+        opening = _Opening(experiment, Starter(experiment, placement), stack)
+        await opening.engines()
+        pool = opening.session.engines
         pool.start_watch()
         yield pool
 
@@ -212,113 +239,5 @@ async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
     logger.warning("the engines answer at %s; the key is in %s", at.url, file)
 
 
-def _end(group: WorkerGroup) -> Callable[..., Coroutine[Any, Any, None]]:
-    """What ends a group when the session ends, with the error that ends it, if any."""
-
-    async def end(
-        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await group.shutdown_async(after=error)
-
-    return end
-
-
 async def _nothing() -> None:
     """In place of a group that is not wanted."""
-
-
-@dataclass(frozen=True)
-class _Starter:
-    """How each group of an experiment is started."""
-
-    experiment: Experiment
-    placement: Placement
-
-    @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.experiment.cluster.gpus_per_node else "cpu"
-
-    async def models(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
-        return await ModelStarter(self.experiment, self.device, self._start).start(
-            rendezvous, training=training
-        )
-
-    async def generation(self) -> WorkerGroup:
-        config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
-        threads = threads_per_worker(config.threads, config.replicas, cluster.num_nodes)
-        shared: dict[str, Any] = {
-            "model_path": policy.model_path.absolute(),
-            "config": config,
-            "device": self.device,
-            "threads": threads,
-            "tokenizer_path": (policy.tokenizer.path or policy.model_path).absolute(),
-            "max_sequence_length": policy.max_sequence_length,
-            "precision": policy.precision,
-            "commit_seconds": cluster.deadlines.refit,
-        }
-        if config.backend == "vllm":
-            shared["return_experts"] = policy.moe.router_replay
-            shared["lora"] = policy.lora if config.adapters == "separate" else None
-        ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
-        options: dict[str, Any] = {"threads": threads, "concurrent": True}
-        if config.backend == "trtllm":
-            options["environment"] = SEES_ALL_GPUS
-            for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
-                kwargs["bundle"] = bundle
-        return await self._start("generation", HOSTS[config.backend], ranks, **options)
-
-    async def endpoint(self, engines: Sequence[Worker]) -> WorkerGroup:
-        return await self._start(
-            "endpoint",
-            "nemorl.session.serving:EndpointHost",
-            [{"experiment": self.experiment, "engines": list(engines)}],
-            threads=1,
-            concurrent=True,
-        )
-
-    async def rollout(self, engines: Sequence[Worker]) -> WorkerGroup:
-        count = self.experiment.cluster.rollout_workers
-        return await self._start(
-            "rollout",
-            "nemorl.rollout.ray_worker:RayRolloutWorker",
-            [{"experiment": self.experiment, "engines": list(engines)}] * count,
-            threads=1,
-            concurrent=True,
-        )
-
-    def run_groups(self, rollout: WorkerGroup) -> list[RunGroups]:
-        """Its workers as the collector calls them."""
-        seconds = self.experiment.cluster.deadlines.generation
-        return [groups_of(worker, seconds) for worker in rollout.workers]
-
-    def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
-        """The way from the one to the other."""
-        # The groups' own deadline comes later, so that the rank that waits can say for whom.
-        seconds = self.experiment.cluster.deadlines.refit
-        return WeightExchange(
-            PolicySenders(policy, seconds + 10),
-            GenerationReceivers(generation, seconds + 10),
-            self.experiment.generation.bucket_megabytes * 2**20,
-            seconds,
-            TransportOptions(
-                self.experiment.generation.transport,
-                self.experiment.run_dir / "weights",
-                self.experiment.generation.delta,
-                self.experiment.generation.check_one_in or (1 if self.device == "cpu" else 16),
-                share_gpus=self.device == "cuda" and self.experiment.generation.shares_devices,
-                host=ray.util.get_node_ip_address(),
-            ),
-        )
-
-    async def _start(
-        self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
-    ) -> WorkerGroup:
-        return await WorkerGroup.start_async(
-            name,
-            target,
-            kwargs,
-            placement=self.placement,
-            run_dir=self.experiment.run_dir,
-            deadline_seconds=self.experiment.cluster.deadlines.start,
-            **options,
-        )

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -54,11 +55,13 @@ class VllmHost(RefittedEngine):
         commit_seconds: float,
         return_experts: bool = False,
         lora: LoraConfig | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last.
 
         `return_experts` has the experts that tokens went to told with them. With `lora` the engine keeps the
-        weights of `model_path` and is sent adapters.
+        weights of `model_path` and is sent adapters. `gpus` names those that the engine sees, its own first,
+        where they are not this process's own.
         """
         self._lora = lora
         self._sockets = tempfile.TemporaryDirectory(prefix="nemorl-vllm-", ignore_cleanup_errors=True)
@@ -82,7 +85,8 @@ class VllmHost(RefittedEngine):
         )
         self._vllm = VllmBackend(
             arguments,
-            environment(config, device=device, threads=threads, sockets=Path(self._sockets.name)),
+            environment(config, device=device, threads=threads, sockets=Path(self._sockets.name))
+            | _visible(gpus),
             RequestLimits(vocabulary, max_sequence_length, max_sequence_length, decode is not None),
             name=name,
             decode=decode,
@@ -157,9 +161,9 @@ class VllmHost(RefittedEngine):
     async def sleep(self, level: int) -> None:
         """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.
 
-        A CPU has nothing to leave: sequences in flight end, and sampling waits.
+        Sequences in flight stand until sampling goes on, and lose their cache; a CPU has nothing to leave.
         """
-        await self.pause("wait")
+        await self.pause("keep")
         if self._device == "cuda":
             await self._vllm.sleep(level)
 
@@ -247,6 +251,11 @@ class _Reports:
         writer.close()
         if len(self._answers) == self._count:
             self._complete.set()
+
+
+def _visible(gpus: Sequence[str]) -> dict[str, str]:
+    """What has the processes of the engine see these GPUs, in this order."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def _error(answer: dict[str, Any]) -> RefitFailed:

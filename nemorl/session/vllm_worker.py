@@ -57,16 +57,17 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_engine_with(process: int, meeting: Path) -> None:
-    """Kill the engine, this worker's parent, when the replica's own process is gone; nobody else would.
+def _end_engine_with(owner: int, engine: int, meeting: Path) -> None:
+    """Kill the engine when the replica's own process is gone; nobody else would. Both are pidfds: a number
+    may be another process's by then, as the parent of an orphan is.
 
     Nor would anybody remove its sockets and the file at which its ranks have met.
     """
-    watched = os.pidfd_open(process)
-    select.select([watched], [], [])
+    select.select([owner], [], [])
     shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
     meeting.unlink(missing_ok=True)
-    os.kill(os.getppid(), signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(engine, signal.SIGKILL)
 
 
 _die_with_parent()
@@ -89,10 +90,8 @@ class VllmWorkerExtension:
         """
         worker: Any = self
         meeting = Path(worker.distributed_init_method.removeprefix("file://"))
-        watch = threading.Thread(
-            target=_end_engine_with, args=(owner, meeting), name="owner watch", daemon=True
-        )
-        watch.start()
+        watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), meeting)
+        threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         reasons: Mapping[str, str] = {}
         if lora is None:
             worker.nemorl, reasons = _weights_of(worker.model_runner, update)

@@ -11,9 +11,11 @@ from nemorl.cluster.errors import PlacementFailed
 from nemorl.cluster.placement import (
     Placement,
     WorkerRequest,
+    assigned_bundles,
     available_cores,
     reserve,
     threads_per_worker,
+    wanted_bundles,
     worker_requests,
 )
 from nemorl.cluster.runtime import ClusterRuntime
@@ -51,6 +53,41 @@ def test_an_engine_of_several_ranks_has_its_gpus_in_one_place(backend: str, own_
     assert request.bundle == {"CPU": 1.0, "GPU": 4.0}
     placement = Placement(PlacementGroup.empty(), {"generation": (6,)}, {"generation": request})
     assert placement.options("generation", 0)["num_gpus"] == own_gpus
+
+
+SHARING = {
+    "generation": {"backend": "vllm", "tensor_parallel_size": 2, "replicas": 3, "colocated": True},
+    "algorithm": {**EXPERIMENT["algorithm"], "validation": {"period": 1}},
+    "data": {"train": {"name": "arithmetic"}, "validation": {"name": "arithmetic"}},
+    "cluster": {"gpus_per_node": 6},
+    "policy": {**EXPERIMENT["policy"], "offload": {"weights": True, "optimizer": True}},
+}
+
+
+def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
+    requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
+    assert wanted_bundles(requests) == [{"CPU": 2.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
+    three_on_each = dict(enumerate("baabba" + "a"))
+    with pytest.raises(PlacementFailed, match=r"generation rank 1 uses the GPUs of policy ranks 2 to 3"):
+        assigned_bundles(requests, three_on_each)
+
+    bundles = assigned_bundles(requests, dict(enumerate("aaabab" + "a")))
+    assert bundles["policy"] == (0, 1, 2, 4, 3, 5)
+    assert bundles["generation"] == (0, 2, 3)
+    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in requests})
+    assert placement.beside("generation") == (range(2), range(2, 4), range(4, 6))
+    assert [placement.options(group, 0)["num_gpus"] for group in ("policy", "generation")] == [1, 0]
+
+
+def test_engines_without_a_policy_have_their_own_gpus():
+    """As in an evaluation and in `nemorl serve`."""
+    requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
+    alone = [request for request in requests if request.group != "policy"]
+    assert wanted_bundles(alone) == [{"CPU": 1.0, "GPU": 2.0}] * 3 + [{"CPU": 1.0}]
+    bundles = assigned_bundles(alone, dict.fromkeys(range(4), "a"))
+    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in alone})
+    assert placement.beside("generation") == ()
+    assert placement.options("generation", 1)["num_gpus"] == 2
 
 
 def test_threads_are_the_cores_shared_evenly():

@@ -15,7 +15,7 @@ from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Completion, GenerationRequest, Progress, Refusal, Report
 from nemorl.rollout.types import StopReason
-from nemorl.session.pool import hanging
+from nemorl.session.health import hanging
 from tests.generation.examples import Prompts, request
 
 

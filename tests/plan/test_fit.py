@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from nemorl.errors import Violation
+from nemorl.models.shape import ModelShape
 from nemorl.plan.files import file_violations
 from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
-from nemorl.plan.memory import ProcessMemory
+from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.room import memory_violations
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
@@ -330,6 +331,21 @@ def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
     assert "a policy process needs about" in violation.mend
     assert "the Tiny 1000 has 1.0 GB" in violation.mend
     assert (violation.field, violation.value) == ("policy.micro_batch_tokens", 100000)
+
+
+def test_a_gpu_that_engines_share_holds_both_in_a_refit(configure: Configure) -> None:
+    shared = configure(
+        "generation.backend=vllm", "generation.colocated=true", "cluster.gpus_per_node=1",
+        "policy.offload={weights: true, optimizer: true}",
+    )  # fmt: skip
+    shape = ModelShape.load(shared.policy.model_path)
+    of = {process.group: process for process in estimate_memory(shared, shape, True)}
+    policy, engine = of["policy"], of["generation"]
+    kept = policy.on_device - policy.activations - policy.logits + engine.on_device - engine.logits
+    for short, fields in ((0, []), (1, ["generation.colocated"])):
+        machine = Machine(2, 10**11, 10**9, (Gpu("Tiny 1000", kept - short),))
+        found = [v for v in plan_run(shared, machine).violations if v.field != "generation.backend"]
+        assert [violation.field for violation in found] == fields
 
 
 def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure: Configure) -> None:

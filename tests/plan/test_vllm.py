@@ -18,6 +18,9 @@ VLLM = "generation.backend=vllm"
 
 # Of machines about which nothing is known here.
 GPUS = "cluster.gpus_per_node=16"
+SHARED = [
+    "generation.colocated=true", "cluster.gpus_per_node=1", "policy.offload={weights: true, optimizer: true}"
+]  # fmt: skip
 
 
 def violations(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Violation]:
@@ -95,9 +98,24 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             "set it to reload",
         ),
         (
-            ["generation.colocated=true", "cluster.gpus_per_node=8"],
-            "generation.colocated",
-            "this release shares CPUs only",
+            [*SHARED, "policy.offload.optimizer=false"],
+            "policy.offload.optimizer",
+            "engines need the memory that this takes",
+        ),
+        (
+            [*SHARED, "generation.replicas=2"],
+            "generation.replicas",
+            "engines of 1 GPU share those of the 1 policy processes: take no more than 1",
+        ),
+        (
+            [*SHARED, "generation.tensor_parallel_size=8"],
+            "generation.replicas",
+            "an engine of 8 GPUs cannot share those of the 1 policy processes",
+        ),
+        (
+            [*SHARED, "generation.transport=nccl"],
+            "generation.transport",
+            "NCCL connects no two processes of one GPU",
         ),
         (
             ["generation.tensor_parallel_size=8", "cluster.gpus_per_node=8"],

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from nemorl.cluster.errors import ClusterError
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
@@ -19,7 +19,8 @@ from nemorl.generation.router import Router, RouterFigures
 from nemorl.generation.types import EngineHealth
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.ray_replica import ray_replica
-from nemorl.session.pool import GenerationPool, hanging
+from nemorl.session.health import hanging
+from nemorl.session.pool import GenerationPool
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -58,6 +59,11 @@ async def until_running(worker: Worker) -> None:
     """Return when an engine is in the middle of its work."""
     while (await worker.call_async("health", stage="test", deadline_seconds=20)).running == 0:
         await asyncio.sleep(0.005)
+
+
+async def until_ready(pool: GenerationPool, number: int) -> None:
+    while len(pool._restarts.ready) < number:
+        await asyncio.sleep(0.02)
 
 
 async def until_back(pool: GenerationPool, number: int) -> None:
@@ -123,8 +129,7 @@ def test_engines_die_hang_and_come_back(tmp_path, monkeypatch):
         assert changes == [1, 2, 1]  # left, came, left
 
         # A refit takes in what was started again, and announces it only when it has the weights.
-        while not all(task.done() for task in pool._coming):
-            await asyncio.sleep(0.1)
+        await until_ready(pool, 1)
         async with pool.refitting():
             assert [w.rank for w in group.workers] == [0, 1]
             assert here.came == [0]
@@ -155,27 +160,127 @@ class Engine:
 
     rank: int
     dead: bool = False
+    silent: bool = False
+    stays_awake: bool = False  # fails to sleep
+    told: list[str] = field(default_factory=list)
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def call_async(self, method: str, *, stage: str, deadline_seconds: float) -> EngineHealth:
-        if self.dead:
+    async def call_async(
+        self, method: str, *args: Any, stage: str, deadline_seconds: float
+    ) -> EngineHealth | None:
+        if self.dead or self.killed.is_set():
             raise ClusterError("the process vanished")
-        return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
+        if self.silent:
+            await asyncio.sleep(deadline_seconds)
+            raise DeadlineExceeded("generation", (self.rank,), stage, deadline_seconds, ("stopped",))
+        if method == "health":
+            return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
+        self.told.append(f"{method} {args[0]}")
+        if method == "sleep" and self.stays_awake:
+            raise ClusterError("no room for the weights in host memory")
+        return None
 
 
 class Engines:
-    """Stands in for their group; whoever was dropped comes back at once."""
+    """Stands in for their group; whoever was dropped comes back at once, but for so many failures."""
 
-    def __init__(self, *workers: Engine) -> None:
+    def __init__(self, *workers: Engine, failures: int = 0) -> None:
         self.workers = workers
+        self.failures = failures
+        self.started: list[int] = []
+
+    def kill(self, worker: Engine) -> None:
+        worker.killed.set()
 
     def drop(self, worker: Engine) -> None:
+        self.kill(worker)
         self.workers = tuple(w for w in self.workers if w is not worker)
 
     def admit(self, worker: Engine) -> None:
         self.workers = (*self.workers, worker)
 
     async def restart_async(self, rank: int, deadline_seconds: float) -> Engine:
+        self.started.append(rank)
+        if len(self.started) <= self.failures:
+            raise ClusterError("its port is taken")
         return Engine(rank)
+
+
+QUICK = DeadlineConfig(health=0.01)
+
+
+def pool_of(group: Engines, **options: Any) -> GenerationPool:
+    return GenerationPool(cast(WorkerGroup, group), QUICK, **options)
+
+
+@pytest.mark.parametrize(("failures", "comes"), [(2, True), (3, False)])
+def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: bool):
+    async def main() -> None:
+        group = Engines(Engine(0, dead=True), Engine(1), failures=failures)
+        pool = pool_of(group)
+        assert await pool.check() == 1
+        await asyncio.gather(*pool._restarts._tasks)
+        assert group.started == [0, 0, 0]
+        await pool.check()
+        assert [w.rank for w in group.workers] == ([1, 0] if comes else [1])
+        group.workers = ()
+        assert (await pool.figures())["generation/restarts_failed"] == failures
+        assert pool.hopeless
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_falls_silent_in_a_refit_is_ended_which_ends_the_refit():
+    """The refit's own deadline, and those of the calls that give it up, are minutes."""
+
+    async def main() -> None:
+        group = Engines(first := Engine(0), Engine(1))
+        pool = pool_of(group)
+        async with pool.refitting():
+            first.silent = True
+            await first.killed.wait()
+            assert first in group.workers  # in the middle of a call
+            assert await pool.lost_in_refit()
+        (loss,) = pool.losses
+        assert "has not finished stage 'health check' in 0.01 s; no answer from rank 0" in loss[1]
+        await until_ready(pool, 1)
+        assert await pool.check() == 0
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_engines_that_share_their_devices_have_them_by_turns():
+    async def main() -> None:
+        group = Engines(first := Engine(0), second := Engine(1, stays_awake=True))
+        pool = pool_of(group, shares_devices=True)
+        pool.serve(RouterHere(Router([])))
+        await pool.rest()  # as the session does once they have started
+        assert (first.told, second.told) == (["sleep 1"], ["sleep 1"])
+        assert pool.losses == (("generation replica 1", "no room for the weights in host memory"),)
+        assert second.killed.is_set()
+        await asyncio.sleep(0.05)
+        assert group.started == []  # the policy has the devices
+        async with pool.awake():
+            await until_ready(pool, 1)
+            assert group.started == [1]
+        (back,) = pool._restarts.ready
+        assert first.told[1:] == ["wake ()", "sleep 1"]
+        assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or nothing but its weights
+        first.told.clear()
+        async with pool.refitting():
+            assert [w.rank for w in group.workers] == [0, 1]
+            assert first.told == ["wake ('weights',)"] == back.told[1:]
+        async with pool.awake():
+            assert first.told[1:] == ["wake ()"] == back.told[2:]
+        with pytest.raises(RuntimeError, match="the run ends"):
+            async with pool.awake():
+                raise RuntimeError("the run ends")
+        assert first.told[1:] == ["wake ()", "sleep 1", "wake ()"]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
@@ -187,7 +292,7 @@ def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
         async with pool.refitting():
             pass  # without engine 0, which is only now being started again
         assert [w.rank for w in group.workers] == [1]
-        await asyncio.gather(*pool._coming)
+        await until_ready(pool, 1)
         async with pool.refitting():
             came = next(w for w in group.workers if w.rank == 0)
             came.dead = True

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from nemorl.generation.types import Completion, EngineHealth, GenerationRequest
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.types import StopReason
 from nemorl.session import vllm_host
-from nemorl.session.pool import GenerationPool, hanging
+from nemorl.session.health import hanging
+from nemorl.session.pool import GenerationPool
 from nemorl.session.refit import GenerationReceivers
 from nemorl.session.session import Session
 from nemorl.session.vllm_host import VllmHost
@@ -43,7 +44,11 @@ WATCHED = "model.norm.weight"
 class Engine:
     """A `VllmBackend` of one worker, in this process; a token is the version in use, its logprob a weight."""
 
-    def __init__(self, *_: Any, name: str, **options: Any) -> None:
+    def __init__(
+        self, arguments: object, environment: Mapping[str, str], *_: Any, name: str, **options: Any
+    ) -> None:
+        self.environment = environment
+        self.memory: list[str] = []  # what was asked of it
         self._name = name
         self.version = 0
         self.side = EngineSide(torch.float32, in_place=True)
@@ -72,6 +77,13 @@ class Engine:
 
     async def thaw(self) -> None:
         self._going.set()
+
+    async def sleep(self, level: int) -> None:
+        assert not self._going.is_set()
+        self.memory.append(f"sleep {level}")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self.memory.append(f"wake {tags}")
 
     async def switch(self, version: int) -> None:
         if self.broken == "switch":
@@ -143,10 +155,11 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_host, "VllmBackend", Engine)
 
 
-async def start(folder: Path, rank: int) -> VllmHost:
+async def start(folder: Path, rank: int, device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> VllmHost:
     host = VllmHost(
-        folder, VllmGenerationConfig(backend="vllm", update="in_place"), rank=rank, device="cpu",
+        folder, VllmGenerationConfig(backend="vllm", update="in_place"), rank=rank, device=device,
         threads=None, tokenizer_path=folder, max_sequence_length=200, precision="float32", commit_seconds=20,
+        **options,
     )  # fmt: skip
     await host.start()
     return host
@@ -160,6 +173,35 @@ def engine_of(host: VllmHost) -> Engine:
 
 async def sample(host: VllmHost, name: str, tokens: int = 4) -> Completion:
     return await anext(host.generate_many([request(Prompts().one(3), name, max_new_tokens=tokens)]))
+
+
+def test_a_long_request_is_no_hindrance_to_sleep(folder: Path) -> None:
+    """As a caller of the endpoint may have one: it stands meanwhile, whatever the weights become."""
+
+    async def main() -> None:
+        host = await start(folder, 0, device="cuda", gpus=("3", "1"))
+        engine = engine_of(host)
+        assert engine.environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+        long = asyncio.create_task(sample(host, "long", tokens=200))
+        while host.health().running == 0:
+            await asyncio.sleep(0)
+        await host.sleep(1)
+        late = asyncio.create_task(sample(host, "late"))
+        assert engine.memory == ["sleep 1"]
+        engine.side.exchange._received = 2
+        await host.wake(("weights",))
+        await host.commit_weights(2)
+        await asyncio.sleep(0.02)
+        assert (host.health().running, host.health().waiting) == (1, 1)
+        assert hanging(host.health(), 0.0) is None
+        await host.wake(())
+        assert engine.memory == ["sleep 1", "wake ('weights',)", "wake ()"]
+        versions = (await long).versions.tolist()
+        assert versions == sorted(versions)
+        assert (versions[-1], len(versions)) == (2, 200)
+        assert (await late).versions.tolist() == [2] * 4
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_engine_that_fails_to_switch_answers_nothing(folder: Path) -> None:

@@ -115,7 +115,8 @@ CHECKS: tuple[Check, ...] = (
     vllm.vllm_reads_prompts_whole,
     vllm.vllm_quantises_by_reload,
     vllm.vllm_computes_adapters,
-    vllm.vllm_shares_a_cpu,
+    vllm.vllm_takes_turns,
+    vllm.vllm_shares_gpus,
     vllm.vllm_quantises_on_gpus,
 )
 

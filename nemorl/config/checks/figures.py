@@ -27,6 +27,7 @@ _SAMPLING = {
     *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
     *("time/generation", "time/environment", "time/loading", "time/logprobs"),
     *("generation/replicas", "generation/replicas_lost", "generation/replicas_restarted"),
+    "generation/restarts_failed",
     *("generation/requests_moved", "generation/tokens_kept", "generation/requests_failed"),
     "generation/retries",
 }

@@ -62,9 +62,9 @@ def gpus_for_all_processes(
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
 ) -> Iterator[Violation]:
-    """Every process of a model and every engine has a GPU of its own, where there are GPUs."""
+    """Where there are GPUs every process of a model has one, and every engine that does not share theirs."""
     engines = generation.replicas * generation.ranks_per_replica
-    if not (generates(algorithm) and generation.has_engines):
+    if not (generates(algorithm) and generation.has_engines) or generation.shares_devices:
         engines = 0
     beside = [critic or CriticConfig()] if algorithm.keeps_critic else []
     started: list[ModelGroupConfig] = [*beside, *([reference] if reference is not None else [])]

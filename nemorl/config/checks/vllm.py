@@ -1,13 +1,16 @@
 """What vLLM cannot do, and what it would do wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
+
+from .facts import generates
 
 # Arguments of AsyncEngineArgs that follow from other fields.
 OWN_ARGUMENTS = frozenset(
@@ -76,18 +79,57 @@ def vllm_computes_adapters(generation: GenerationConfig, policy: PolicyConfig) -
         yield Violation("generation.update", generation.update, mend)
 
 
-def vllm_shares_a_cpu(
-    generation: GenerationConfig, cluster: ClusterConfig, algorithm: AlgorithmConfig
-) -> Iterator[Violation]:
-    """Two processes on one GPU want placement and transport that are not built."""
+def vllm_takes_turns(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Engines sleep while the policy trains."""
     if not isinstance(generation, VllmGenerationConfig) or not generation.colocated:
         return
-    if cluster.gpus_per_node:
-        mend = "this release shares CPUs only; engines have GPUs of their own: set it to false"
-        yield Violation("generation.colocated", True, mend)
     if isinstance(algorithm, OnlineConfig) and algorithm.max_staleness:
         mend = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
         yield Violation("generation.colocated", True, mend)
+
+
+def vllm_shares_gpus(
+    generation: GenerationConfig,
+    cluster: ClusterConfig,
+    policy: PolicyConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    algorithm: AlgorithmConfig,
+) -> Iterator[Violation]:
+    """Engines find the memory of the policy's GPUs free, and enough of these."""
+    if not isinstance(generation, VllmGenerationConfig) or not generation.colocated:
+        return
+    if not (cluster.gpus_per_node and generates(algorithm)):
+        return
+    stay = {
+        **{f"policy.offload.{field}": getattr(policy.offload, field) for field in ("weights", "optimizer")},
+        **_offloads("critic", critic, ("weights", "optimizer")),
+        **_offloads("reference", reference, ("weights",)),
+    }
+    for field, leaves in stay.items():
+        if not leaves:
+            mend = "generation.colocated is true, and engines need the memory that this takes: set it to true"
+            yield Violation(field, False, mend)
+    ranks, there = generation.ranks_per_replica, policy.layout.world_size
+    if generation.replicas * ranks > there:
+        mend = (
+            f"with generation.colocated, engines of {ranks} GPU{'s' * (ranks > 1)} share those of the "
+            f"{there} policy processes: take no more than {there // ranks}"
+            if ranks <= there
+            else f"an engine of {ranks} GPUs cannot share those of the {there} policy processes: lower "
+            "generation.tensor_parallel_size or pipeline_parallel_size, or set generation.colocated to false"
+        )
+        yield Violation("generation.replicas", generation.replicas, mend)
+    if generation.transport == "nccl":
+        mend = "NCCL connects no two processes of one GPU, as generation.colocated has them: set this to auto"
+        yield Violation("generation.transport", "nccl", mend)
+
+
+def _offloads(name: str, model: ModelGroupConfig | None, parts: Iterable[str]) -> dict[str, bool]:
+    """What of a model on the policy's devices leaves them, by field."""
+    if model is None or model.devices != "policy":
+        return {}
+    return {f"{name}.offload.{part}": getattr(model.offload, part) for part in parts}
 
 
 def vllm_quantises_on_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:

@@ -153,8 +153,8 @@ class VllmBackend:
         return list(await self._running.collective_rpc(method, args=args))
 
     async def sleep(self, level: int) -> None:
-        """Leave the device, as far as it can be left: a CPU keeps everything."""
-        await self._running.sleep(level)
+        """Leave the device, as far as it can be left: a CPU keeps everything. Sequences keep their places."""
+        await self._running.sleep(level, mode="keep")
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Take the device back."""

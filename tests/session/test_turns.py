@@ -1,0 +1,141 @@
+"""Policy and engines on the same GPUs: who has them when. All processes are stand-ins."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ray.util.placement_group import PlacementGroup
+
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.placement import Placement, assigned_bundles, worker_requests
+from nemorl.config.experiment import Experiment
+from nemorl.generation.types import EngineHealth
+from nemorl.session import start
+from nemorl.session.session import Session, _Opening
+from nemorl.session.start import Starter
+from nemorl.weights.exchange import RefitStats
+from tests.plan.models import write_model
+
+
+@dataclass
+class Group:
+    """Tells of every call; of a policy it names a GPU for each of four ranks."""
+
+    name: str
+    told: list[str]
+
+    async def call_async(self, method: str, *args: Any, **_: Any) -> list[Any]:
+        if method == "gpus":
+            return [("4",), ("5",), ("6",), ("7",)]
+        self.told.append(f"{self.name}: {method}")
+        return []
+
+    async def shutdown_async(self, *, after: BaseException | None) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Engine:
+    """The only one of its group."""
+
+    told: list[str]
+    rank: int = 0
+
+    async def call_async(self, method: str, *args: Any, **_: Any) -> EngineHealth | None:
+        if method == "health":
+            return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
+        self.told.append(f"engine: {method} {args[0]}")
+        return None
+
+
+@dataclass
+class Engines(Group):
+    workers: tuple[Engine, ...] = ()
+
+
+@dataclass
+class Exchange:
+    told: list[str]
+
+    def refit(self, version: int) -> RefitStats:
+        self.told.append(f"refit {version}")
+        return RefitStats(version, 1.0, 0.5, 10**9, 10**9, 4, extra_bytes=0, kept_bytes=0)
+
+
+@dataclass
+class Started:
+    """In the place of `WorkerGroup.start_async`."""
+
+    told: list[str]
+    kwargs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    async def start_async(
+        self, name: str, target: str, kwargs: list[dict[str, Any]], **options: Any
+    ) -> WorkerGroup:
+        self.told.append(f"{name}: starts")
+        self.kwargs[name] = kwargs
+        group = (
+            Engines(name, self.told, (Engine(self.told),)) if name == "generation" else Group(name, self.told)
+        )
+        return cast(WorkerGroup, group)
+
+
+def experiment(folder: Path) -> Experiment:
+    return Experiment.model_validate(
+        {
+            "run_dir": folder / "run",
+            "policy": {
+                "model_path": write_model(folder / "model"),
+                "layout": {"tensor_parallel_size": 4},
+                "offload": {"weights": True, "optimizer": True},
+            },
+            "generation": {
+                "backend": "vllm", "colocated": True, "replicas": 2, "tensor_parallel_size": 2,
+            },
+            "data": {"train": {"name": "arithmetic"}, "validation": {"name": "arithmetic"}},
+            "algorithm": {"name": "sft", "num_steps": 1, "batch_size": 1, "validation": {"period": 1}},
+            "cluster": {"gpus_per_node": 4},
+        }
+    )  # fmt: skip
+
+
+def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatch: Any) -> None:
+    told: list[str] = []
+    started = Started(told)
+    monkeypatch.setattr(start, "WorkerGroup", started)
+    asked = experiment(tmp_path)
+    requests = worker_requests(asked)
+    bundles = assigned_bundles(requests, dict.fromkeys(range(20), "node"))
+    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in requests})
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            opening = _Opening(asked, Starter(asked, placement), stack)
+            session: Session = opening.session
+            await opening.models(training=True)
+            await opening.engines_beside(session.learner)
+            gpus = [rank["gpus"] for rank in started.kwargs["generation"]]
+            assert gpus == [("4", "5", "6", "7"), ("6", "7", "4", "5")]  # their own come first
+            # Engines measure what is free when they start.
+            starts = ["policy: starts", "policy: offload", "generation: starts", "engine: sleep 1"]
+            assert _since(told) == starts
+            session.exchange = cast(Any, Exchange(told))
+            for version, leaves in ((1, []), (2, ["policy: offload"])):
+                async with session.generating():
+                    told.append("sampling")
+                assert _since(told) == [*leaves, "engine: wake ()", "sampling", "engine: sleep 1"]
+                await session.hand_over(version)
+                # The engine's weights have room beside the policy, its cache has not.
+                refit = ["policy: onload", "engine: wake ('weights',)", f"refit {version}"]
+                assert _since(told) == refit
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def _since(told: list[str]) -> list[str]:
+    """What was told since the last time."""
+    new = told.copy()
+    told.clear()
+    return new
