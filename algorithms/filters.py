@@ -74,9 +74,9 @@ def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
     low, high = config.min_mean_reward, config.max_mean_reward
     if low is None and high is None:
         return None
-    mean = sum(values) / len(values) if values else float("nan")
+    mean = sum(values) / len(values) if values else float("nan")  # which no bound holds
     inside = (low is None or mean >= low) and (high is None or mean <= high)
-    return None if inside and values else "mean_reward"
+    return None if inside else "mean_reward"
 
 
 def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:

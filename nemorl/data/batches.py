@@ -29,12 +29,9 @@ def pack_trajectories(
     """Trajectories end to end; `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for
     every one or for those of a turn. A trajectory of weight 0 becomes a stand-in.
     """
-    trajectories = [
-        t if t.error is None and weight > 0 else _stand_in(t)
-        for t, weight in zip(
-            trajectories, weights, strict=False
-        )  # what is not of one number is refused below
-    ]
+    # Sequences and weights of different number are refused by `_pack`.
+    training = [t.error is None and weight > 0 for t, weight in zip(trajectories, weights, strict=False)]
+    trajectories = [t if trains else _stand_in(t) for t, trains in zip(trajectories, training, strict=False)]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
     spread = torch.cat([_per_token(t, a) for t, a in zip(trajectories, advantages, strict=True)])
     logprobs = torch.from_numpy(np.concatenate([t.logprobs for t in trajectories]).astype(np.float32))
