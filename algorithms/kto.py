@@ -40,7 +40,7 @@ class KtoLoss:
         weights = self.config.desirable_weight * good + self.config.undesirable_weight * bad
         loss = (weights * (1 - torch.sigmoid(won))).sum() / self.num_examples
         sums = {
-            "loss/total": loss,
+            "loss/preference": loss,
             "examples/desirable": good.sum(),
             "examples/undesirable": bad.sum(),
             "rewards/desirable": self.config.beta * (relative * good).sum(),
@@ -74,7 +74,7 @@ class Kto:
             "rewards/undesirable": sums["rewards/undesirable"] / max(bad, 1.0),
         }
         return {
-            "loss/total": sums["loss/total"],
+            "loss/preference": sums["loss/preference"],
             **rewards,
             "rewards/margin": rewards["rewards/desirable"] - rewards["rewards/undesirable"],
             "rewards/accuracy": sums["rewards/accuracy"] / max(good + bad, 1.0),

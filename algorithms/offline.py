@@ -93,9 +93,10 @@ class OfflineLoop:
         with self.observer.stage("validation"):
             found = await self.session.learner.evaluate(await self._prepare(self.held_out))
         figures = self.algorithm.figures(found.sums, found.maxima)
-        total = figures.pop("loss/total", None)
-        whole = figures.pop("loss/sft") if total is None else total
-        return {"validation/loss": whole} | {f"validation/{name}": value for name, value in figures.items()}
+        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in figures)
+        return {"validation/loss": figures.pop(whole)} | {
+            f"validation/{name}": value for name, value in figures.items()
+        }
 
     async def _prepare(self, units: Sequence[Unit]) -> Loss:
         """Load the units with what their loss needs to know of them, and give the loss."""

@@ -5,6 +5,7 @@ sampling, lengths. The old variant's own fields go, and so do the parts that a p
 GRPO's loss would turn DAPO's into another. Others stay, to be taken by the new variant or refused.
 """
 
+from .algorithm.preference import PREFERENCE_PRESETS
 from .algorithm.presets import presets
 from .base import Config
 from .schema import declaration, names, sections_at, tag
@@ -43,7 +44,7 @@ def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | No
 
 
 def _preset_parts(name: object) -> frozenset[str]:
-    preset = presets().get(str(name))
+    preset = presets().get(str(name)) or PREFERENCE_PRESETS.get(str(name))
     return frozenset(preset.settings) if preset else frozenset()
 
 

@@ -16,8 +16,13 @@ DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
 # is drawn together has one unit.
 GROUPS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     ("Validation", ("validation/reward", "validation/accuracy", "validation/pass@")),
+    ("Validation loss", "validation/loss"),
     ("Sampled tokens in validation", "validation/length"),
     ("Loss", "loss/"),
+    ("Share of pairs or steps told right", ("rewards/accuracy", "accuracy", "validation/rewards/accuracy")),
+    ("Implicit rewards", "rewards/"),
+    ("Scores", "score/"),
+    ("Logprobs of answers", "logprobs/"),
     ("Divergence from the reference", "kl/"),
     ("Entropy of the policy", "entropy"),
     ("Gradient norm", "grad_norm"),

@@ -22,7 +22,10 @@ COLUMNS = (
     Column("reward/mean", "reward", 8),
     Column("reward/std", "spread", 8),
     Column("loss/policy", "loss", 10),
-    Column("loss/sft", "loss", 10),
+    Column("loss/preference", "loss", 10),
+    Column("loss/sft", "nll", 10),
+    Column("rewards/accuracy", "told right", 10),
+    Column("accuracy", "told right", 10),
     Column("kl/reference", "kl", 10),
     Column("entropy", "entropy", 9),
     Column("grad_norm", "grad norm", 10),
@@ -32,7 +35,8 @@ COLUMNS = (
     Column("time/step", "seconds", 9),
 )
 BY_IMPORTANCE = (
-    "reward/mean", "loss/policy", "loss/sft", "time/step", "grad_norm", "throughput/tokens_per_second",
+    "reward/mean", "loss/policy", "loss/preference", "rewards/accuracy", "accuracy", "loss/sft", "time/step",
+    "grad_norm", "throughput/tokens_per_second",
     "entropy", "kl/reference", "reward/std", "logprob_gap/max", "lr",
 )  # fmt: skip
 VALIDATION = "validation/"

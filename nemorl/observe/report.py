@@ -121,6 +121,9 @@ def _tiles(steps: Sequence[StepMetrics], planned: int | None) -> list[Tile]:
     for key, label in (
         ("reward/mean", "reward"),
         ("validation/reward", "validation reward"),
+        ("loss/preference", "loss of preferences"),
+        ("rewards/accuracy", "pairs told right"),
+        ("accuracy", "told right"),
         ("loss/sft", "loss"),
     ):
         values = [step.values[key] for step in steps if key in step.values]

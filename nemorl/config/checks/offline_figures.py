@@ -14,7 +14,7 @@ _PAIRS = {
     *("logprobs/chosen", "logprobs/rejected", *_REWARDS),
 }
 _KTO = {
-    *("loss/total", "rewards/desirable", "rewards/undesirable", "examples/desirable", "kl/reference"),
+    *("loss/preference", "rewards/desirable", "rewards/undesirable", "examples/desirable", "kl/reference"),
     *_REWARDS,
 }
 _STEPS = {"loss/total", "accuracy", "score/margin"}
@@ -26,9 +26,8 @@ def offline_figures(algorithm: OfflineBase) -> set[str]:
     learnt = _learnt(algorithm)
     names = learnt | {"epoch"}
     if algorithm.validation.scheduled:
-        measured = learnt - {"loss/total", "kl/reference"}
-        if isinstance(algorithm, SftConfig):
-            measured -= {"loss/sft"}
+        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in learnt)
+        measured = learnt - {whole, "kl/reference"}
         names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
     return names
 

@@ -1,0 +1,190 @@
+"""What users get wrong where a run learns from data as it stands."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.config.algorithm.preference import PREFERENCE_PRESETS
+from nemorl.config.load import load_experiment
+from tests.config.experiments import violations_of, write
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = """\
+run_dir: runs/preferences
+policy:
+  model_path: models/arithmetic
+  precision: float32
+  max_sequence_length: 64
+  micro_batch_tokens: 512
+data:
+  train: {name: arithmetic, digits: 2, size: 1000}
+  validation: {name: arithmetic, digits: 2, size: 100, offset: 1000}
+  chat: false
+algorithm:
+  name: dpo
+  num_steps: 10
+  batch_size: 8
+"""
+SCORES = ["algorithm.name=reward_model", "policy.head=scalar"]
+PAIRS = "{name: preference, path: pairs.jsonl, margin_key: gap}"
+
+WRONG: dict[str, tuple[list[str], str, Any, str]] = {
+    "tasks for pairs": (
+        ["data.train={name: jsonl, path: tasks.jsonl}"],
+        "data.train.name",
+        "jsonl",
+        "`dpo` learns from pairs of answers: take a dataset `preference`, `arithmetic`",
+    ),
+    "feedback for pairs": (
+        ["data.train={name: feedback, path: judged.jsonl}"],
+        "data.train.name",
+        "feedback",
+        "take a dataset `preference`",
+    ),
+    "pairs for steps": (
+        [*SCORES, "algorithm.loss={name: process}", "data.train={name: preference, path: pairs.jsonl}"],
+        "data.train.name",
+        "preference",
+        "learns from judged steps",
+    ),
+    "feedback to imitate": (
+        ["algorithm.name=sft", "data.train={name: feedback, path: judged.jsonl}"],
+        "data.train.name",
+        "feedback",
+        "`sft` learns from answers",
+    ),
+    "a reward model of tokens": (["algorithm.name=reward_model"], "policy.head", "lm", "set it to scalar"),
+    "a policy of scores": (["policy.head=scalar"], "policy.head", "scalar", "set it to lm"),
+    "room for one answer": (
+        ["policy.micro_batch_tokens=100"],
+        "policy.micro_batch_tokens",
+        100,
+        "both answers of a pair: give it twice max_sequence_length, 128",
+    ),
+    "a reference that nobody asks": (
+        ["algorithm.name=simpo", "algorithm.reference=live"],
+        "algorithm.reference",
+        "live",
+        "the loss `logistic` has no reference here",
+    ),
+    "margins that the data lack": (
+        ["algorithm.loss.margin_scale=1", "data.validation=null"],
+        "algorithm.loss.margin_scale",
+        1.0,
+        "name their key in data.train.margin_key",
+    ),
+    "margins that nobody looks at": (
+        [f"data.train={PAIRS}", "data.validation=null"],
+        "data.train.margin_key",
+        "gap",
+        "the loss looks at no margins",
+    ),
+    "samples of a validation that takes none": (
+        ["algorithm.validation={period: 2, num_generations_per_prompt: 4}"],
+        "algorithm.validation.num_generations_per_prompt",
+        4,
+        "algorithm.validation.generate is false",
+    ),
+    "samples of a reward model": (
+        [*SCORES, "algorithm.validation.generate=true"],
+        "algorithm.validation.generate",
+        True,
+        "",
+    ),
+    "one answer alone": (
+        ["algorithm.name=kto", "algorithm.batch_size=1"],
+        "algorithm.batch_size",
+        1,
+        "at least 2",
+    ),
+    "copies that pairs do not divide among": (
+        ["policy.layout.data_parallel_size=3"],
+        "algorithm.batch_size",
+        8,
+        "3, must divide it",
+    ),
+    "a coin for a label": (
+        ["algorithm.loss.label_smoothing=0.5"],
+        "algorithm.loss.label_smoothing",
+        0.5,
+        "a value less than 0.5",
+    ),
+    "sums of odds": (
+        ["algorithm.name=orpo", "algorithm.loss.logprobs=sum"],
+        "algorithm.loss.logprobs",
+        "sum",
+        "mean",
+    ),
+    "the same pairs to measure on": (
+        [f"data.{part}={{name: preference, path: pairs.jsonl}}" for part in ("train", "validation")],
+        "data.validation.path",
+        "pairs.jsonl",
+        "training reads the same file",
+    ),
+    "a best checkpoint by another kind's figure": (
+        ["checkpointing.metric=rewards/desirable"],
+        "checkpointing.metric",
+        "rewards/desirable",
+        "did you mean `rewards/",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_refused_with_field_value_and_mend(
+    tmp_path: Path, overrides: list[str], field: str, value: Any, mend: str
+) -> None:
+    violations = violations_of(write(tmp_path, EXPERIMENT), *overrides)
+
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].value == value
+    assert mend in violations[0].mend
+
+
+RIGHT: dict[str, list[str]] = {
+    "pairs": [],
+    "sums for single answers": ["algorithm.name=kto"],
+    "pairs for single answers": ["algorithm.name=kto", "data.train={name: preference, path: pairs.jsonl}"],
+    "scores": SCORES,
+    "scores of steps": [*SCORES, "algorithm.loss={name: process}"],
+    "margins": [
+        "algorithm.loss.margin_scale=1",
+        f"data.train={PAIRS}",
+        f"data.validation={PAIRS.replace('pairs', 'held_out')}",
+    ],
+    "samples in validation": [
+        "algorithm.validation={period: 2, generate: true, num_generations_per_prompt: 4}",
+        "rewards=[{function: exact_match}]",
+        "generation.max_new_tokens=8",
+    ],
+    "conversations": ["algorithm.name=sft", "data.train={name: conversations, path: talks.jsonl}"],
+    "a loss of its own under a name": ["algorithm.loss={name: hinge, margin: 2}"],
+}
+
+
+@pytest.mark.parametrize("overrides", RIGHT.values(), ids=RIGHT.keys())
+def test_it_is_taken(tmp_path: Path, overrides: list[str]) -> None:
+    load_experiment(write(tmp_path, EXPERIMENT), overrides)
+
+
+def test_another_name_is_another_method(tmp_path: Path) -> None:
+    """What a file says of one method's loss says nothing of another's."""
+    file = write(tmp_path, EXPERIMENT.replace("name: dpo", "name: dpo\n  loss: {beta: 0.7}"))
+    assert load_experiment(file, []).algorithm.loss.beta == 0.7  # type: ignore[union-attr]
+    simpo = load_experiment(file, ["algorithm.name=simpo"]).algorithm
+    assert (simpo.loss.beta, simpo.batch_size) == (2.0, 8)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [*PREFERENCE_PRESETS, "kto"])
+def test_every_method_is_documented_and_has_an_experiment(name: str) -> None:
+    page = (ROOT / "docs" / "preference.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    algorithm = load_experiment(ROOT / "configs" / "offline" / f"{name}.yaml").algorithm
+    assert algorithm.name == name
+    if name in PREFERENCE_PRESETS:
+        preset = PREFERENCE_PRESETS[name]
+        assert preset.paper in row
+        assert f"`{algorithm.loss.name}`" in row  # type: ignore[union-attr]
+        keeps = algorithm.loss.keeps_reference  # type: ignore[union-attr]
+        assert f"| {'yes' if keeps else 'no'} |" in row
