@@ -118,6 +118,7 @@ class Learning:
     def _of_policy(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]}
+        values |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}
         # Later updates see other weights than those that sampled.
         values |= {key: value for key, value in figures[0].items() if key.startswith("logprob_gap/")}
         self._check_gap(values)
