@@ -186,7 +186,13 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
         folder,
         model,
         "several",
-        algorithm={"num_minibatches": 2, "num_steps": 2},
+        algorithm={
+            "num_minibatches": 2,
+            "num_steps": 2,
+            "advantage": {"name": "remax"},
+            "filters": {"drop_equal_rewards": True, "refill": {"max_batches": 3}},
+        },
+        rewards=[{"function": "tests.algorithms.rewards:differs"}],
         policy={"layout": {"data_parallel_size": 2}},
         generation={"replicas": 2, "threads": 1},
         cluster={"rollout_workers": 2},
@@ -198,6 +204,11 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
     # Measured before the first of the two updates: the second one's weights have moved on.
     assert max(s.values["logprob_gap/max"] for s in steps) < 1e-4
     assert any(abs(s.values["ratio/mean"] - 1) > 1e-6 for s in steps)
+    for values in (s.values for s in steps):
+        assert values["filters/kept"] + values["filters/dropped_equal_rewards"] == values["filters/sampled"]
+        assert 4 <= values["filters/sampled"] <= 12
+        assert 0 <= values["reward/of_greedy"] <= 1
+    assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
 def test_a_terminated_run_ends_in_order_with_a_sentence(folder: Path, model: Path) -> None:
