@@ -10,6 +10,7 @@ token by itself whether it is chosen. No split into micro-batches or ranks chang
 old ones: before the first update of a step these are the current ones, of which the paper speaks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from nemorl.config.algorithm import ClipCovLossConfig, KlCovLossConfig
 from nemorl.data.packed import PackedBatch
 
 from .tokens import TokenLoss, bounded_exp, clipped_surrogate, log_ratio
+
+LEAST_POSITIVE = math.ulp(0.0)  # what is at least this is more than 0
 
 # Values [n] of this rank's tokens, to those of all data-parallel ranks [sum of n].
 OverRanks = Callable[[Tensor], Tensor]
@@ -52,7 +55,7 @@ def choose(
     At most `fraction` of all sampled tokens, rounded down as in the paper (verl takes one at least), so small
     batches may have none. Clip-Cov draws among the tokens within its bounds; the paper draws at random, here
     a token's draw is made of the tokens up to it, so that it is the same under every layout and after a
-    resume. KL-Cov takes the highest; of equal ones at the border all.
+    resume. KL-Cov takes the highest, of positive ones alone: where all advantages are equal there are none.
     """
     assert batch.advantages is not None, "a choice by covariance wants advantages"
     mask = batch.loss_mask
@@ -63,7 +66,8 @@ def choose(
     means = float(logprobs.mean()), float(advantages.mean())
     covariance = _covariance(logprobs, advantages, *means)
     if isinstance(config, KlCovLossConfig):
-        return Choice(*means, low=float(covariance.topk(count).values[-1]), high=float("inf"))
+        border = float(covariance.topk(count).values[-1])
+        return Choice(*means, low=max(border, LEAST_POSITIVE), high=float("inf"))
     drawn = over_ranks(draws(batch)[mask])
     within = drawn[(covariance >= config.covariance_low) & (covariance <= config.covariance_high)]
     if len(within) == 0:

@@ -269,6 +269,14 @@ def test_fewer_tokens_than_a_fraction_chooses_none() -> None:
     assert PolicyLoss(config).prepared(batch, alone).choice is None
 
 
+def test_equal_advantages_hold_no_token() -> None:
+    config = KlCovLossConfig(name="kl_cov", fraction=0.5)
+    batch = replace(ragged(1), advantages=torch.zeros(ragged(1).num_tokens))
+    choice = choose(batch, batch.old_logprobs, config, alone)  # type: ignore[arg-type]
+    assert choice is not None
+    assert not choice.of(batch, batch.old_logprobs, batch.advantages).any()  # type: ignore[arg-type]
+
+
 def test_draws_are_even_and_of_the_tokens_before_alone() -> None:
     lengths = [700, 900, 700]
     tokens = torch.randint(0, 50, (2300,), generator=torch.Generator().manual_seed(0))
