@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.models import models_of
+from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
 from .machine import Gpu, Machine
@@ -52,6 +54,37 @@ def _gpu_violations(
             yield _blamed(experiment, (process,), problem, on_device=True)
     if experiment.generation.shares_devices:
         yield from _sharing_violations(processes, smallest)
+    yield from _turn_violations(experiment, processes, smallest)
+
+
+def _turn_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu
+) -> Iterator[Violation]:
+    """While one of the models on the policy's devices computes, the others keep what they do not leave."""
+    residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}
+    there = [process for process in processes if process.group in residents]
+    if len(there) < 2:
+        return
+    kept = {process.group: _kept_aside(process, residents[process.group].config) for process in there}
+    needs = {p.group: p.on_device + sum(kept.values()) - kept[p.group] for p in there}
+    most = max(needs, key=lambda group: needs[group])
+    if needs[most] > gpu.memory_bytes:
+        guest = next(process.group for process in there if process.group != "policy")
+        yield Violation(
+            f"{guest}.devices",
+            "policy",
+            f"while the {most} computes, a GPU holds {_gigabytes(needs[most])} of it and of what the others "
+            f"keep there, and the {gpu.name} has {_gigabytes(gpu.memory_bytes)}: let them leave "
+            f"(policy.offload, {guest}.offload), spread them over more processes, or take `own` devices",
+        )
+
+
+def _kept_aside(process: ProcessMemory, config: PolicyConfig) -> int:
+    """What a model keeps on its device while others compute there."""
+    working = process.activations + process.logits + process.kv_cache
+    weights = (process.weights + process.reference) * config.offload.weights
+    training = (process.gradients + process.optimizer) * config.offload.optimizer
+    return process.on_device - working - weights - training
 
 
 def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Violation]:

@@ -43,6 +43,23 @@ def test_processes_of_an_experiment_on_the_cpu_and_on_gpus():
     assert [r.bundle.get("GPU") for r in on_gpus] == [1.0, 1.0, None]
 
 
+def test_a_critic_has_places_of_its_own_or_shares_the_policys():
+    steps = {"num_steps": 1, "num_prompts_per_step": 1, "num_generations_per_prompt": 1}
+    experiment = {**EXPERIMENT, "algorithm": {"name": "ppo", **steps}, "cluster": {"gpus_per_node": 16}}
+    apart = worker_requests(Experiment.model_validate(experiment))
+    assert [r.group for r in apart][:2] == ["policy", "critic"]
+    assert wanted_bundles(apart[:2]) == [{"CPU": 1.0, "GPU": 1.0}] * 12
+    critic = {"devices": "policy", "layout": {"tensor_parallel_size": 2}}
+    together = worker_requests(Experiment.model_validate({**experiment, "critic": critic}))
+    assert wanted_bundles(together[:2]) == [{"CPU": 2.0, "GPU": 1.0}] * 6
+    requests = {request.group: request for request in together}
+    placement = Placement(PlacementGroup.empty(), {"policy": (3, 4, 5, 6, 7, 8)}, requests)
+    options = placement.options("critic", 1)
+    assert options["num_gpus"] == placement.options("policy", 1)["num_gpus"] == 0.5
+    assert options["scheduling_strategy"].placement_group_bundle_index == 4
+    assert str(requests["critic"]) == "2 critic workers (in places of the policy)"
+
+
 @pytest.mark.parametrize(("backend", "own_gpus"), [("vllm", 4), ("trtllm", 0)])
 def test_an_engine_of_several_ranks_has_its_gpus_in_one_place(backend: str, own_gpus: int):
     """TensorRT-LLM's workers are actors of their own, so the replica's process leaves the GPUs to them."""

@@ -1,0 +1,79 @@
+"""PPO from the command line: a critic of another layout than the policy's, and a reference of its own."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemorl.config.checks.figures import figures
+from nemorl.config.load import load_experiment
+from nemorl.megatron.checkpoint_store import verify
+from nemorl.observe.metrics import StepMetrics
+from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("critics")
+
+
+def ppo(folder: Path, name: str, num_steps: int, **sections: object) -> Path:
+    """A critic under TP2 beside a policy under DP2; in the first step the critic learns alone."""
+    model = folder / "model"
+    path = write_experiment(folder, model if model.exists() else tiny_model(model), name)
+    tree = yaml.safe_load(path.read_text())
+    tree["policy"]["layout"] = {"data_parallel_size": 2}
+    tree["critic"] = {
+        "layout": {"tensor_parallel_size": 2},
+        "optimizer": {"name": "adam", "lr": 1e-2},
+    }
+    tree["algorithm"] |= {
+        "name": "ppo",
+        "num_steps": num_steps,
+        "num_minibatches": 2,
+        "num_epochs": 2,
+        "critic": {"warmup_steps": 1},
+        "validation": {},
+    }
+    for section, fields in sections.items():
+        tree[section] = tree.get(section, {}) | fields  # type: ignore[operator]
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def run(path: Path, *arguments: str) -> list[StepMetrics]:
+    status, output = finish(start("train", path, *arguments))
+    assert status == 0, output
+    return lines(path.with_suffix(""))
+
+
+def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: Path) -> None:
+    path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3})
+    alone, *later = run(path)
+    # Warm-up: the critic learns from a policy that stays as it is.
+    assert "grad_norm" not in alone.values
+    assert alone.values["critic/grad_norm"] > 0
+    assert alone.values["critic/value"] == 0  # a head of zeros expects nothing
+    assert alone.values["kl/penalty"] == pytest.approx(0, abs=1e-6)  # the reference is what samples
+    assert [step.values["kl/penalty"] for step in later] == pytest.approx([0, 0], abs=0.1)
+    assert later[0].values["kl/penalty"] == pytest.approx(0, abs=1e-6)  # nor has the policy learnt before it
+    assert abs(later[1].values["kl/penalty"]) > 1e-6
+    assert all(step.values["critic/value"] != 0 for step in later)
+    assert all(step.values["grad_norm"] > 0 for step in later)
+    assert max(step.values["logprob_gap/max"] for step in later) < 1e-4
+    experiment = load_experiment(path)
+    known = figures(experiment.algorithm, experiment.env, experiment.rewards)
+    assert {name for step in (alone, *later) for name in step.values} <= known
+    checkpoint = path.with_suffix("") / "checkpoints" / "step_00000003"
+    files = {file.path for file in verify(checkpoint).files}
+    assert {"weight_00000.safetensors", "critic/weight_00000.safetensors"} <= files
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_on_the_policys_devices_goes_on_as_it_would_have(folder: Path) -> None:
+    away = {"offload": {"weights": True, "optimizer": True}}
+    sections = {"policy": away, "critic": {**away, "devices": "policy"}}
+    whole = run(ppo(folder, "whole", 4, **sections))
+    run(ppo(folder, "halves", 2, **sections))
+    resumed = run(ppo(folder, "halves", 4, **sections), "--resume")
+    assert [timeless(step) for step in resumed] == [timeless(step) for step in whole]

@@ -1,0 +1,77 @@
+"""Models beside the policy in the plan of a run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemorl.models.shape import ModelShape
+from nemorl.plan.fit import plan_run
+from nemorl.plan.machine import Gpu, Machine
+from nemorl.plan.memory import ProcessMemory
+from tests.plan.conftest import Configure
+from tests.plan.models import CONFIG, write_model
+from tests.plan.test_memory import WHOLE
+
+ROOMY = Machine(64, 10**12, 10**12, ())
+PPO = ["algorithm.name=ppo", "algorithm.kl.coefficient=0.1"]
+HIDDEN = ModelShape.from_config(CONFIG, "config.json").hidden_size
+HEAD = 1000 * 128  # of a language model, which a critic has not
+CRITIC = WHOLE - HEAD + HIDDEN
+
+
+def processes(configure: Configure, *overrides: str) -> dict[str, ProcessMemory]:
+    plan = plan_run(configure(*PPO, *overrides), ROOMY)
+    assert plan.violations == ()
+    return {process.group: process for process in plan.processes}
+
+
+def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Configure) -> None:
+    found = processes(configure, "reference={layout: {tensor_parallel_size: 2}}")
+    critic, reference, policy = found["critic"], found["reference"], found["policy"]
+    assert (critic.weights, critic.gradients, critic.optimizer) == (4 * CRITIC, 4 * CRITIC, 8 * CRITIC)
+    assert (critic.logits, critic.staging, critic.reference, critic.kv_cache) == (0, 0, 0, 0)
+    assert (reference.count, reference.gradients, reference.optimizer, reference.checkpoint) == (2, 0, 0, 0)
+    assert 2 * WHOLE < reference.weights < 4 * WHOLE  # half the matrices, all the norms
+    assert policy.reference == 0
+    assert processes(configure)["policy"].reference == 4 * WHOLE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "mend"),
+    [
+        (
+            ["critic={layout: {tensor_parallel_size: 3}}"],
+            "critic.layout.tensor_parallel_size",
+            "it must divide",
+        ),
+        (["reference={model_path: nowhere}"], "reference.model_path", "config.json is missing"),
+        (["critic={lora: {rank: 999, alpha: 1}}"], "critic.lora.rank", "no higher rank than that"),
+    ],
+)
+def test_what_does_not_fit_their_models_is_refused(
+    configure: Configure, overrides: list[str], field: str, mend: str
+) -> None:
+    violations = plan_run(configure(*PPO, *overrides), ROOMY).violations
+    assert violations[0].field == field
+    assert mend in violations[0].mend
+
+
+def test_a_critic_reads_the_policys_tokens(configure: Configure, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", vocab_size=900)
+    (violation,) = plan_run(configure(*PPO, f"critic={{model_path: {other}}}"), ROOMY).violations
+    assert violation.field == "critic.model_path"
+    assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in violation.mend
+
+
+def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure: Configure) -> None:
+    shared = ["cluster.gpus_per_node=2", "critic.devices=policy"]
+    found = processes(configure, *shared)
+    policy, critic = found["policy"], found["critic"]
+    kept = critic.weights + critic.gradients + critic.optimizer + critic.runtime
+    small = replace(ROOMY, gpus=(Gpu("Tiny 1000", policy.on_device + kept - 1),))
+    (violation,) = plan_run(configure(*PPO, *shared), small).violations
+    assert (violation.field, violation.value) == ("critic.devices", "policy")
+    assert "while the policy computes" in violation.mend
+    leaving = [*shared, "critic.offload={weights: true, optimizer: true}"]
+    assert plan_run(configure(*PPO, *leaving), small).violations == ()
