@@ -18,6 +18,7 @@ BESIDE = {
     "bi_level_gae": AGENT,
     "starpo_s": AGENT,
     "reinforce_plus_plus": ["algorithm.kl.coefficient=0.01"],
+    "vapo": ["algorithm.num_steps=100"],  # more than its critic's warm-up
     "clip_cov": ["algorithm.num_prompts_per_step=8"],
     "kl_cov": ["algorithm.num_prompts_per_step=8"],
 }
