@@ -10,7 +10,7 @@ lets it run ahead. Nothing else differs.
 
 from dataclasses import dataclass
 
-from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm import OnlineBase
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import Collector
@@ -21,16 +21,17 @@ from .bookkeeping import Bookkeeper
 from .figures import environment_share, rollout_figures
 from .filters import filter_groups
 from .learning import Learning
+from .picking import PickedLearning
 
 
 @dataclass
 class OnlineLoop:
-    """Every online algorithm over a started session; `Learning` knows what is learnt from a batch."""
+    """Every online algorithm over a started session; `learning` knows what is learnt from a batch."""
 
-    config: OnlineConfig
+    config: OnlineBase
     session: Session
     collector: Collector
-    learning: Learning
+    learning: Learning | PickedLearning
     observer: Observer
     books: Bookkeeper
 

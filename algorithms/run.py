@@ -13,7 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.algorithm import OfflineBase, PreferenceConfig
+from nemorl.config.algorithm import (
+    IterativePreferenceConfig,
+    OfflineBase,
+    OnlineConfig,
+    PreferenceConfig,
+    RejectionSamplingConfig,
+)
 from nemorl.config.checks.figures import reward_weights
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
@@ -46,6 +52,7 @@ from .offline import OfflineLoop
 from .offline_data import OfflineData, load_offline_data, offline_algorithm
 from .online import OnlineLoop
 from .origin import Origin
+from .picking import PickedLearning
 from .reference_sums import ReferenceSums, reference_sums
 from .scoring import Scorer
 
@@ -287,10 +294,22 @@ def _loop(
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(algorithm.filters, algorithm.num_prompts_per_step)
     collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done, replacing)
+    learning = _learning(experiment, algorithm, session, observer, books)
+    return OnlineLoop(algorithm, session, collector, learning, observer, books)
+
+
+def _learning(
+    experiment: Experiment,
+    algorithm: OnlineConfig | IterativePreferenceConfig | RejectionSamplingConfig,
+    session: Session,
+    observer: Observer,
+    books: Bookkeeper,
+) -> Learning | PickedLearning:
+    if not isinstance(algorithm, OnlineConfig):
+        return PickedLearning(algorithm, session, observer, books, experiment.policy.layout.fewest_units)
     gate = LogprobGate(algorithm, experiment.generation)
     scorer = Scorer(algorithm, reward_weights(experiment.env, experiment.rewards))
-    learning = Learning(algorithm, scorer, session, observer, books, gate)
-    return OnlineLoop(algorithm, session, collector, learning, observer, books)
+    return Learning(algorithm, scorer, session, observer, books, gate)
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:

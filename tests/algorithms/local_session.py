@@ -100,7 +100,7 @@ class Run:
         self.lines: list[StepMetrics] = []
         self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
         self.session: Any = SimpleNamespace(learner=self.learner, store=Stored)
-        self.observer: Any = SimpleNamespace(stage=_stage, step=self._step)
+        self.observer: Any = SimpleNamespace(stage=no_stage, step=self._step)
         head = host.parameters().get(SCALAR_HEAD.param)
         if head is not None:  # which the folder of a language model lacks
             head.data.zero_()
@@ -144,5 +144,5 @@ class Run:
         return [line.values for line in self.lines]
 
 
-def _stage(name: str, **_: Any) -> Any:
+def no_stage(name: str, **_: Any) -> Any:
     return nullcontext(SimpleNamespace(advance=lambda *_, **__: None))

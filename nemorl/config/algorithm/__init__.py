@@ -22,6 +22,8 @@ from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
 from .offline import OfflineBase
 from .online import OnlineConfig
+from .online_base import OnlineBase
+from .picked import IterativePreferenceConfig, RejectionSamplingConfig
 from .policy_loss import (
     CispoLossConfig,
     ClipCovLossConfig,
@@ -40,7 +42,14 @@ from .reward_model import ProcessLossConfig, RewardModelConfig
 from .sft import SftConfig
 
 AlgorithmConfig = Annotated[
-    OnlineConfig | SftConfig | PreferenceConfig | KtoConfig | RewardModelConfig, Field(discriminator="name")
+    OnlineConfig
+    | IterativePreferenceConfig
+    | RejectionSamplingConfig
+    | SftConfig
+    | PreferenceConfig
+    | KtoConfig
+    | RewardModelConfig,
+    Field(discriminator="name"),
 ]
 
 __all__ = [
@@ -61,17 +70,20 @@ __all__ = [
     "GspoLossConfig",
     "GspoTokenLossConfig",
     "IcePopCorrectionConfig",
+    "IterativePreferenceConfig",
     "KLConfig",
     "KlCovLossConfig",
     "KtoConfig",
     "MaskedCorrectionConfig",
     "NoCorrectionConfig",
     "OfflineBase",
+    "OnlineBase",
     "OnlineConfig",
     "PolicyLossConfig",
     "PreferenceConfig",
     "ProcessLossConfig",
     "ReinforceLossConfig",
+    "RejectionSamplingConfig",
     "RewardModelConfig",
     "SapoLossConfig",
     "SequenceMaskConfig",

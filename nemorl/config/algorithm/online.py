@@ -7,12 +7,11 @@ from pydantic import Field, model_validator
 from nemorl.config.merge import merged
 
 from .advantage import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig
-from .base import AlgorithmBase
 from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
 from .entropy import EntropyBonusConfig, EntropyConfig
-from .filters import FiltersConfig
 from .kl import KLConfig
+from .online_base import OnlineBase
 from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
 from .token_advantage import TokenAdvantageBase
@@ -23,24 +22,16 @@ else:
     OnlineName = Literal[tuple(presets())]
 
 
-class OnlineConfig(AlgorithmBase):
+class OnlineConfig(OnlineBase):
     """Sample, score, learn, hand the weights over."""
 
     name: OnlineName
-    num_prompts_per_step: int = Field(ge=1)
-    """Tasks sampled in a step."""
-    num_generations_per_prompt: int = Field(ge=1)
-    """Trajectories of each task, a group."""
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""
     num_epochs: int = Field(1, ge=1)
     """Times that the batch of a step is gone through, in the same minibatches."""
-    max_staleness: int = Field(0, ge=0)
-    """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
-    filters: FiltersConfig = FiltersConfig()
-    """What of a step's samples does not train."""
     loss: PolicyLossConfig = ClipLossConfig()
     """The policy's loss."""
     kl: KLConfig = KLConfig()
@@ -65,16 +56,6 @@ class OnlineConfig(AlgorithmBase):
         if not isinstance(section, dict) or section.get("name") not in presets():
             return section
         return merged(dict(presets()[section["name"]].settings), section)
-
-    @property
-    def online(self) -> bool:
-        """It samples in every step."""
-        return True
-
-    @property
-    def trajectories_per_step(self) -> int:
-        """Sequences that a step samples and learns from."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
     def sequences_per_update(self) -> int:

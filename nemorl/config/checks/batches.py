@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import (
     AlgorithmConfig,
     OfflineBase,
+    OnlineBase,
     OnlineConfig,
     SftConfig,
 )
@@ -16,7 +17,7 @@ _FIXED_LENGTH = "seq-mean-token-sum-norm"
 
 def no_staleness_yet(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The loop is synchronous in this release."""
-    if isinstance(algorithm, OnlineConfig) and algorithm.max_staleness != 0:
+    if isinstance(algorithm, OnlineBase) and algorithm.max_staleness != 0:
         yield Violation(
             "algorithm.max_staleness",
             algorithm.max_staleness,
@@ -37,10 +38,10 @@ def minibatches_divide(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Every data-parallel rank takes equally many sequences of every optimizer step."""
     size = policy.layout.data_parallel_size
-    if isinstance(algorithm, OfflineBase):
-        if algorithm.batch_size % size:
-            mend = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
-            yield Violation("algorithm.batch_size", algorithm.batch_size, mend)
+    if isinstance(algorithm, OfflineBase) and algorithm.batch_size % size:
+        mend = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
+        yield Violation("algorithm.batch_size", algorithm.batch_size, mend)
+    if not isinstance(algorithm, OnlineConfig):  # what is picked of samples is filled up
         return
     per_minibatch, rest = divmod(algorithm.trajectories_per_step, algorithm.num_minibatches)
     if per_minibatch % size and not rest:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig, DatasetConfig
 
 
@@ -21,5 +21,5 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks go through the environment: SFT learns its training tasks without it."""
     for path, dataset in datasets(data):
-        if isinstance(algorithm, OnlineConfig) or path == "data.validation":
+        if algorithm.online or path == "data.validation":
             yield path, dataset

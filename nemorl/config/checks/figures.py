@@ -7,14 +7,16 @@ from nemorl.config.algorithm import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
     OfflineBase,
+    OnlineBase,
     OnlineConfig,
     TruncatedCorrectionConfig,
     ValidationConfig,
 )
 from nemorl.config.algorithm.filters import FiltersConfig
+from nemorl.config.algorithm.picked import PickedBase
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
 
-from .offline_figures import offline_figures
+from .offline_figures import offline_figures, picked_figures
 
 _UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
@@ -42,9 +44,12 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     """Names of all figures that a line of such a run may hold."""
     names = _UPDATES | _STAGES | _PACKING | _EXPERTS
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
+    if isinstance(algorithm, OnlineBase):
+        names = names | _SAMPLING | _HANDING_OVER | paid | set(_filters(algorithm.filters))
+    if isinstance(algorithm, PickedBase):
+        names |= picked_figures(algorithm)
     if isinstance(algorithm, OnlineConfig):
-        names = names | _SAMPLING | _POLICY_LOSS | _HANDING_OVER | paid
-        names |= set(_filters(algorithm.filters)) | algorithm.loss.figures | set(_of_correction(algorithm))
+        names |= _POLICY_LOSS | algorithm.loss.figures | set(_of_correction(algorithm))
         if algorithm.greedy_baseline:
             names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:

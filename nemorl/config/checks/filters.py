@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
 from nemorl.config.env import EnvConfig, RewardConfig
 from nemorl.errors import Violation
 
@@ -14,7 +14,7 @@ _DROPPING = "drop_equal_rewards, min_mean_reward or max_mean_reward"
 
 def filters_have_something_to_do(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Settings of dropping groups say nothing where none is dropped."""
-    if not isinstance(algorithm, OnlineConfig):
+    if not isinstance(algorithm, OnlineBase):
         return
     filters = algorithm.filters
     if filters.refill is not None and not filters.drops_groups:
@@ -33,7 +33,7 @@ def filters_have_something_to_do(algorithm: AlgorithmConfig) -> Iterator[Violati
 
 def groups_can_vary(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The rewards of a group of one are all equal."""
-    if not isinstance(algorithm, OnlineConfig) or algorithm.num_generations_per_prompt > 1:
+    if not isinstance(algorithm, OnlineBase) or algorithm.num_generations_per_prompt > 1:
         return
     filters = algorithm.filters
     mend = "in a group of one no reward differs: raise algorithm.num_generations_per_prompt, or remove this"
@@ -47,7 +47,7 @@ def filtered_reward_is_paid(
     algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]
 ) -> Iterator[Violation]:
     """The reward by which groups are dropped is one of those that are paid."""
-    if not isinstance(algorithm, OnlineConfig) or algorithm.filters.reward is None:
+    if not isinstance(algorithm, OnlineBase) or algorithm.filters.reward is None:
         return
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
     if name not in known:

@@ -64,7 +64,7 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> It
 
 def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The two answers of a pair are compared in one pass."""
-    if not isinstance(algorithm, OfflineBase) or algorithm.sequences_per_update == algorithm.units_per_update:
+    if algorithm.sequences_per_update == algorithm.units_per_update:
         return
     longest = 2 * policy.max_sequence_length
     if policy.max_sequence_length <= policy.micro_batch_tokens < longest:

@@ -7,6 +7,7 @@ from nemorl.config.algorithm import (
     RewardModelConfig,
     SftConfig,
 )
+from nemorl.config.algorithm.picked import IterativePreferenceConfig, PickedBase
 
 _REWARDS = {"rewards/margin", "rewards/accuracy"}
 _PAIRS = {
@@ -30,6 +31,11 @@ def offline_figures(algorithm: OfflineBase) -> set[str]:
         measured = learnt - {whole, "kl/reference"}
         names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
     return names
+
+
+def picked_figures(algorithm: PickedBase) -> set[str]:
+    """Names of what a run writes of samples that it picked."""
+    return {"picked", *(_PAIRS if isinstance(algorithm, IterativePreferenceConfig) else {"loss/sft", "nll"})}
 
 
 def _learnt(algorithm: OfflineBase) -> set[str]:

@@ -9,7 +9,7 @@ from nemorl.errors import Violation
 
 def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Greedy samples of one task are all the same, so there is nothing to compare."""
-    if isinstance(algorithm, OnlineConfig) and generation.sampling.temperature == 0:
+    if algorithm.online and generation.sampling.temperature == 0:
         yield Violation(
             "generation.sampling.temperature",
             0.0,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_base import GenerationBase
 from nemorl.config.generation_openai import OpenAIGenerationConfig
@@ -15,7 +15,7 @@ def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConf
     """What is learnt are tokens, with the logprobs at which they were sampled."""
     if not isinstance(generation, OpenAIGenerationConfig) or generation.token_ids:
         return
-    if isinstance(algorithm, OnlineConfig):
+    if algorithm.online:
         mend = (
             "samples that come as text alone cannot be learnt from: take a server that returns token ids and "
             "logprobs (vLLM's, `nemorl serve`) and set it to true, or use this one with `nemorl eval`"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
@@ -83,7 +83,7 @@ def vllm_takes_turns(generation: GenerationConfig, algorithm: AlgorithmConfig) -
     """Engines sleep while the policy trains."""
     if not isinstance(generation, VllmGenerationConfig) or not generation.colocated:
         return
-    if isinstance(algorithm, OnlineConfig) and algorithm.max_staleness:
+    if isinstance(algorithm, OnlineBase) and algorithm.max_staleness:
         mend = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
         yield Violation("generation.colocated", True, mend)
 

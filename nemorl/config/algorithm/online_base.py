@@ -1,0 +1,34 @@
+"""What algorithms share that sample in every step."""
+
+from pydantic import Field
+
+from .base import AlgorithmBase
+from .filters import FiltersConfig
+
+
+class OnlineBase(AlgorithmBase):
+    """Sample groups, learn from them, hand the weights over."""
+
+    num_prompts_per_step: int = Field(ge=1)
+    """Tasks sampled in a step."""
+    num_generations_per_prompt: int = Field(ge=1)
+    """Trajectories of each task, a group."""
+    max_staleness: int = Field(0, ge=0)
+    """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
+    filters: FiltersConfig = FiltersConfig()
+    """What of a step's samples does not train."""
+
+    @property
+    def online(self) -> bool:
+        """It samples in every step."""
+        return True
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Sequences that a step samples."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether a greedy sample of each task is wanted beside its group."""
+        return False

@@ -1,0 +1,137 @@
+"""The best and the worst of a group, and learning from them, with groups that were drawn here."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemorl.algorithms.picking import PickedLearning, best_of, pairs_of
+from nemorl.config.checks.figures import figures
+from nemorl.config.load import load_experiment
+from nemorl.models.create import create_arithmetic_model
+from nemorl.rollout.groups import GroupSummary, summarize
+from nemorl.rollout.types import StopReason, Trajectory
+from tests.algorithms.groups import group, trajectory
+from tests.algorithms.local_session import LocalLearner, Stored, no_stage, start_host
+from tests.config.experiments import write
+
+
+def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
+    groups = [
+        group(0, trajectory(0.5, 0), trajectory(1.0, 1), trajectory(1.0, 2), trajectory(-1.0, 3)),
+        group(1, trajectory(0.5, 0), trajectory(0.5, 1)),  # paid alike
+        group(2, trajectory(9.0, 0, trains=False), trajectory(0.2, 1), trajectory(0.1, 2)),
+    ]
+    pairs = pairs_of(groups)
+    assert [(p.group.group, p.chosen.row, p.rejected.row) for p in pairs] == [(0, 1, 3), (2, 1, 2)]
+
+
+def test_the_best_of_each_group_is_imitated_if_it_is_good_enough() -> None:
+    groups = [
+        group(0, trajectory(0.5, 0), trajectory(1.0, 1)),
+        group(1, trajectory(0.5, 0), trajectory(0.5, 1)),
+        group(2, trajectory(9.0, 0, trains=False)),
+    ]
+    assert [(g.group, t.row) for g, t in best_of(groups)] == [(0, 1), (1, 0)]
+    assert [(g.group, t.row) for g, t in best_of(groups, 0.6)] == [(0, 1)]
+
+
+EXPERIMENT = """\
+run_dir: {folder}/run
+policy:
+  model_path: {folder}/model
+  precision: float32
+  max_sequence_length: 16
+  micro_batch_tokens: 64
+  optimizer: {{name: adam, lr: 1e-2}}
+generation: {{max_new_tokens: 6}}
+data:
+  chat: false
+  train: {{name: arithmetic, digits: 1, size: 12}}
+rewards: [{{function: exact_match}}]
+algorithm:
+  num_steps: 1
+  num_prompts_per_step: 6
+  num_generations_per_prompt: 4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("picking")
+    create_arithmetic_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    return folder
+
+
+def sampled(seed: int) -> list[GroupSummary]:
+    """Six groups of four: the fuller of threes a sample is, the better; one group is paid alike."""
+    drawn = np.random.default_rng(seed)
+    groups = []
+    for number in range(6):
+        prompt = drawn.integers(2, 12, 4)
+        members = []
+        for _ in range(4):
+            answer = drawn.integers(2, 8, drawn.integers(2, 5))
+            tokens = np.concatenate([prompt, answer]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= 4
+            reward = 0.0 if number == 5 else float((answer == 3).mean())
+            members.append(
+                Trajectory(
+                    tokens, mask, -mask.astype(np.float32), np.where(mask, 0, -1).astype(np.int32),
+                    (), {"own": reward}, reward, StopReason.STOP, number, number,
+                )
+            )  # fmt: skip
+        summaries = tuple(summarize(t, row) for row, t in enumerate(members))
+        groups.append(GroupSummary(number, number, Stored(members), summaries))
+    return groups
+
+
+@pytest.mark.parametrize("method", ["iterative_dpo", "rejection_sampling"])
+def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
+    experiment = load_experiment(
+        write(folder, EXPERIMENT.format(folder=folder)), [f"algorithm.name={method}"]
+    )
+    config: Any = experiment.algorithm
+    meeting = folder / method
+    meeting.mkdir()
+    host = start_host(experiment, meeting)
+    learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
+    session: Any = SimpleNamespace(learner=learner)
+    observer: Any = SimpleNamespace(stage=no_stage)
+    books: Any = SimpleNamespace(optimizer_figures=lambda updates: {"grad_norm": updates[0].grad_norm})
+    learning = PickedLearning(config, session, observer, books, multiple=4)
+    groups = sampled(3)
+
+    async def step() -> dict[str, float]:
+        await learning.load(groups)
+        await learning.logprobs(1)
+        return await learning.train(1)
+
+    lines = [asyncio.run(step()) for _ in range(8)]
+    host.close()
+    first, last = lines[0], lines[-1]
+    if method == "iterative_dpo":
+        assert first["picked"] == 5 / 6
+        assert first["rewards/margin"] == pytest.approx(0, abs=1e-5)  # the reference is the first policy
+        assert last["rewards/margin"] > 0.5
+        assert last["rewards/accuracy"] == 1
+    else:
+        assert first["picked"] == 1
+        assert last["loss/sft"] < 0.7 * first["loss/sft"]
+    known = figures(config, experiment.env, experiment.rewards)
+    assert {name for line in lines for name in line} <= known
+
+
+def test_a_batch_without_a_pair_changes_nothing() -> None:
+    config: Any = SimpleNamespace(num_epochs=1, keeps_reference=True, min_reward=5.0)
+    learning = PickedLearning(config, None, None, None, multiple=2)  # type: ignore[arg-type]
+
+    async def step() -> dict[str, float]:
+        await learning.load([group(0, trajectory(0.5, 0), trajectory(1.0, 1))])
+        await learning.logprobs(1)
+        return await learning.train(1)
+
+    assert asyncio.run(step()) == {"picked": 0.0}
