@@ -1,14 +1,17 @@
-"""A local Ray for the tests of a module, with places for a healthy group and for groups that fail.
+"""A local Ray for the tests of this folder, with places for healthy groups and for groups that fail.
 
-It ends with the module: a Ray left behind would be joined by the next test that wants one of its own size.
+It ends with the folder: a Ray left behind would be joined by the next test that wants one of its own size. It
+has GPUs that are numbers and nothing more.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.mesh import Mesh
@@ -18,24 +21,27 @@ from nemorl.config.run import ClusterConfig
 
 RESERVED = (WorkerRequest("policy", 4), WorkerRequest("generation", 2), WorkerRequest("fragile", 2))
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-FREE = WorkerRequest("joined", 1)  # left for drivers that join
+FREE = WorkerRequest("free", 7)  # left for drivers that join, and for tests that reserve
+GPUS = 2
 
 StartFragile = Callable[..., WorkerGroup]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def runtime() -> Iterator[ClusterRuntime]:
-    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [*RESERVED, FREE]) as started:
-        yield started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "init", functools.partial(ray.init, num_gpus=GPUS))
+        with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [*RESERVED, FREE]) as started:
+            yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def placement(runtime: ClusterRuntime) -> Placement:
     wanted = reserve(RESERVED, strategy="PACK", deadline_seconds=60, can_grow=False, environment=LOOPBACK)
     return asyncio.run(wanted)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Four synchronous ranks: TP2 x DP2."""
     group = WorkerGroup.start(
@@ -53,7 +59,7 @@ def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> It
     group.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def generation(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Two asynchronous ranks."""
     group = WorkerGroup.start(

@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from nemorl.cluster.placement import own_gpus
+
 # Read while the module is imported, as numerical libraries do.
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 
@@ -39,6 +41,9 @@ class Recorder:
 
     def process(self) -> int:
         return os.getpid()
+
+    def gpus(self) -> tuple[str, ...]:
+        return own_gpus()
 
     def thread(self) -> int:
         return threading.get_ident()
@@ -100,6 +105,7 @@ class Streamer:
     def __init__(self) -> None:
         self.cut_short = 0
         self.begun = 0
+        self.gathered = 0
 
     async def double(self, value: int) -> int:
         await asyncio.sleep(0.01)
@@ -134,6 +140,13 @@ class Streamer:
         while self.begun < others:
             await asyncio.sleep(0.01)
         yield self.begun
+
+    async def gather(self, others: int) -> int:
+        """Returns when so many of these calls have begun."""
+        self.gathered += 1
+        while self.gathered < others:
+            await asyncio.sleep(0.01)
+        return self.gathered
 
     async def count_then_fail(self, items: int) -> AsyncIterator[int]:
         for i in range(items):

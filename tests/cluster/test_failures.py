@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemorl.cluster import waiting
 from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 
@@ -26,7 +27,10 @@ def alive(pids: list[int]) -> list[int]:
     return [p.pid for p in psutil.wait_procs(processes, timeout=30)[1]]
 
 
-def test_an_error_in_one_rank_while_another_sleeps(start_fragile: StartFragile):
+def test_an_error_in_one_rank_while_another_sleeps(
+    start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)  # nobody dies of it here
     group = start_fragile()
     pids = group.call("process", **LIMITS)
     start = time.monotonic()
@@ -88,7 +92,7 @@ def test_a_killed_process(start_fragile: StartFragile):
     group = start_fragile()
     group.call("say", "before the end", **LIMITS)
     pids = group.call("process", **LIMITS)
-    threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL)).start()
+    threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         group.call("sleep", 60.0, **LIMITS)
@@ -129,13 +133,16 @@ def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: St
     assert alive(pids) == []
 
 
-def test_a_deadline_does_not_wait_for_a_stopped_process(start_fragile: StartFragile):
+def test_a_deadline_does_not_wait_for_a_stopped_process(
+    start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting, "WHEREABOUTS_SECONDS", 0.5)
     group = start_fragile()
     pids = group.call("process", **LIMITS)
     os.kill(pids[1], signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
-        group.call("process", stage="logprobs", deadline_seconds=5.0)
+        group.call("process", stage="logprobs", deadline_seconds=2.0)
     assert time.monotonic() - start < 15.0
 
 

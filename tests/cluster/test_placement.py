@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster.errors import PlacementFailed
+from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import (
     Placement,
     WorkerRequest,
@@ -124,7 +126,7 @@ def test_a_local_ray_refuses_at_once_what_it_can_never_hold(runtime: ClusterRunt
     with pytest.raises(PlacementFailed) as caught:
         asyncio.run(
             reserve(
-                [WorkerRequest("policy", 2, gpus=1), WorkerRequest("rollout", 1)],
+                [WorkerRequest("policy", 4, gpus=1), WorkerRequest("rollout", 1)],
                 strategy="PACK",
                 deadline_seconds=60,
                 can_grow=False,
@@ -134,7 +136,7 @@ def test_a_local_ray_refuses_at_once_what_it_can_never_hold(runtime: ClusterRunt
     assert time.monotonic() - start < 10
     message = str(caught.value)
     assert (
-        "with strategy PACK: 2 policy workers (1 CPU and 1 GPU each), 1 rollout worker (1 CPU each)"
+        "with strategy PACK: 4 policy workers (1 CPU and 1 GPU each), 1 rollout worker (1 CPU each)"
         in message
     )
     assert "(2 GPU more than all of it)" in message
@@ -181,3 +183,28 @@ def test_the_event_loop_goes_on_while_places_are_waited_for(runtime: ClusterRunt
 
     asyncio.run(cancel_a_reservation())
     assert ray.available_resources().get("CPU", 0) == free
+
+
+def test_ray_starts_processes_beside_each_other(runtime: ClusterRuntime, tmp_path: Path):
+    requests = [WorkerRequest("policy", 2, gpus=1), WorkerRequest("generation", 1, gpus=2, beside="policy")]
+    places = asyncio.run(
+        reserve(requests, strategy="PACK", deadline_seconds=60, can_grow=False, environment={})
+    )
+    groups = [
+        WorkerGroup.start(
+            name,
+            "tests.cluster.targets:Recorder",
+            [{"rank": rank} for rank in range(count)],
+            placement=places,
+            threads=1,
+            run_dir=tmp_path,
+            deadline_seconds=60,
+        )
+        for name, count in (("policy", 2), ("generation", 1))
+    ]
+    seen = [group.call("gpus", stage="testing", deadline_seconds=30) for group in groups]
+    assert sorted(seen[0]) == [("0",), ("1",)]
+    assert seen[1] == [()]  # it is told which it has
+    for group in groups:
+        group.shutdown()
+    places.release()

@@ -1,6 +1,7 @@
 """Async generators of workers, item by item."""
 
 import asyncio
+import re
 from contextlib import aclosing
 
 import pytest
@@ -72,13 +73,13 @@ def test_an_error_comes_after_the_items_before_it(generation: WorkerGroup):
 
 
 def test_a_stream_that_takes_too_long(generation: WorkerGroup):
-    items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, deadline_seconds=3.0)
+    items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, deadline_seconds=2.0)
     assert items == [0]
     assert isinstance(error, DeadlineExceeded)
     assert str(error).startswith(
-        "generation has not finished stage 'sampling' in 3 s; no answer from rank 0."
+        "generation has not finished stage 'sampling' in 2 s; no answer from rank 0."
     )
-    assert "in count for 3." in error.where[0]
+    assert re.search(r"in count for \d+\.\d s", error.where[0])
     assert generation.call("plain", 1, **LIMITS) == [2, 2]  # the worker itself is well
 
 
