@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemorl.config.algorithm.presets import presets
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT, ConfigError
 from nemorl.plan.fit import plan_run
@@ -26,6 +27,12 @@ def inherited() -> set[Path]:
 
 def test_there_are_some() -> None:
     assert FILES
+
+
+def test_every_online_algorithm_has_one() -> None:
+    trees = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in FILES]
+    named = {tree.get("algorithm", {}).get("name") for tree in trees}
+    assert presets().keys() <= named
 
 
 def refusal(file: Path) -> ConfigError | None:
