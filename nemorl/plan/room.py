@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
+from nemorl.config.algorithm import OnlineConfig, PreferenceConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
@@ -130,7 +131,9 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
-        case "reference", _:
+        case "reference", _ if isinstance(experiment.algorithm, PreferenceConfig):
+            return "algorithm.reference", "set it to precomputed, which keeps none"
+        case "reference", _ if isinstance(experiment.algorithm, OnlineConfig):
             return "algorithm.kl.coefficient", "set it to 0, which keeps no reference"
         case "checkpoint", _:
             return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"

@@ -76,10 +76,9 @@ def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -
     """A reference and margins say something only to losses that look at them."""
     if not isinstance(algorithm, PreferenceConfig | RewardModelConfig):
         return
+    if isinstance(algorithm, PreferenceConfig) and algorithm.reference == "live":
+        yield from _live_reference_is_asked(algorithm)
     loss = algorithm.loss
-    if isinstance(algorithm, PreferenceConfig) and algorithm.reference == "live" and not loss.keeps_reference:
-        mend = f"the loss `{loss.name}` has no reference here: remove this"
-        yield Violation("algorithm.reference", "live", mend)
     scale = loss.margin_scale if isinstance(loss, LogisticLossConfig | BradleyTerryLossConfig) else 0.0
     for path, dataset in datasets(data):
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
@@ -89,6 +88,12 @@ def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -
         elif key is not None and not scale:
             mend = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
             yield Violation(f"{path}.margin_key", key, mend)
+
+
+def _live_reference_is_asked(algorithm: PreferenceConfig) -> Iterator[Violation]:
+    if not algorithm.loss.keeps_reference:
+        mend = f"the loss `{algorithm.loss.name}` has no reference here: remove this"
+        yield Violation("algorithm.reference", "live", mend)
 
 
 def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
-from nemorl.config.data import DataConfig, JsonlDataset
+from nemorl.config.data import DataConfig
 from nemorl.config.env import EnvConfig, RewardConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Violation
@@ -24,10 +24,9 @@ def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterato
 def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """A validation takes no task twice."""
     wanted, dataset = algorithm.validation.num_prompts, data.validation
-    if wanted is None or dataset is None or isinstance(dataset, JsonlDataset):
-        return
-    if wanted > dataset.size:
-        mend = f"data.validation has {dataset.size} tasks: lower this, or raise data.validation.size"
+    size = getattr(dataset, "size", None)  # files have as many as they have
+    if wanted is not None and size is not None and wanted > size:
+        mend = f"data.validation has {size} tasks: lower this, or raise data.validation.size"
         yield Violation("algorithm.validation.num_prompts", wanted, mend)
 
 
