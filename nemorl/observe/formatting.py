@@ -26,6 +26,7 @@ COLUMNS = (
     Column("loss/sft", "nll", 10),
     Column("rewards/accuracy", "told right", 10),
     Column("accuracy", "told right", 10),
+    Column("critic/explained_variance", "explained", 10),
     Column("kl/reference", "kl", 10),
     Column("entropy", "entropy", 9),
     Column("grad_norm", "grad norm", 10),
@@ -37,7 +38,7 @@ COLUMNS = (
 BY_IMPORTANCE = (
     "reward/mean", "loss/policy", "loss/preference", "rewards/accuracy", "accuracy", "loss/sft", "time/step",
     "grad_norm", "throughput/tokens_per_second",
-    "entropy", "kl/reference", "reward/std", "logprob_gap/max", "lr",
+    "entropy", "critic/explained_variance", "kl/reference", "reward/std", "logprob_gap/max", "lr",
 )  # fmt: skip
 VALIDATION = "validation/"
 

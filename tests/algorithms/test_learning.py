@@ -1,0 +1,169 @@
+"""The steps of learning from a batch: who is asked what, in which order, and what goes where."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemorl.algorithms.learning import Learning
+from nemorl.algorithms.scoring import Scorer
+from nemorl.algorithms.value_loss import ValueLoss
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.megatron.stats import LogprobStats, TrainStats
+from nemorl.session.shard import SequencePlace
+from tests.algorithms.groups import failed, group, trajectory
+
+GROUPS = [
+    group(0, trajectory(1.0, 0, 4), trajectory(0.0, 1, 2)),
+    group(1, trajectory(1.0, 0, 3, num_turns=2, turn_rewards=(0.25, 0.0)), failed(1)),
+]
+VALUES = {"loss": 0.5, "tokens": 4.0, "value": 1.0, "return": 2.0, "return_squared": 2.0, "error": 1.0}
+VALUES |= {"error_squared": 1.0, "clip_fraction": 0.0}
+POLICY = {"tokens": 4.0, "entropy": 1.0, "loss/policy": 0.5, "logprob_gap/mean": 0.0}
+
+
+class Model:
+    """A `ModelGroup` that remembers what it is asked."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+        self.places: Sequence[SequencePlace] = ()
+
+    async def load(self, places: Sequence[SequencePlace], **_: Any) -> None:
+        self.places = places
+        self.log.append(f"{self.name} load")
+
+    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
+        self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}")
+        return LogprobStats(0.0, 0.0, 9)
+
+    async def values(self) -> None:
+        self.log.append(f"{self.name} values")
+
+    async def share(self, field: str) -> str:
+        return f"{field} of the {self.name}"
+
+    async def take(self, field: str, column: str) -> None:
+        self.log.append(f"{self.name} takes {column} as {field}")
+
+    async def estimate(self, estimator: Any) -> dict[str, float]:
+        self.log.append(f"{self.name} estimates {estimator.config.name}")
+        return {"advantage/mean": 0.0}
+
+    async def sequence_figures(self, figure: Any) -> list[float]:
+        return [0.5, 1.5, 2.0, 0.0]
+
+    async def take_advantages(self, places: Sequence[SequencePlace]) -> None:
+        self.places = places
+        self.log.append(f"{self.name} takes advantages")
+
+    async def train(self, loss: Any, minibatch: int) -> TrainStats:
+        self.log.append(f"{self.name} trains {minibatch}")
+        sums = VALUES if isinstance(loss, ValueLoss) else POLICY
+        maxima = {} if isinstance(loss, ValueLoss) else {"logprob_gap/max": 0.0}
+        return TrainStats(dict(sums), maxima, 1.0, 0.1, False, 9, 9)
+
+    def packing_figures(self) -> dict[str, float]:
+        return {}
+
+
+def step_of(names: Sequence[str], step: int = 1, **fields: Any) -> tuple[list[str], dict[str, Model], Any]:
+    """One step of an algorithm over models of these names: what was asked, the models and the figures."""
+    counts = {"num_steps": 9, "num_prompts_per_step": 2, "num_generations_per_prompt": 2}
+    config = OnlineConfig.model_validate({**counts, **fields})
+    log: list[str] = []
+    models = {name: Model(name, log) for name in names}
+    session: Any = SimpleNamespace(
+        models=models, model=models.__getitem__, learner=models["policy"], models_share_devices=True
+    )
+    observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
+    entropy = SimpleNamespace(weight=0.0, hear=lambda _: {})
+    books: Any = SimpleNamespace(done=0, optimizer_figures=lambda _: {}, entropy=entropy)
+    gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
+    learning = Learning(config, Scorer(config), session, observer, books, gate)
+
+    async def run() -> dict[str, float]:
+        await learning.load(GROUPS)
+        figures = await learning.logprobs(step)
+        await learning.values()
+        return figures | await learning.advantages() | await learning.train(step)
+
+    figures = asyncio.run(run())
+    return log, models, figures
+
+
+def ignore(*_: Any, **__: Any) -> None:
+    """Instead of what is not looked at."""
+
+
+def test_ppo_with_a_reference_of_its_own() -> None:
+    log, models, figures = step_of(
+        ["policy", "critic", "reference"],
+        step=3,
+        name="ppo",
+        num_minibatches=2,
+        num_epochs=2,
+        kl={"coefficient": 0.1},
+        critic={"aggregation": "seq-mean-token-mean", "warmup_steps": 2},
+    )
+    assert log == [
+        "policy load",
+        "critic load",
+        "reference load",
+        "policy logprobs old",
+        "reference logprobs old",
+        "policy takes old_logprobs of the reference as reference_logprobs",
+        "critic values",
+        "policy takes values of the critic as values",
+        "policy estimates gae",
+        "critic takes returns of the policy as returns",
+        *[f"critic trains {minibatch}" for minibatch in (0, 1, 0, 1)],
+        *[f"policy trains {minibatch}" for minibatch in (0, 1, 0, 1)],
+    ]
+    assert figures["critic/value"] == 0.25
+    assert figures["loss/policy"] == 0.5
+    # Minibatches are groups here: two sequences of 4 and 2 tokens; one of 3, and one that failed.
+    assert [place.weight for place in models["policy"].places] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
+    assert [place.weight for place in models["critic"].places] == pytest.approx([1 / 8, 1 / 4, 1 / 3, 0])
+    # What a turn was paid stays with it, and all else goes to the last one.
+    assert [place.rewards for place in models["policy"].places] == [(1.0,), (0.0,), (0.25, 0.75), (0.0,)]
+
+
+def test_in_warm_up_the_critic_learns_alone() -> None:
+    log, _, figures = step_of(["policy", "critic"], step=2, name="ppo", critic={"warmup_steps": 2})
+    assert [entry for entry in log if "trains" in entry] == ["critic trains 0"]
+    assert "loss/policy" not in figures
+    assert figures["critic/lr"] == 0.1
+
+
+def test_returns_of_tokens_need_no_critic() -> None:
+    log, _, _ = step_of(["policy"], name="reinforce_plus_plus", kl={"coefficient": 0.1})
+    assert log == [
+        "policy load",
+        "policy logprobs old",
+        "policy logprobs reference",
+        "policy estimates token_returns",
+        "policy trains 0",
+    ]
+
+
+def test_divergence_in_the_reward_of_a_group() -> None:
+    log, models, figures = step_of(
+        ["policy"],
+        name="grpo",
+        advantage={"normalize": False},
+        kl={"coefficient": 0.1, "placement": "reward"},
+    )
+    assert log[-2:] == ["policy takes advantages", "policy trains 0"]
+    # Rewards 1 - 0.05 and 0 - 0.15; whoever failed is alone with nobody.
+    advantages = [place.advantage for place in models["policy"].places]
+    assert advantages == pytest.approx([0.55, -0.55, 0.0, 0.0])
+    assert figures["kl/penalty"] == pytest.approx(0.1 * (0.5 + 1.5 + 2.0) / 3)
+
+
+def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
+    log, _, _ = step_of(["policy"], name="grpo")
+    assert log == ["policy load", "policy trains 0"]
