@@ -127,6 +127,35 @@ def test_a_plan_lays_each_sequence_on_one_rank_and_one_micro_batch(tokens, num_m
         assert sorted(places) == list(range(len(held)))
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=8, max_size=8),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_units_lie_in_one_micro_batch_of_their_minibatch(pairs, num_minibatches, num_ranks):
+    lengths = [length for pair in pairs for length in pair]
+    units = [unit for unit in range(8) for _ in range(2)]
+    plan = plan_batch(lengths, num_ranks, num_minibatches, MAX_TOKENS, hidden_size=64, units=units)
+    size = 8 // num_minibatches
+    for number, minibatch in enumerate(plan.minibatches):
+        seen = []
+        for rank, batches in enumerate(minibatch):
+            for batch in batches:
+                sequences = [plan.ranks[rank][place] for place in batch]
+                assert sum(lengths[i] for i in sequences) <= MAX_TOKENS
+                seen.append(sorted(units[i] for i in sequences))
+        # Both of a pair stand in the same list.
+        assert all(batch.count(unit) == 2 for batch in seen for unit in batch)
+        assert sorted(unit for batch in seen for unit in batch[::2]) == [
+            *range(number * size, (number + 1) * size)
+        ]
+
+
+def test_a_unit_longer_than_the_budget_is_refused():
+    with pytest.raises(ValueError, match="has 120 tokens, a micro-batch takes 100"):
+        plan_batch([60, 60], 1, 1, 100, 64, units=[0, 0])
+
+
 def test_minibatches_must_divide_the_batch():
     with pytest.raises(ValueError, match="10 sequences do not divide into 3 minibatches"):
         plan_batch([1] * 10, 1, 3, 100, 64)
