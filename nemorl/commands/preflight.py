@@ -55,6 +55,9 @@ def prepare(
         if measuring and not training and experiment.data.validation is None:
             mend = "an evaluation measures on these tasks: name a dataset"
             yield Violation("data.validation", ABSENT, mend)
+        if measuring and not training and experiment.policy.head == "scalar":
+            mend = "an evaluation samples, and this model says numbers: let algorithm.validation measure it"
+            yield Violation("policy.head", "scalar", mend)
 
     experiment = load_experiment(path, overrides, further_checks)
     return Ready(experiment, plans[0])
