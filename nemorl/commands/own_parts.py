@@ -15,16 +15,16 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig):
         return
     if isinstance(algorithm.advantage, CustomAdvantageConfig):
-        from nemorl.algorithms import own_advantage  # brings torch, which takes seconds
+        from nemorl.algorithms.own_advantage import try_out  # brings torch, which takes seconds
 
         try:
-            own_advantage.try_out(algorithm.advantage, reward_names(experiment.env, experiment.rewards))
+            try_out(algorithm.advantage, reward_names(experiment.env, experiment.rewards))
         except NemorlError as error:
             yield Violation("algorithm.advantage.function", algorithm.advantage.function, str(error))
     if isinstance(algorithm.loss, CustomLossConfig):
-        from nemorl.algorithms import policy_losses  # brings torch as well
+        from nemorl.algorithms.policy_losses import try_out as try_out_loss  # brings torch as well
 
         try:
-            policy_losses.try_out(algorithm.loss)
+            try_out_loss(algorithm.loss)
         except NemorlError as error:
             yield Violation("algorithm.loss.function", algorithm.loss.function, str(error))
