@@ -23,6 +23,7 @@ def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         **_by_name([t for group in sound for t in group], "reward"),
+        **_of_rewards(groups),
         "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
         "length/mean": fmean(t.num_sampled for t in members),
         "turns/mean": fmean(t.num_turns for t in members),
@@ -77,6 +78,29 @@ def _by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, flo
     return {
         f"{prefix}/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names
     }
+
+
+def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Of each reward: its spread, the share of sound trajectories to which it does not apply and, of those
+    that are computed, the trajectories lost to it, retries, and the mean seconds of a group's scoring: that
+    its calls took, and that they waited for a place.
+    """
+    sound = [t for group in groups for t in group.trajectories if t.error is None]
+    computed = sorted({name for group in groups for name in group.scoring})
+    figures = {}
+    for name in sorted({name for t in sound for name in t.rewards} | set(computed)):
+        values = [t.rewards[name] for t in sound if name in t.rewards]
+        figures[f"reward_absent/{name}"] = 1 - len(values) / len(sound)
+        if values:
+            figures[f"reward_std/{name}"] = pstdev(values)
+    for name in computed:
+        scored = [group.scoring[name] for group in groups if name in group.scoring]
+        figures[f"reward_errors/{name}"] = float(sum(s.errors for s in scored))
+        figures[f"reward_seconds/{name}"] = fmean(s.seconds for s in scored)
+        figures[f"reward_waiting/{name}"] = fmean(s.waited for s in scored)
+        if any(s.retries is not None for s in scored):
+            figures[f"reward_retries/{name}"] = float(sum(s.retries or 0 for s in scored))
+    return figures
 
 
 def _stops(members: Sequence[TrajectorySummary]) -> dict[str, float]:

@@ -1,18 +1,24 @@
-"""The reward functions of an experiment, imported before a run: none fails after the first samples."""
+"""The rewards of an experiment, tried before a run: none fails after the first samples."""
 
 import json
+import os
 from collections.abc import Iterator
 
 from nemorl.config.checks.facts import acted_on
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.experiment import Experiment
+from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.errors import Violation
-from nemorl.rewards.find import GIVEN, RewardError, find_reward
+from nemorl.rewards.find import RewardError, find_reward
+from nemorl.rewards.signatures import GIVEN
 
 
 def reward_violations(experiment: Experiment) -> Iterator[Violation]:
     """Functions that are not there, or that ask for columns which the tasks do not have."""
     for place, config in enumerate(experiment.rewards):
+        if not isinstance(config, FunctionRewardConfig):
+            yield from _key(f"rewards.{place}.api_key_env", config.api_key_env)
+            continue
         field = f"rewards.{place}.function"
         try:
             found = find_reward(config)
@@ -23,14 +29,21 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
             columns = _columns(dataset)
             if columns is None:
                 continue
-            missing = sorted(found.needs - GIVEN - columns)
+            given = GIVEN[found.signature] | {"answer"}
+            missing = sorted(found.needs - given - columns)
             if missing:
                 mend = (
                     f"it asks for {', '.join(missing)}, and the tasks of {path} have the columns "
-                    f"{', '.join(sorted(GIVEN | columns))}: give it a default, or bind it in "
+                    f"{', '.join(sorted(given | columns))}: give it a default, or bind it in "
                     f"rewards.{place}.arguments"
                 )
                 yield Violation(field, config.function, mend)
+
+
+def _key(field: str, variable: str | None) -> Iterator[Violation]:
+    if variable is not None and not os.environ.get(variable, "").strip():
+        mend = "this environment variable is not set, or empty; it holds the key that the server wants"
+        yield Violation(field, variable, mend)
 
 
 def _columns(dataset: DatasetConfig) -> set[str] | None:

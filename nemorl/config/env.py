@@ -1,6 +1,6 @@
-"""`env` and `rewards`: what the policy acts in and what it is paid for."""
+"""`env`: what the policy acts in."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -48,12 +48,3 @@ EnvConfig = Annotated[
     Field(discriminator="name"),
     default_variant(SingleTurnEnvConfig),
 ]
-
-
-class RewardConfig(Config):
-    function: str = Field(min_length=1)
-    """A built-in reward's name, or `package.module:function`."""
-    weight: float = 1.0
-    """Factor of this reward in the sum."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments bound to the function."""

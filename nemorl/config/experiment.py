@@ -7,10 +7,11 @@ from pydantic import Field
 from .algorithm import AlgorithmConfig
 from .base import Config
 from .data import DataConfig
-from .env import EnvConfig, RewardConfig, SingleTurnEnvConfig
+from .env import EnvConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
 from .groups import CriticConfig, ReferenceConfig
 from .policy import PolicyConfig
+from .rewards import RewardConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 
@@ -30,7 +31,7 @@ class Experiment(Config):
     env: EnvConfig = SingleTurnEnvConfig()
     """What the policy acts in."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Reward functions, beside the environment's own reward."""
+    """Functions, reward models and judges, beside the environment's own reward."""
     algorithm: AlgorithmConfig
     """What is optimised."""
     critic: CriticConfig | None = None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from .yaml_tree import FieldPath, Tree
 
 # The keys that say which variant of a section is meant.
-VARIANT_KEYS = ("name", "backend")
+VARIANT_KEYS = ("kind", "name", "backend")
 
 Staying = Callable[[FieldPath, Tree, Tree], Tree]
 """What stays of the section at a path when another is laid over it."""

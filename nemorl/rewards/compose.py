@@ -1,72 +1,33 @@
-"""The rewards of a group: what the environment paid and what reward functions say, weighted and summed."""
+"""The rewards of a group: what the environment paid and what `rewards` say, weighted and summed."""
 
 import asyncio
-import inspect
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from nemorl.config.env import RewardConfig
-from nemorl.rollout.types import Conversation, Message, Task, Trajectory
+import numpy as np
 
-from .deadline import attempt
-from .find import RewardError, Scores, find_reward
+from nemorl.config.rewards import FunctionRewardConfig, JudgeRewardConfig, RewardConfig
+from nemorl.rollout.types import Conversation, StopReason, Task, Trajectory
+
+from .find import RewardError
+from .function_reward import FunctionReward
+from .scored import Answers, Failed, Scored, Scorer, ScoringFigures
+
+log = logging.getLogger(__name__)
 
 
-class RewardFunction:
-    """One reward of the `rewards` section: the function, its bound arguments and its weight."""
+@dataclass(frozen=True)
+class Paid:
+    """Trajectories with their rewards, and how each reward's scoring went."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises RewardError when the function cannot be found or does not take the arguments."""
-        self.name = config.function.rpartition(":")[2]
-        self.weight = config.weight
-        self._arguments = config.arguments
-        self._found = find_reward(config)
-
-    async def score(self, columns: dict[str, list[Any]], count: int, seconds: float) -> list[float | None]:
-        """One reward for each of `count` completions. Raises RewardError naming this function."""
-        missing = sorted(self._found.needs - columns.keys())
-        if missing:
-            raise RewardError(
-                f"reward `{self.name}` asks for {', '.join(missing)}; "
-                f"the columns are {', '.join(sorted(columns))}"
-            )
-        given = {
-            key: value for key, value in columns.items() if self._found.takes_any or key in self._found.takes
-        }
-        outcome = await attempt(self._call(given | self._arguments), f"reward `{self.name}`", seconds)
-        if outcome.failure is not None:
-            raise RewardError(outcome.failure)
-        return self._checked(outcome.value, count)
-
-    async def _call(self, arguments: dict[str, Any]) -> Scores:
-        if inspect.iscoroutinefunction(self._found.function):
-            return await self._found.function(**arguments)  # type: ignore[no-any-return]
-        # In a thread, so that a slow function holds up no other conversation.
-        return await asyncio.to_thread(self._blocking_call, arguments)
-
-    def _blocking_call(self, arguments: dict[str, Any]) -> Scores:
-        try:
-            return self._found.function(**arguments)  # type: ignore[return-value]
-        except SystemExit as exit_:  # it would end the event loop of all conversations without a word
-            raise RuntimeError(f"it called sys.exit({exit_.code!r})") from exit_
-
-    def _checked(self, scores: Scores | None, count: int) -> list[float | None]:
-        if not isinstance(scores, list | tuple) or len(scores) != count:
-            raise RewardError(
-                f"reward `{self.name}` answered {scores!r} to {count} completions: one number each"
-            )
-        for score in scores:
-            if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
-                raise RewardError(
-                    f"reward `{self.name}` answered {score!r}: a finite number or None is wanted"
-                )
-        return [None if score is None else float(score) for score in scores]
+    trajectories: list[Trajectory]
+    scoring: Mapping[str, ScoringFigures]
 
 
 class Rewards:
-    """All rewards of an experiment."""
+    """All rewards of an experiment. Groups are scored while others sample."""
 
     def __init__(
         self,
@@ -75,39 +36,57 @@ class Rewards:
         chat: bool,
         seconds: float,
     ) -> None:
-        """`seconds` bounds one call of a function; `chat` gives functions messages instead of texts."""
-        self._functions = [RewardFunction(config) for config in configs]
+        """`seconds` bounds one call of a reward without a deadline of its own; `chat` gives functions
+        messages instead of texts. Raises RewardError.
+        """
+        self._configs = configs
         self._weights = dict(environment_weights)
         self._chat = chat
-        self._seconds = seconds
-        for function in self._functions:
-            if function.name in self._weights:
-                raise RewardError(f"two rewards are named `{function.name}`; a metric can hold only one")
-            self._weights[function.name] = function.weight
+        for config in configs:
+            if config.metric in self._weights:
+                raise RewardError(f"two rewards are named `{config.metric}`; a metric can hold only one")
+            self._weights[config.metric] = config.weight
+        self._scorers = [scorer(config, seconds) for config in configs]
 
-    async def apply(self, task: Task, conversations: Sequence[Conversation]) -> list[Trajectory]:
+    async def apply(self, task: Task, conversations: Sequence[Conversation]) -> Paid:
         """The conversations' trajectories with all rewards and their weighted sum; failed ones as they are.
 
-        Raises RewardError.
+        Where a reward cannot be computed the trajectory fails too: it holds the reason and trains nothing.
+        Raises RewardError where a reward says `on_error: fail`, and for what no answer can have.
         """
         whole = [c for c in conversations if c.trajectory.error is None]
-        columns = self._columns(task, whole)
-        earned = [dict(c.trajectory.rewards) for c in whole]
-        if whole:
-            answers = await asyncio.gather(
-                *(function.score(columns, len(whole), self._seconds) for function in self._functions)
-            )
-            for function, scores in zip(self._functions, answers, strict=True):
-                for rewards, score in zip(earned, scores, strict=True):
-                    if score is not None:
-                        rewards[function.name] = score
-        paid = iter(earned)
-        return [
-            c.trajectory if c.trajectory.error is not None else self._pay(c.trajectory, next(paid))
-            for c in conversations
-        ]
+        answers = Answers(task, whole, self._chat)
+        if not whole:
+            return Paid([c.trajectory for c in conversations], {})
+        found = await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers))
+        for config, scored in zip(self._configs, found, strict=True):
+            self._tell(config, scored, task)
+        paid = (self._pay(c.trajectory, found, row) for row, c in enumerate(whole))
+        return Paid(
+            [c.trajectory if c.trajectory.error is not None else next(paid) for c in conversations],
+            {c.metric: _figures(scored) for c, scored in zip(self._configs, found, strict=True)},
+        )
 
-    def _pay(self, trajectory: Trajectory, rewards: dict[str, float]) -> Trajectory:
+    async def close(self) -> None:
+        """Release what rewards hold, such as connections."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers))
+
+    def _tell(self, config: RewardConfig, scored: Scored, task: Task) -> None:
+        """Raises RewardError with the first reason where the config wants it; else the log has them all."""
+        reasons = Counter(score.reason for score in scored.scores if isinstance(score, Failed))
+        for reason, count in reasons.items():
+            if config.on_error == "fail":
+                raise RewardError(reason)
+            log.warning("task %d: %d trajectories lost: %s", task.index, count, reason)
+
+    def _pay(self, trajectory: Trajectory, found: Sequence[Scored], row: int) -> Trajectory:
+        rewards = dict(trajectory.rewards)
+        for config, scored in zip(self._configs, found, strict=True):
+            score = scored.scores[row]
+            if isinstance(score, Failed):
+                return _lost(trajectory, score.reason)
+            if score is not None:
+                rewards[config.metric] = score
         unknown = sorted(rewards.keys() - self._weights.keys())
         if unknown:
             raise RewardError(f"the environment pays {', '.join(unknown)}, to which it gave no weight")
@@ -117,20 +96,32 @@ class Rewards:
     def _weighted(self, rewards: dict[str, float]) -> float:
         return sum(self._weights[name] * value for name, value in rewards.items())
 
-    def _columns(self, task: Task, conversations: Sequence[Conversation]) -> dict[str, list[Any]]:
-        """Keyword arguments of reward functions: a list each, one entry a conversation."""
-        columns: dict[str, list[Any]] = {
-            key: [value] * len(conversations) for key, value in task.columns.items()
-        }
-        columns["answer"] = [task.answer] * len(conversations)
-        columns["prompts"] = [self._shape(c.opening) for c in conversations]
-        columns["completions"] = [self._shape(c.exchange) for c in conversations]
-        columns["completion_ids"] = [
-            c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in conversations
-        ]
-        return columns
 
-    def _shape(self, messages: Sequence[Message]) -> str | list[dict[str, str]]:
-        if self._chat:
-            return [{"role": m.role, "content": m.content} for m in messages]
-        return "".join(m.content for m in messages)
+def scorer(config: RewardConfig, seconds: float) -> Scorer:
+    """What computes a reward; `seconds` bounds a call that has no deadline of its own. Raises RewardError."""
+    if isinstance(config, FunctionRewardConfig):
+        return FunctionReward(config, seconds)
+    if isinstance(config, JudgeRewardConfig):
+        from .judge import JudgeReward  # with aiohttp, as the other
+
+        return JudgeReward(config, seconds)
+    from .model_service import ModelServiceReward
+
+    return ModelServiceReward(config, seconds)
+
+
+def _figures(scored: Scored) -> ScoringFigures:
+    errors = sum(isinstance(score, Failed) for score in scored.scores)
+    return ScoringFigures(errors, scored.seconds, scored.waited, scored.retries)
+
+
+def _lost(trajectory: Trajectory, reason: str) -> Trajectory:
+    """A trajectory without its reward is no evidence: it trains nothing and pays nothing."""
+    return replace(
+        trajectory,
+        loss_mask=np.zeros_like(trajectory.loss_mask),
+        rewards={},
+        reward=0.0,
+        stop=StopReason.ERROR,
+        error=reason,
+    )

@@ -1,33 +1,35 @@
 """Finding the function that an experiment names as a reward, and what it can be called with. No torch."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
-from nemorl.config.env import RewardConfig
+from nemorl.config.rewards import FunctionRewardConfig, Signature
 
 from .functions import BUILT_IN
+from .signatures import FORMS, GIVEN, fits, signature_of
 
-Scores = Sequence[float | None]
-GIVEN = frozenset({"completions", "prompts", "completion_ids", "answer"})  # to every reward, by name
+Function = Callable[..., Any]
 
 
 class RewardError(RuntimeError):
-    """A reward that cannot be found, called or used; the message names the function."""
+    """A reward that cannot be found, called or used; the message names it."""
 
 
 @dataclass(frozen=True)
 class FoundReward:
     """A function, which is called with keyword arguments only."""
 
-    function: Callable[..., Scores | Awaitable[Scores]]
+    function: Function
+    signature: Signature
     takes: frozenset[str]  # names of its parameters
     takes_any: bool  # **columns
-    needs: frozenset[str]  # columns it cannot do without
+    needs: frozenset[str]  # columns it cannot do without, beside what its signature gives
 
 
-def find_reward(config: RewardConfig) -> FoundReward:
+def find_reward(config: FunctionRewardConfig) -> FoundReward:
     """Import the function. Raises RewardError when there is none or it cannot be called as rewards are."""
     function = _resolve(config.function)
     parameters = inspect.signature(function).parameters.values()
@@ -35,19 +37,21 @@ def find_reward(config: RewardConfig) -> FoundReward:
     takes = frozenset(p.name for p in by_name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if nameless or not (takes_any or "completions" in takes):
+    signature = config.signature or signature_of(takes)
+    if nameless or not (takes_any or fits(signature, takes)):
         raise RewardError(
-            f"reward `{config.function}` takes ({', '.join(map(str, parameters))}): rewards are called by "
-            "name, as `(completions, **columns)`"
+            f"reward `{config.function}` takes ({', '.join(map(str, parameters))}): rewards of the signature "
+            f"`{signature}` are called by name, as `{FORMS[signature]}`"
         )
     unknown = sorted(config.arguments.keys() - takes) if not takes_any else []
     if unknown:
         raise RewardError(f"reward `{config.function}` takes no argument {', '.join(unknown)}")
-    needs = frozenset(p.name for p in by_name if p.default is p.empty) - config.arguments.keys()
-    return FoundReward(function, takes, takes_any, needs)
+    required = frozenset(p.name for p in by_name if p.default is p.empty)
+    needs = required - config.arguments.keys() - GIVEN[signature]
+    return FoundReward(function, signature, takes, takes_any and signature == "trl", needs)
 
 
-def _resolve(name: str) -> Callable[..., Scores | Awaitable[Scores]]:
+def _resolve(name: str) -> Function:
     module, colon, attribute = name.partition(":")
     if not colon:
         if name not in BUILT_IN:

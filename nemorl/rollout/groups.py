@@ -1,7 +1,10 @@
 """What the driver asks of rollout workers and what it hears back: metadata, never token arrays."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from nemorl.rewards.scored import ScoringFigures
 
 from .types import StopReason, Trajectory
 
@@ -58,6 +61,7 @@ class GroupSummary:
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
     greedy: TrajectorySummary | None = None  # the sample beside the group that was asked for; not in the list
+    scoring: Mapping[str, ScoringFigures] = field(default_factory=dict)  # by reward, of those computed
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:

@@ -65,7 +65,8 @@ class RolloutWorker:
                 group.cancel()
 
     async def close(self) -> None:
-        """Release what the environments share."""
+        """Release what the environments share and what rewards hold."""
+        await self._rewards.close()
         await self._environments.close()
 
     async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
@@ -77,7 +78,8 @@ class RolloutWorker:
             )
         )
         paid = await self._rewards.apply(task, conversations)
-        trajectories, beside = paid[: assignment.num_samples], paid[assignment.num_samples :]
+        trajectories = paid.trajectories[: assignment.num_samples]
+        beside = paid.trajectories[assignment.num_samples :]
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
@@ -87,6 +89,7 @@ class RolloutWorker:
                 self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
             ),
             greedy=summarize(beside[0], assignment.num_samples) if beside else None,
+            scoring=paid.scoring,
         )
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:

@@ -1,5 +1,6 @@
 """Figures of sampling against values worked out by hand or by enumeration."""
 
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 
@@ -8,10 +9,12 @@ import pytest
 from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
 from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
-from nemorl.config.checks.figures import figures
-from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
+from nemorl.config.checks.figures import figures as known_figures
+from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.rewards import FunctionRewardConfig, ModelRewardConfig
+from nemorl.rewards.scored import ScoringFigures
 from nemorl.rollout.types import StopReason
-from tests.algorithms.groups import group, trajectory
+from tests.algorithms.groups import failed, group, trajectory
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(4, 0), (4, 1), (5, 2), (6, 5), (3, 3)])
@@ -42,6 +45,37 @@ def test_rollout_figures() -> None:
     assert environment_share(groups) == 0.25
 
 
+def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:
+    first = group(0, trajectory(1.0), trajectory(0.0, 1), trajectory(0.0, 2, rewards={"kind": 3.0}))
+    second = group(1, trajectory(0.5), failed(1))
+    groups = [
+        replace(
+            first, scoring={"exact": ScoringFigures(0, 2.0, 0.5, None), "judge": ScoringFigures(0, 1.0, 0, 3)}
+        ),
+        replace(
+            second,
+            scoring={"exact": ScoringFigures(1, 4.0, 1.5, None), "judge": ScoringFigures(0, 5.0, 0, 1)},
+        ),
+    ]
+    figures = rollout_figures(groups)
+    assert figures["reward_std/exact"] == pytest.approx(((0.5**2 + 0.5**2 + 0) / 3) ** 0.5)
+    assert figures["reward_absent/exact"] == pytest.approx(1 / 4)
+    assert figures["reward_absent/kind"] == pytest.approx(3 / 4)
+    assert figures["reward_absent/judge"] == 1
+    assert figures["reward_errors/exact"] == 1
+    assert (figures["reward_seconds/exact"], figures["reward_waiting/exact"]) == (3.0, 1.0)
+    assert figures["reward_retries/judge"] == 4
+    assert "reward_retries/exact" not in figures
+    assert "reward_std/judge" not in figures
+    rewards = (
+        FunctionRewardConfig(function="own:exact"),
+        FunctionRewardConfig(function="own:kind"),
+        ModelRewardConfig(kind="model", name="judge", url="http://judge/v1", model="m"),
+    )
+    config = OnlineConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
+    assert figures.keys() <= known_figures(config, SingleTurnEnvConfig(), rewards)
+
+
 def test_every_figure_can_be_named_in_a_config() -> None:
     config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3,
@@ -49,12 +83,14 @@ def test_every_figure_can_be_named_in_a_config() -> None:
     )  # fmt: skip
     groups = [group(0, *(trajectory(1.0, row, stop=stop) for row, stop in enumerate(StopReason)))]
     written = rollout_figures(groups).keys() | validation_figures(groups, 1.0, (1, 2)).keys()
-    assert written <= figures(config, SingleTurnEnvConfig(), (RewardConfig(function="own:exact"),))
+    assert written <= known_figures(
+        config, SingleTurnEnvConfig(), (FunctionRewardConfig(function="own:exact"),)
+    )
 
 
 def test_failed_trajectories_are_no_rewards() -> None:
-    failed = trajectory(0.0, 1, error="the environment hung")
-    figures = rollout_figures([group(0, trajectory(1.0), failed), group(1, trajectory(0.5), failed)])
+    lost = trajectory(0.0, 1, error="the environment hung")
+    figures = rollout_figures([group(0, trajectory(1.0), lost), group(1, trajectory(0.5), lost)])
     assert figures["reward/mean"] == 0.75
     assert figures["errors"] == 2
     assert figures["group/zero_variance"] == 1

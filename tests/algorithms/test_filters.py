@@ -10,7 +10,8 @@ from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.filters import FiltersConfig, RefillConfig
 from nemorl.config.checks.figures import figures
-from nemorl.config.env import RewardConfig, SingleTurnEnvConfig
+from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.data.batches import STAND_IN_TOKENS
 from nemorl.data.micro_batches import plan_batch
 from nemorl.data.order import TaskOrder
@@ -117,7 +118,7 @@ def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
         "filters/dropped_mean_reward": 1, "filters/least_varied": 2, "filters/truncated": 0,
     }  # fmt: skip
     config = online(3, 3, filters=filters)
-    assert batch.figures.keys() <= figures(config, SingleTurnEnvConfig(), (RewardConfig(function="f"),))
+    assert batch.figures.keys() <= figures(config, SingleTurnEnvConfig(), (FunctionRewardConfig(function="f"),))
 
 
 def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -> None:

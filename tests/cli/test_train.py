@@ -83,12 +83,12 @@ def test_a_reward_in_the_current_folder_is_found(
         (
             "def close(prompt, answers): ...",
             "{function: own:close}",
-            "takes (prompt, answers): rewards are",
+            "takes (prompt, answers): rewards of the signature `trl` are",
         ),
         (
             "def close(completions, /): ...",
             "{function: own:close}",
-            "takes (completions): rewards are",
+            "takes (completions): rewards of the signature `trl` are",
         ),
         (
             "def close(completions, level): ...",

@@ -1,12 +1,16 @@
 import asyncio
+import re
+import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from nemorl.config.env import RewardConfig
-from nemorl.rewards.compose import RewardError, Rewards
+from nemorl.config.rewards import FunctionRewardConfig
+from nemorl.rewards.compose import Rewards
+from nemorl.rewards.find import RewardError
+from nemorl.rewards.scored import Answers
 from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 OWN = "tests.rewards.own_rewards"
@@ -30,18 +34,23 @@ def conversation(text: str, rewards=None, error=None) -> Conversation:
     return Conversation(trajectory, TASK.messages, (Message("assistant", text),), num_prompt_tokens=1)
 
 
-def own(name: str, **options) -> RewardConfig:
-    return RewardConfig(function=f"{OWN}:{name}", **options)
+def own(function: str, **options) -> FunctionRewardConfig:
+    return FunctionRewardConfig(function=f"{OWN}:{function}", **options)
 
 
-def apply(configs, conversations, *, weights=None, chat=False, seconds=5.0):
+def pay(configs, conversations, *, weights=None, chat=False, seconds=5.0, task=TASK):
+    """Trajectories, and how the scoring went."""
     rewards = Rewards(configs, weights or {}, chat, seconds)
-    return asyncio.run(rewards.apply(TASK, conversations))
+    return asyncio.run(rewards.apply(task, conversations))
+
+
+def apply(configs, conversations, **options):
+    return pay(configs, conversations, **options).trajectories
 
 
 def test_rewards_are_weighted_and_summed_with_the_environments():
     configs = [
-        RewardConfig(function="exact_match", weight=2.0),
+        FunctionRewardConfig(function="exact_match", weight=2.0),
         own("half", weight=-1.0, arguments={"scale": 0.25}),
         own("word_count", weight=0.1),
     ]
@@ -60,15 +69,17 @@ def test_turns_have_the_weighted_rewards_of_the_environment():
     turns = (Turn(1, 2, StopReason.STOP, {"env": 0.5}), Turn(2, 3, StopReason.STOP, {"env": 1.0, "end": 2.0}))
     given = conversation("4", {"env": 1.5, "end": 2.0})
     given = replace(given, trajectory=replace(given.trajectory, turns=turns))
-    (paid,) = apply([RewardConfig(function="exact_match")], [given], weights={"env": 10.0, "end": 0.1})
+    (paid,) = apply(
+        [FunctionRewardConfig(function="exact_match")], [given], weights={"env": 10.0, "end": 0.1}
+    )
     assert [turn.reward for turn in paid.turns] == pytest.approx([5.0, 10.2])
     assert paid.reward == pytest.approx(5.0 + 10.2 + 1.0)  # the function pays for the whole
 
 
 def test_a_reward_that_does_not_apply_is_absent():
     easy = Task(0, TASK.messages, None, {"level": "easy"})
-    rewards = Rewards([own("only_hard"), RewardConfig(function="exact_match")], {}, chat=False, seconds=5.0)
-    (trajectory,) = asyncio.run(rewards.apply(easy, [conversation("4")]))
+    configs = [own("only_hard"), FunctionRewardConfig(function="exact_match")]
+    (trajectory,) = apply(configs, [conversation("4")], task=easy)
     assert trajectory.rewards == {}
     assert trajectory.reward == 0.0
 
@@ -82,10 +93,9 @@ def test_failed_trajectories_are_neither_shown_nor_paid():
 
 
 def test_chat_functions_get_messages():
-    rewards = Rewards([RewardConfig(function="exact_match")], {}, chat=True, seconds=5.0)
-    (trajectory,) = asyncio.run(rewards.apply(TASK, [conversation("4")]))
+    (trajectory,) = apply([FunctionRewardConfig(function="exact_match")], [conversation("4")], chat=True)
     assert trajectory.reward == 1.0
-    columns = rewards._columns(TASK, [conversation("4")])
+    columns = Answers(TASK, [conversation("4")], chat=True).columns
     assert columns["prompts"] == [[{"role": "user", "content": "2+2?"}]]
     assert columns["completions"] == [[{"role": "assistant", "content": "4"}]]
     assert columns["completion_ids"] == [[1, 2]]
@@ -99,12 +109,103 @@ def test_chat_functions_get_messages():
         ("not_finite", "reward `not_finite` answered nan: a finite number"),
         ("raises", "reward `raises`: LookupError: no such word"),
         ("sleeps", r"reward `sleeps`: no answer within 0\.05 s"),
-        ("wants", "reward `wants` asks for solution; the columns are answer, completion_ids, completions, l"),
+        ("leaves", r"reward `leaves`: RuntimeError: it raised SystemExit\(3\)"),
     ],
 )
-def test_a_reward_that_cannot_be_used_is_named(name, message):
+def test_a_reward_that_cannot_be_computed_costs_the_trajectory_or_the_run(name, message):
+    given = [conversation("4"), conversation("5")]
     with pytest.raises(RewardError, match=message):
-        apply([own(name)], [conversation("4"), conversation("5")], seconds=0.05)
+        apply([own(name, on_error="fail")], given, seconds=0.05)
+
+    paid = pay([own(name), own("half")], given, seconds=0.05)
+
+    for trajectory in paid.trajectories:
+        assert re.search(message, trajectory.error)
+        assert (trajectory.stop, trajectory.reward, trajectory.rewards) == (StopReason.ERROR, 0.0, {})
+        assert not trajectory.loss_mask.any()
+    assert paid.scoring[name].errors == 2
+    assert paid.scoring["half"].errors == 0
+
+
+def test_an_answer_that_cannot_be_scored_costs_no_other():
+    paid = pay([own("fails_for_five")], [conversation("4"), conversation("5"), conversation("6")])
+
+    assert [t.reward for t in paid.trajectories] == [1.0, 0.0, 1.0]
+    assert [t.error is None for t in paid.trajectories] == [True, False, True]
+    assert "answered inf: a finite number" in paid.trajectories[1].error
+    assert paid.scoring["fails_for_five"].errors == 1
+
+
+def test_a_column_that_no_task_has_ends_the_run():
+    with pytest.raises(
+        RewardError, match="reward `wants` asks for solution; the columns are answer, completion"
+    ):
+        apply([own("wants")], [conversation("4")])
+
+
+def test_verls_functions_see_one_answer_at_a_time():
+    said = [conversation("4"), conversation("5"), conversation("raise")]
+    task = Task(0, TASK.messages, "4", {"data_source": "sums", "reward_model": {"ground_truth": "5"}})
+
+    paid = pay([own("compute_score", arguments={"factor": 0.5})], said, task=task)
+
+    assert [t.reward for t in paid.trajectories] == [0.0, 0.5, 0.0]  # the ground truth is verl's column
+    assert paid.trajectories[2].error == "reward `compute_score`: ValueError: no such solution"
+    assert paid.scoring["compute_score"].errors == 1
+    assert [t.reward for t in apply([own("compute_score_async")], said[:2])] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["reward_func", "reward_func_with_logs"])
+def test_openrlhfs_functions_see_texts_and_labels(name):
+    assert [t.reward for t in apply([own(name)], [conversation("4"), conversation("5")])] == [1.0, 0.0]
+
+
+def test_a_signature_may_be_named():
+    with pytest.raises(RewardError, match="reward `compute_score_async` asks for ground_truth, solution_str"):
+        apply([own("compute_score_async", signature="trl")], [conversation("4")])
+    with pytest.raises(RewardError, match=r"signature `openrlhf` are called by name, as `\(queries, prompts"):
+        Rewards([own("half", signature="openrlhf")], {}, chat=False, seconds=1.0)
+
+
+def test_a_name_is_what_metrics_say():
+    configs = [own("half", name="first"), own("half", name="second", weight=2.0)]
+    (trajectory,) = apply(configs, [conversation("4")])
+    assert trajectory.rewards == {"first": 0.5, "second": 0.5}
+    assert trajectory.reward == 1.5
+
+
+def test_who_waits_for_a_place_is_not_late():
+    """Seven calls of 0.1 s, one at a time: the last waits 0.6 s, and each has 0.5 s."""
+    rewards = Rewards(
+        [own("sleeps", arguments={"seconds": 0.1}, max_concurrent=1, deadline=0.5)],
+        {},
+        chat=False,
+        seconds=0.01,
+    )
+
+    async def main():
+        return await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(7)))
+
+    scoring = [paid.scoring["sleeps"] for paid in asyncio.run(main())]
+    assert [s.errors for s in scoring] == [0] * 7
+    assert all(0.1 <= s.seconds < 0.5 for s in scoring)
+    assert max(s.waited for s in scoring) >= 0.6
+
+
+def test_functions_that_never_return_keep_no_place():
+    """Many more of them than a pool of threads would have; what comes after them is scored."""
+    never = threading.Event()
+    hangs = own("waits", arguments={"event": never}, max_concurrent=100, deadline=0.01)
+
+    async def main():
+        rewards = Rewards([hangs], {}, chat=False, seconds=5.0)
+        lost = await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(70)))
+        never.set()
+        return lost, await rewards.apply(TASK, [conversation("4")])
+
+    lost, after = asyncio.run(main())
+    assert all("no answer within 0.01 s" in paid.trajectories[0].error for paid in lost)
+    assert after.trajectories[0].reward == 1.0
 
 
 def test_a_slow_function_holds_nothing_else_up():
@@ -120,8 +221,8 @@ def test_a_slow_function_holds_nothing_else_up():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RewardConfig(function="exakt"), "no reward `exakt`: built in are exact_match, format_tags"),
-        (RewardConfig(function="no.such:f"), "reward `no.such:f`: cannot import no.such"),
+        (FunctionRewardConfig(function="exakt"), "no reward `exakt`: built in are exact_match, format_tags"),
+        (FunctionRewardConfig(function="no.such:f"), "reward `no.such:f`: cannot import no.such"),
         (own("missing"), f"{OWN} has no function missing"),
         (own("NOT_A_FUNCTION"), f"{OWN} has no function NOT_A_FUNCTION"),
         (own("half", arguments={"size": 1}), "takes no argument size"),

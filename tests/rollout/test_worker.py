@@ -1,15 +1,17 @@
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.config.env import CalculatorEnvConfig, RewardConfig
+from nemorl.config.env import CalculatorEnvConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.generation_base import SamplingConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Replica, Router
@@ -18,7 +20,7 @@ from nemorl.rollout.groups import GroupAssignment
 from nemorl.rollout.types import StopReason
 from nemorl.rollout.worker import RolloutWorker
 from tests.data.tokenizers import ENDOFTEXT
-from tests.rollout.stand_ins import EchoEngine
+from tests.rollout.stand_ins import EchoEngine, completion
 
 
 def experiment(model_folder, **options) -> Experiment:
@@ -29,7 +31,7 @@ def experiment(model_folder, **options) -> Experiment:
         "policy": PolicyConfig(model_path=model_folder, max_sequence_length=64),
         "generation": TorchGenerationConfig(max_new_tokens=8, sampling=SamplingConfig(temperature=0.7)),
         "data": DataConfig(train=train, validation=validation, chat=False),
-        "rewards": (RewardConfig(function="exact_match", weight=2.0),),
+        "rewards": (FunctionRewardConfig(function="exact_match", weight=2.0),),
         "algorithm": OnlineConfig(
             name="grpo",
             num_steps=1,
@@ -117,6 +119,31 @@ def test_a_greedy_sample_beside_a_group_is_paid_and_not_stored(model_folder, tok
     assert {request.sampling.temperature for request in requests} == {0.0, 0.7}
 
 
+def test_a_group_is_scored_while_others_sample(model_folder, tokenizer):
+    """The engine finishes no answer of group 1 before group 0's reward is under way, which waits for it.
+
+    Scored after all had been sampled, or sampled after the first had been scored, this would never end.
+    """
+    scoring, sampled = threading.Event(), threading.Event()
+
+    async def generate(requests):
+        for request in sorted(requests, key=lambda request: request.conversation):
+            if request.conversation.startswith("1/"):
+                await asyncio.to_thread(scoring.wait)
+            yield [completion(request, adds(tokenizer)(request))]
+        sampled.set()
+
+    slow = FunctionRewardConfig(
+        function="tests.rewards.own_rewards:waits", arguments={"event": sampled, "reached": scoring}
+    )
+    worker = RolloutWorker(
+        experiment(model_folder, rewards=(slow,)), Router([Replica("echo", generate)]), store=len
+    )
+    summaries = sample(worker, [GroupAssignment(group, group, num_samples=2) for group in range(2)])
+    assert [t.reward for summary in summaries for t in summary.trajectories] == [1.0] * 4
+    assert [summary.scoring["waits"].errors for summary in summaries] == [0, 0]
+
+
 def test_validation_has_its_own_tasks_sampling_and_seeds(model_folder, tokenizer):
     requests = []
 
@@ -152,7 +179,7 @@ def test_a_conversation_with_a_tool_from_config_to_reward(model_folder, tokenize
         generation=TorchGenerationConfig(max_new_tokens=90),
         env=CalculatorEnvConfig(name="calculator", weight=0.5),
         data=DataConfig(train=ArithmeticDataset(name="arithmetic", digits=1, size=50)),
-        rewards=(RewardConfig(function="format_tags", weight=0.25),),
+        rewards=(FunctionRewardConfig(function="format_tags", weight=0.25),),
     )
     engine = EchoEngine(policy)
     stored = []

@@ -18,9 +18,9 @@ from nemorl.config.env import (
     EnvConfig,
     MathEnvConfig,
     ReasoningGymEnvConfig,
-    RewardConfig,
     SingleTurnEnvConfig,
 )
+from nemorl.config.rewards import RewardConfig
 from nemorl.errors import Violation
 
 from .figures import pays_calls, reward_names

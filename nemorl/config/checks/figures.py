@@ -14,7 +14,8 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.algorithm.picked import PickedBase
-from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
+from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
+from nemorl.config.rewards import FunctionRewardConfig, RewardConfig
 
 from .offline_figures import offline_figures, picked_figures
 
@@ -44,8 +45,9 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     """Names of all figures that a line of such a run may hold."""
     names = _UPDATES | _STAGES | _PACKING | _EXPERTS
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
+    scored = set(_of_rewards(env, rewards))
     if isinstance(algorithm, OnlineBase):
-        names = names | _SAMPLING | _HANDING_OVER | paid | set(_filters(algorithm.filters))
+        names = names | _SAMPLING | _HANDING_OVER | paid | scored | set(_filters(algorithm.filters))
     if isinstance(algorithm, PickedBase):
         names |= picked_figures(algorithm)
     if isinstance(algorithm, OnlineConfig):
@@ -62,6 +64,16 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
     return frozenset(names)
+
+
+def _of_rewards(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:
+    """Of each reward its spread and how often it does not apply; of those that are computed, how it went."""
+    for name in reward_names(env, rewards):
+        yield from (f"reward_std/{name}", f"reward_absent/{name}")
+    for reward in rewards:
+        yield from (f"reward_{figure}/{reward.metric}" for figure in ("errors", "seconds", "waiting"))
+        if not isinstance(reward, FunctionRewardConfig):
+            yield f"reward_retries/{reward.metric}"
 
 
 def _beside_the_policy(algorithm: OnlineConfig) -> Iterator[str]:
@@ -116,12 +128,12 @@ def pays_calls(env: EnvConfig) -> TypeGuard[CalculatorEnvConfig]:
 
 
 def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:
-    """What each reward is called in figures: an environment by its name, a function by its own."""
+    """What each reward is called in figures: an environment by its name, others by their own."""
     if not isinstance(env, SingleTurnEnvConfig):
         yield env.name
     if pays_calls(env):
         yield "calculator_call"
-    yield from (reward.function.rpartition(":")[2] for reward in rewards)
+    yield from (reward.metric for reward in rewards)
 
 
 def _measured(validation: ValidationConfig, paid: set[str]) -> Iterator[str]:

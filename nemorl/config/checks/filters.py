@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
-from nemorl.config.env import EnvConfig, RewardConfig
+from nemorl.config.env import EnvConfig
+from nemorl.config.rewards import RewardConfig
 from nemorl.errors import Violation
 
 from .figures import reward_names

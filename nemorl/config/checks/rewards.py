@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig
-from nemorl.config.env import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
+from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
+from nemorl.config.rewards import RewardConfig
 from nemorl.errors import Violation
 
 from .facts import generates
@@ -25,13 +26,13 @@ def something_is_rewarded(
 
 
 def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
-    """A metric can hold one reward; a function's name is what stands after the colon."""
+    """A metric can hold one reward; without a name a function is called by what stands after the colon."""
     taken = set(reward_names(env, ()))
     for place, reward in enumerate(rewards):
-        (name,) = reward_names(SingleTurnEnvConfig(), (reward,))
+        name = reward.metric
         if name in taken:
-            mend = f"another reward is named `{name}` already: remove one, or give the function another name"
-            yield Violation(f"rewards.{place}.function", reward.function, mend)
+            mend = f"another reward is named `{name}` already: remove one, or give it another `name`"
+            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
         taken.add(name)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig
-from nemorl.config.env import EnvConfig, RewardConfig
+from nemorl.config.env import EnvConfig
+from nemorl.config.rewards import RewardConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Violation
 

@@ -1,0 +1,131 @@
+"""`rewards`: what the policy is paid for, beside what the environment pays."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .base import Config, default_variant
+
+Signature = Literal["trl", "verl", "openrlhf"]
+
+
+class RewardBase(Config):
+    """What all rewards have in common."""
+
+    name: str | None = Field(None, min_length=1)
+    """What metrics and filters call it; a function is called by its own name when not given."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    deadline: float | None = Field(None, gt=0)
+    """Seconds of one call, retries included and waiting for a place not; null is
+    `cluster.deadlines.environment`."""
+    max_concurrent: int = Field(8, ge=1)
+    """Calls under way at a time in each rollout worker; more wait."""
+    on_error: Literal["skip", "fail"] = "skip"
+    """`skip`: a trajectory that cannot be scored does not train and is counted. `fail`: the run ends."""
+
+    @property
+    def metric(self) -> str:
+        """What metrics call it."""
+        raise NotImplementedError
+
+    @property
+    def field(self) -> str:
+        """The field that says where the name comes from, for messages."""
+        return "name"
+
+
+class FunctionRewardConfig(RewardBase):
+    kind: Literal["function"] = "function"
+    """A function of the answers of a group, or of one answer."""
+    function: str = Field(min_length=1)
+    """A built-in reward's name, or `package.module:function`."""
+    signature: Signature | None = None
+    """How the function is called: as TRL, verl or OpenRLHF do; told from its parameters when not given."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments bound to the function."""
+
+    @property
+    def metric(self) -> str:
+        """Its name, or the function's own."""
+        return self.name or self.function.rpartition(":")[2]
+
+    @property
+    def field(self) -> str:
+        """The function names itself."""
+        return "name" if self.name is not None else "function"
+
+
+class ServiceRewardBase(RewardBase):
+    """A reward by HTTP."""
+
+    url: str = Field(min_length=1)
+    """Address of the server up to and with `/v1`; for vLLM's `/classify` without it."""
+    model: str = Field(min_length=1)
+    """What the server calls the model."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; the key itself never stands in a config."""
+    max_retries: int = Field(3, ge=0)
+    """Times a request is sent again after status 429, 5xx or a broken connection; counted in the metrics."""
+
+
+class ModelRewardConfig(ServiceRewardBase):
+    kind: Literal["model"]
+    """A reward model behind a URL: `nemorl serve reward`, or vLLM."""
+    protocol: Literal["nemorl", "vllm"] = "nemorl"
+    """`nemorl`: what `nemorl serve reward` answers. `vllm`: vLLM's `/classify`, without its activation."""
+    batch_size: int = Field(16, ge=1)
+    """Most answers of one request; vLLM takes conversations one by one."""
+
+    @property
+    def metric(self) -> str:
+        """Its name, or its kind."""
+        return self.name or self.kind
+
+    @property
+    def field(self) -> str:
+        """The kind stands for a name."""
+        return "name" if self.name is not None else "kind"
+
+
+class JudgeRewardConfig(ServiceRewardBase):
+    kind: Literal["judge"]
+    """A model behind any OpenAI-compatible chat endpoint that reads answers and gives them scores."""
+    prompt: str = Field(min_length=1)
+    """What the judge is asked. `{prompt}`, `{answer}` (what the task expects) and, of one answer,
+    `{completion}` or, of a group, `{completions}` (numbered from 1) stand for the task's own."""
+    system_prompt: str | None = None
+    """Put before it as a system message."""
+    ranks_groups: bool = False
+    """False: each answer is shown by itself. True: the judge sees all answers of a group, which costs one
+    request and makes scores comparable, and gives each a score."""
+    parser: Literal["json", "regex"] = "json"
+    """How scores are read: `json` takes the last JSON object, `{"score": 7}`, or `{"scores": [7, 3]}` of a
+    group; `regex` takes the last match of `pattern`, or as many matches as a group has answers."""
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """With `parser: regex`: its first group is the number."""
+    min_score: float = 0.0
+    """The score that is worth 0; one below it is an error."""
+    max_score: float = 10.0
+    """The score that is worth 1; one above it is an error."""
+    max_tokens: int = Field(512, ge=1)
+    """Tokens of the judge's answer."""
+    temperature: float = Field(0.0, ge=0)
+    """Of the judge; 0 lets it say the same of the same answer."""
+
+    @property
+    def metric(self) -> str:
+        """Its name, or its kind."""
+        return self.name or self.kind
+
+    @property
+    def field(self) -> str:
+        """The kind stands for a name."""
+        return "name" if self.name is not None else "kind"
+
+
+RewardConfig = Annotated[
+    FunctionRewardConfig | ModelRewardConfig | JudgeRewardConfig,
+    Field(discriminator="kind"),
+    default_variant(FunctionRewardConfig, "kind"),
+]

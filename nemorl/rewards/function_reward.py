@@ -1,0 +1,87 @@
+"""A reward that is a function of the answers."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from nemorl.config.rewards import FunctionRewardConfig
+
+from .adapters import answered, given_columns
+from .calls import Call, Calls, in_thread
+from .find import RewardError, find_reward
+from .scored import Answers, Failed, Score, Scored
+
+
+class FunctionReward:
+    """Calls the function once for a group, or, with verl's signature, once for each answer."""
+
+    def __init__(self, config: FunctionRewardConfig, seconds: float) -> None:
+        """`seconds` bounds one call. Raises RewardError when the function cannot be found or called."""
+        self.name = config.metric
+        self._arguments = config.arguments
+        self._found = find_reward(config)
+        self._calls = Calls(f"reward `{self.name}`", config.max_concurrent, config.deadline or seconds)
+
+    async def score(self, answers: Answers) -> Scored:
+        """What raises, hangs or answers wrongly costs the answers of its call. Raises RewardError."""
+        columns = given_columns(self._found.signature, answers)
+        missing = sorted(self._found.needs - columns.keys())
+        if missing:
+            raise RewardError(
+                f"reward `{self.name}` asks for {', '.join(missing)}; "
+                f"the columns are {', '.join(sorted(columns))}"
+            )
+        given = {
+            key: values
+            for key, values in columns.items()
+            if self._found.takes_any or key in self._found.takes
+        }
+        if self._found.signature == "verl":
+            one_by_one = [{key: values[i] for key, values in given.items()} for i in range(len(answers))]
+            calls = await asyncio.gather(*map(self._call, one_by_one))
+            scores = [self._one(call) for call in calls]
+        else:
+            calls = [await self._call(given)]
+            scores = self._each(calls[0], len(answers))
+        return Scored(scores, sum(call.seconds for call in calls), sum(call.waited for call in calls))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _call(self, given: Mapping[str, Any]) -> Call[Any]:
+        return await self._calls.run(lambda: self._run({**given, **self._arguments}))
+
+    async def _run(self, arguments: dict[str, Any]) -> Any:
+        """The value in a tuple, since None is an answer of its own."""
+        function = self._found.function
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object of the user's with an async __call__
+        ):
+            return (await function(**arguments),)
+        return (await in_thread(function, **arguments),)
+
+    def _each(self, call: Call[Any], count: int) -> list[Score]:
+        """The scores of a group, of which there must be as many as answers."""
+        if call.outcome.value is None:
+            return [Failed(str(call.outcome.failure))] * count
+        scores = answered(self._found.signature, call.outcome.value[0])
+        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != count:
+            return [
+                Failed(f"reward `{self.name}` answered {scores!r} to {count} completions: one number each")
+            ] * count
+        return [self._checked(score) for score in scores]
+
+    def _one(self, call: Call[Any]) -> Score:
+        if call.outcome.value is None:
+            return Failed(str(call.outcome.failure))
+        return self._checked(answered(self._found.signature, call.outcome.value[0]))
+
+    def _checked(self, score: object) -> Score:
+        if score is None:
+            return None
+        if isinstance(score, Real) and math.isfinite(score):
+            return float(score)
+        return Failed(f"reward `{self.name}` answered {score!r}: a finite number or None is wanted")
