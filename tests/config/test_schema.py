@@ -47,10 +47,10 @@ def test_types_are_in_words() -> None:
 
 
 def test_many_names_of_one_variant_are_called_by_its_class() -> None:
-    (prompts,) = describe("algorithm.num_prompts_per_step")
+    (gap,) = describe("algorithm.max_logprob_gap")
     (name,) = describe("algorithm.name")
 
-    assert prompts.variant == "online"
+    assert gap.variant == "online"
     assert "`online`: Sample, score, learn" in name.help
     assert "| grpo |" in name.type
 
