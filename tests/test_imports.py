@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "generation": {"config", "errors", "models", "types"},
     "weights": {"config", "errors", "models"},
     "megatron": {"config", "errors", "models", "data"},
-    "rewards": {"config", "errors", "environments", "types"},
+    "rewards": {"config", "errors", "environments", "generation", "types"},
     "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "types"},
     "serve": {"config", "errors", "data", "generation", "types"},
 }

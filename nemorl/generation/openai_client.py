@@ -43,10 +43,11 @@ class OpenAIClient:
         max_concurrent: int = 64,
         max_retries: int = 6,
         first_wait_seconds: float = FIRST_WAIT_SECONDS,
+        key_field: str = "generation.api_key_env",
     ) -> None:
-        """`base_url` goes up to `/v1`. Raises MissingKey."""
+        """`base_url` goes up to `/v1`; `key_field` names the variable of the key. Raises MissingKey."""
         self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
+        self._headers = {"Authorization": f"Bearer {_key(api_key_env, key_field)}"} if api_key_env else {}
         self._max_retries = max_retries
         self._first_wait = first_wait_seconds
         self._places = asyncio.Semaphore(max_concurrent)
@@ -137,12 +138,12 @@ class _Passing(Exception):
         self.retry_after = retry_after
 
 
-def _key(variable: str) -> str:
+def _key(variable: str, field: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise MissingKey(
-            f"generation.api_key_env = {variable}: this environment variable is not set, or empty; it holds "
-            "the key of the server"
+            f"{field} = {variable}: this environment variable is not set, or empty; it holds the key of the "
+            "server"
         )
     return key
 

@@ -19,6 +19,7 @@ PUZZLES = [
 ]
 DECAY = "policy.schedule={name: cosine, decay_steps: 100, warmup_steps: 10}"
 VALIDATION = "algorithm.validation."
+JUDGE = "{kind: judge, url: 'http://127.0.0.1:9/v1', model: m, prompt: 'Rate {completion}'"
 
 # overrides that spoil the experiment, the field that is named, its value, a part of the mend
 TYPES: dict[str, tuple[list[str], str, Any, str]] = {
@@ -357,6 +358,66 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "rewards.0.function",
         "mine:math",
         "another reward is named `math` already",
+    ),
+    "a name of another reward": (
+        ["rewards=[{function: exact_match}, {function: mine:close, name: exact_match}]"],
+        "rewards.1.name",
+        "exact_match",
+        "give it another `name`",
+    ),
+    "two judges without names": (
+        [f"rewards=[{JUDGE}}}, {JUDGE}}}]"],
+        "rewards.1.kind",
+        "judge",
+        "another reward is named `judge` already",
+    ),
+    "a reward of a kind nobody knows": (
+        ["rewards=[{kind: modle, url: x, model: m}]"],
+        "rewards.0.kind",
+        "modle",
+        "did you mean `model`?",
+    ),
+    "a reward model's address without a scheme": (
+        ["rewards=[{kind: model, url: '127.0.0.1:8000/v1', model: m}]"],
+        "rewards.0.url",
+        "127.0.0.1:8000/v1",
+        "an address such as http://127.0.0.1:8000/v1 is wanted",
+    ),
+    "a function with a server's field": (
+        ["rewards=[{function: exact_match, url: 'http://a/v1'}]"],
+        "rewards.0.url",
+        "http://a/v1",
+        "belongs to `model`, `judge`, and rewards.0.kind is `function`",
+    ),
+    "a judge of groups that is shown one answer": (
+        [f"rewards=[{JUDGE}, ranks_groups: true}}]"],
+        "rewards.0.prompt",
+        "Rate {completion}",
+        "ranks_groups is true, so the judge sees answers where {completions} stands",
+    ),
+    "a judge without a range": (
+        [f"rewards=[{JUDGE}, min_score: 10}}]"],
+        "rewards.0.max_score",
+        10.0,
+        "is worth 0: set it above that",
+    ),
+    "a judge's pattern that is not used": (
+        [f"rewards=[{JUDGE}, pattern: '(1)'}}]"],
+        "rewards.0.pattern",
+        "(1)",
+        "parser is `json`, which looks at no pattern",
+    ),
+    "a judge's pattern without a number": (
+        [f"rewards=[{JUDGE}, parser: regex, pattern: abc}}]"],
+        "rewards.0.pattern",
+        "abc",
+        "put brackets around it",
+    ),
+    "a judge's pattern that is none": (
+        [f"rewards=[{JUDGE}, parser: regex, pattern: '(a'}}]"],
+        "rewards.0.pattern",
+        "(a",
+        "this is no regular expression",
     ),
     "a calculator in plain text": (["env.name=calculator"], "data.chat", False, "set data.chat to true"),
     "validation on nothing": (
@@ -747,6 +808,12 @@ RIGHT: dict[str, list[str]] = {
     "a best checkpoint by a reward in validation": [
         "checkpointing={metric: validation/reward/exact_match, higher_is_better: false}",
         VALIDATION + "period=2",
+    ],
+    "a best checkpoint by how long a reward takes": [
+        "checkpointing={metric: reward_seconds/exact_match, higher_is_better: false}"
+    ],
+    "a judge and a reward model": [
+        f"rewards=[{JUDGE}}}, {{kind: model, url: 'http://localhost:8000', model: m, protocol: vllm}}]"
     ],
     "a best checkpoint by a loss": [*SFT, "checkpointing={metric: loss/sft, higher_is_better: false}"],
     "no checkpoints": ["checkpointing.enabled=false"],

@@ -82,6 +82,8 @@ CHECKS: tuple[Check, ...] = (
     data.validation_shares_no_task,
     rewards.something_is_rewarded,
     rewards.reward_names_differ,
+    rewards.reward_addresses_are_whole,
+    rewards.judges_can_be_understood,
     rewards.calculator_wants_chat,
     validation.data_to_validate_on,
     validation.enough_tasks,

@@ -1,11 +1,13 @@
 """What the policy is paid for."""
 
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
-from nemorl.config.rewards import RewardConfig
+from nemorl.config.rewards import JudgeRewardConfig, RewardConfig, ServiceRewardBase
 from nemorl.errors import Violation
 
 from .facts import generates
@@ -34,6 +36,54 @@ def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> It
             mend = f"another reward is named `{name}` already: remove one, or give it another `name`"
             yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
         taken.add(name)
+
+
+def reward_addresses_are_whole(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
+    """Requests go to paths below them."""
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, ServiceRewardBase) and not _is_address(reward.url):
+            mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+            yield Violation(f"rewards.{place}.url", reward.url, mend)
+
+
+def judges_can_be_understood(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
+    """A judge is shown what it judges, and what it says can be read."""
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, JudgeRewardConfig):
+            for field, mend in _of_judge(reward):
+                yield Violation(f"rewards.{place}.{field}", getattr(reward, field), mend)
+
+
+def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
+    shown, other = (
+        ("{completions}", "{completion}") if judge.ranks_groups else ("{completion}", "{completions}")
+    )
+    ranks = str(judge.ranks_groups).lower()
+    if shown not in judge.prompt:
+        yield "prompt", f"ranks_groups is {ranks}, so the judge sees answers where {shown} stands: put it in"
+    elif other in judge.prompt:
+        yield "prompt", f"ranks_groups is {ranks}, so nothing is put in place of {other}: take {shown}"
+    if judge.max_score <= judge.min_score:
+        yield "max_score", f"it is worth 1 and min_score, {judge.min_score:g}, is worth 0: set it above that"
+    if judge.parser != "regex":
+        if judge.pattern != JudgeRewardConfig.model_fields["pattern"].default:
+            yield "pattern", "parser is `json`, which looks at no pattern: set it to regex, or remove this"
+        return
+    try:
+        groups = re.compile(judge.pattern).groups
+    except re.error as error:
+        yield "pattern", f"this is no regular expression ({error})"
+    else:
+        if not groups:
+            yield "pattern", "the number is its first group: put brackets around it"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
+    except ValueError:
+        return False
 
 
 def calculator_wants_chat(env: EnvConfig, data: DataConfig) -> Iterator[Violation]:
