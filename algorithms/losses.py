@@ -51,7 +51,8 @@ class PolicyLoss:
         assert entropy is not None, "the policy loss wants the entropy"
         old = self._old(batch, logprobs)
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
-        terms, figures, largest = found.loss, dict(found.figures), {}
+        terms, figures = found.loss, dict(found.figures)
+        largest: dict[str, Tensor] = {}
         if self.correction.changes_terms:
             corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
             terms = terms * corrected.weight

@@ -99,8 +99,9 @@ def correction_has_bounds(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig):
         return
     correction = algorithm.correction
-    two_sided = isinstance(correction, TruncatedCorrectionConfig | IcePopCorrectionConfig)
-    if two_sided and correction.low >= correction.high:
+    if not isinstance(correction, TruncatedCorrectionConfig | IcePopCorrectionConfig):
+        return
+    if correction.low >= correction.high:
         mend = f"it must be less than algorithm.correction.high, {correction.high:g}"
         yield Violation("algorithm.correction.low", correction.low, mend)
 
