@@ -3,10 +3,10 @@ BIN := .venv/bin
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint format bench clean
+.PHONY: help quickstart test test-slow lint format bench bench-algorithms clean
 
 help:  ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 quickstart: .venv/ready-dev  ## Teach a tiny model sums: a short SFT, then GRPO (under 5 minutes after the install)
 	@rm -rf runs/quickstart models/arithmetic
@@ -35,6 +35,9 @@ format: .venv/ready-dev  ## Mend style and format
 bench: .venv/ready-bench models/smollm2  ## Measure on SmolLM2: a GRPO step beside TRL's, a training step beside others'
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/training.py
+
+bench-algorithms: .venv/ready-dev  ## Train every algorithm on the tiny model and compare its own figure (an hour)
+	@$(BIN)/python benchmarks/algorithms.py
 
 models/smollm2: | .venv/ready-bench
 	@$(BIN)/nemorl models fetch smollm2 models/smollm2
