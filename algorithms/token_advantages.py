@@ -149,7 +149,8 @@ def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Te
     `(A - mean) / sqrt(var + 1e-8)` with the unbiased variance. Each sampled token counts once, whatever its
     weight in the loss.
     """
-    count, total = sum_over_ranks(torch.stack((mask.sum().double(), advantages[mask].double().sum())))
+    sums = sum_over_ranks(torch.stack((mask.sum().double(), advantages[mask].double().sum())))
+    count, total = sums.tolist()
     if count < 2:
         return torch.zeros_like(advantages)
     mean = total / count

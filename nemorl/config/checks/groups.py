@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
+from nemorl.config.base import Config
 from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
@@ -51,10 +52,11 @@ def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig):
         return
     advantage, critic = algorithm.advantage, algorithm.critic
-    adapts = isinstance(advantage, GaeConfig) and advantage.length_adaptive_alpha is not None
-    if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
-        mend = "length_adaptive_alpha stands in for it: remove this, or set that to null"
-        yield Violation("algorithm.advantage.lam", advantage.lam, mend)
+    if isinstance(advantage, GaeConfig):
+        adapts = advantage.length_adaptive_alpha is not None
+        if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
+            mend = "length_adaptive_alpha stands in for it: remove this, or set that to null"
+            yield Violation("algorithm.advantage.lam", advantage.lam, mend)
     if critic is not None and critic.warmup_steps >= algorithm.num_steps:
         mend = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
         yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, mend)
@@ -115,6 +117,6 @@ def _sections(
         yield "reference", reference
 
 
-def _given(section: CriticConfig | ReferenceConfig | object) -> object:
+def _given(section: Config) -> object:
     """What was written of a section, for people."""
-    return section.model_dump(mode="json", exclude_unset=True)  # type: ignore[attr-defined]
+    return section.model_dump(mode="json", exclude_unset=True)
