@@ -46,6 +46,10 @@ def sequences() -> tuple[list[Example], list[Compared]]:
     return examples, compared
 
 
+def imported(rank, world_size, rendezvous):
+    """Nothing, once this module is imported, for which a rank that is ready would wait in vain."""
+
+
 def learn(rank, world_size, rendezvous, config, micro_batch_tokens):
     examples, compared = sequences()
     chosen = sum(e.num_learnt for e, c in zip(examples, compared, strict=True) if c.label > 0)
@@ -77,6 +81,7 @@ def learn(rank, world_size, rendezvous, config, micro_batch_tokens):
 @pytest.fixture(scope="module")
 def alone(pool, model):
     """All pairs in one micro-batch of one process."""
+    pool.run(4, imported)
     ((mine, seen),) = pool.run(1, learn, policy_config(model("llama-tied")[1]), 200)
     return dict(zip(mine, seen.reference, strict=True)), seen
 
