@@ -1,9 +1,13 @@
-"""`nemorl serve`: an OpenAI-compatible server over the engines of an experiment, or over a model."""
+"""`nemorl serve`: an OpenAI-compatible server over the engines of an experiment, or over a model.
+
+`nemorl serve reward` serves the scores of a reward model instead.
+"""
 
 import json
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,7 +17,10 @@ from nemorl.commands.terminal import say
 from nemorl.errors import ConfigError, Violation
 from nemorl.plan.machine import read_machine
 
-HELP = "answer requests of OpenAI's API with the model of an experiment, or with a model folder"
+HELP = (
+    "answer requests of OpenAI's API with the model of an experiment or with a model folder; or score answers"
+)
+REWARD = "reward"
 
 LONGEST_SEQUENCE = 4096  # of a model folder, where nothing else is asked for
 
@@ -21,19 +28,30 @@ LONGEST_SEQUENCE = 4096  # of a model folder, where nothing else is asked for
 def add_arguments(parser: ArgumentParser) -> None:
     """The command's own arguments."""
     parser.add_argument(
-        "target", type=Path, metavar="CONFIG_OR_MODEL", help="experiment file (YAML), or a model's folder"
+        "target",
+        type=Path,
+        metavar="[reward] CONFIG_OR_MODEL",
+        help="experiment file (YAML), or a model's folder; behind `reward` those of a reward model, of which "
+        "the scores are served",
     )
     add_overrides(parser)
 
 
 def run(arguments: Namespace) -> int:
     """Serves until the process is told to end. Raises NemorlError."""
-    if arguments.target.is_dir():
+    target, overrides = arguments.target, arguments.overrides
+    scores = str(target) == REWARD and bool(overrides) and "=" not in overrides[0]
+    if scores:
+        target, overrides = Path(overrides[0]), overrides[1:]
+    prepared = _prepare_reward if scores else _prepare
+    if target.is_dir():
         with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as scratch:
-            ready = _prepare(_experiment_of(arguments.target, Path(scratch)), arguments.overrides)
+            of_model = _reward_experiment if scores else _experiment_of
+            ready = prepared(of_model(target, Path(scratch)), overrides)
     else:
-        ready = _prepare(arguments.target, arguments.overrides)
+        ready = prepared(target, overrides)
     from nemorl.serve.server import Listening  # aiohttp and Ray: not before the checks
+    from nemorl.session.reward_serving import serve_rewards
     from nemorl.session.serving import serve
 
     def tell(at: Listening) -> None:
@@ -42,7 +60,8 @@ def run(arguments: Namespace) -> int:
             say(f"key: {at.api_key}")
 
     folder = ready.experiment.run_dir / "serve"
-    serve(ready.experiment.model_copy(update={"run_dir": folder}), tell)
+    experiment = ready.experiment.model_copy(update={"run_dir": folder})
+    serve_rewards(experiment, tell) if scores else serve(experiment, tell)
     return 0
 
 
@@ -55,8 +74,47 @@ def _prepare(path: Path, overrides: list[str]) -> Ready:
     return ready
 
 
+def _prepare_reward(path: Path, overrides: list[str]) -> Ready:
+    ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
+    if ready.experiment.policy.head != "scalar":
+        mend = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
+        raise ConfigError(str(path), [Violation("policy.head", ready.experiment.policy.head, mend)])
+    model = ready.experiment.policy.model_path
+    known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    if not known[0].endswith("ForSequenceClassification"):
+        mend = (
+            f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
+            "folder of a …ForSequenceClassification, such as `checkpointing.save_hf` writes of a reward model"
+        )
+        raise ConfigError(str(path), [Violation("policy.model_path", str(model), mend)])
+    return ready
+
+
 def _experiment_of(model: Path, folder: Path) -> Path:
     """An experiment file with this model. What it says of data and algorithm is for form's sake."""
+    tree = _tree(model)
+    tree["generation"] = {"max_new_tokens": tree["policy"]["max_sequence_length"] - 1}
+    tree["algorithm"] = {"name": "sft", "num_steps": 1, "batch_size": 1}
+    return _written(tree, model, folder)
+
+
+def _reward_experiment(model: Path, folder: Path) -> Path:
+    """The same with a reward model, whose conversations go through its chat template, if it has one."""
+    tree = _tree(model)
+    tree["policy"] |= {"head": "scalar", "micro_batch_tokens": 2 * tree["policy"]["max_sequence_length"]}
+    tree["data"]["chat"] = has_chat_template(model)
+    tree["algorithm"] = {"name": "reward_model", "num_steps": 1, "batch_size": 1}
+    return _written(tree, model, folder)
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the folder's tokenizer has one, in a file of its own or in its configuration."""
+    config = model / "tokenizer_config.json"
+    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return (model / "chat_template.jinja").is_file() or bool(known.get("chat_template"))
+
+
+def _tree(model: Path) -> dict[str, Any]:
     config = model / "config.json"
     if not config.is_file():
         mend = "this folder has no config.json: name a model's folder, or an experiment file"
@@ -66,7 +124,7 @@ def _experiment_of(model: Path, folder: Path) -> Path:
     length = min(positions, LONGEST_SEQUENCE)
     kept = known.get("dtype", known.get("torch_dtype"))
     precision = {"precision": kept} if kept in ("float32", "bfloat16") else {}
-    tree = {
+    return {
         "run_dir": "runs/serve",
         "policy": {
             "model_path": str(model),
@@ -74,10 +132,11 @@ def _experiment_of(model: Path, folder: Path) -> Path:
             "micro_batch_tokens": length,
             **precision,
         },
-        "generation": {"max_new_tokens": length - 1},
         "data": {"chat": False, "train": {"name": "arithmetic", "digits": 1, "size": 1}},
-        "algorithm": {"name": "sft", "num_steps": 1, "batch_size": 1},
     }
+
+
+def _written(tree: dict[str, Any], model: Path, folder: Path) -> Path:
     path = folder / f"{model.absolute().name}.yaml"
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return path

@@ -7,10 +7,7 @@ POST /v1/chat/completions  a conversation, with tools
 """
 
 import asyncio
-import hmac
 import json
-import logging
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,20 +17,17 @@ from nemorl.generation.types import Completion
 
 from .answers import Answer
 from .errors import ApiError
+from .guard import at_a_time, errors_as_json, key_wanted
 from .reading import read_request
 from .requests import ChatRequest, CompletionRequest
 from .sampling import Served, Work, chat_work, completion_work, engine_requests, sample, stream
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(served: Served, *, api_key: str, max_concurrent: int, max_body_bytes: int) -> web.Application:
     """The application. Every path but /health wants `Authorization: Bearer <api_key>`."""
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[_errors_as_json, _key_wanted(api_key), _at_a_time(max_concurrent)],
+        middlewares=[errors_as_json, key_wanted(api_key), at_a_time(max_concurrent)],
     )
     endpoint = _Endpoint(served)
     app.add_routes(
@@ -131,69 +125,3 @@ class _Endpoint:
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
-
-
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal in one shape; what is our own mistake goes to the log, not to who asked."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        headers = {"Retry-After": "1"} if error.status == 429 else {}
-        return web.json_response(error.body(), status=error.status, headers=headers)
-    except web.HTTPRequestEntityTooLarge as error:
-        refusal = ApiError(413, f"The body is too large: {error.text}.", code="body_too_large")
-        return web.json_response(refusal.body(), status=error.status)
-    except web.HTTPException as error:  # no such path or method
-        refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}.")
-        return web.json_response(refusal.body(), status=error.status)
-    except ConnectionResetError:  # who asked has gone away
-        raise
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        return web.json_response(
-            ApiError(500, "The server failed; its log says how.", kind="server_error").body(), status=500
-        )
-
-
-def _key_wanted(api_key: str) -> Any:
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def key_wanted(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        # In constant time, so that nobody finds the key byte by byte.
-        if request.path != "/health" and not hmac.compare_digest(given, expected):
-            raise ApiError(
-                401,
-                "A key is wanted: send it as `Authorization: Bearer <key>`.",
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
-        return await handler(request)
-
-    return key_wanted
-
-
-def _at_a_time(most: int) -> Any:
-    running = 0
-
-    @web.middleware
-    async def at_a_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-        nonlocal running
-        if request.method != "POST":
-            return await handler(request)
-        if running >= most:
-            raise ApiError(
-                429,
-                f"{most} requests are being answered; try again.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-            )
-        running += 1
-        try:
-            return await handler(request)
-        finally:
-            running -= 1
-
-    return at_a_time

@@ -4,13 +4,13 @@ import json
 import re
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from .errors import ApiError, bad_request
-from .requests import MOST_CHOICES, MOST_STOPS, SamplingRequest
+from .requests import MOST_CHOICES, MOST_STOPS
 
-R = TypeVar("R", bound=SamplingRequest)
+R = TypeVar("R", bound=BaseModel)
 Path = tuple[str | int, ...]
 
 _SHOWN_CHARACTERS = 80  # of a value

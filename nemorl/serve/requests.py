@@ -21,16 +21,18 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _GREEDY_BELOW = 1e-5
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Refuses what it does not know."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     """Send the counts of tokens in a last chunk."""
 
 
-class SamplingRequest(_Strict):
+class SamplingRequest(Strict):
     """What completions and chats have in common."""
 
     model: str
@@ -106,21 +108,21 @@ class CompletionRequest(SamplingRequest):
         return self.prompt
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     """Text is all that is served."""
     text: str
     """The text."""
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     name: str
     """Of the function."""
     arguments: str
     """JSON."""
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str = ""
     """Joins the call and its result."""
     type: Literal["function"] = "function"
@@ -129,7 +131,7 @@ class ToolCall(_Strict):
     """What is called."""
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks."""
     content: str | list[TextPart] | None = None
@@ -163,7 +165,7 @@ class ChatMessage(_Strict):
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
-class Function(_Strict):
+class Function(Strict):
     name: str = Field(min_length=1)
     """Of the function."""
     description: str | None = None
@@ -174,14 +176,14 @@ class Function(_Strict):
     """Taken; the grammar of answers is not enforced."""
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     """Functions are all that is served."""
     function: Function
     """What may be called."""
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text"]
     """Text is all that is served."""
 

@@ -2,8 +2,8 @@
 
 import os
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -45,19 +45,34 @@ def api_key_of(config: EndpointConfig) -> str | None:
     return key.strip()
 
 
+def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextManager[Listening]:
+    """Answer OpenAI's requests while the block runs. Raises RunError when the address cannot be had."""
+
+    def app_of(api_key: str) -> web.Application:
+        return make_app(
+            served,
+            api_key=api_key,
+            max_concurrent=config.max_concurrent_requests,
+            max_body_bytes=config.max_body_megabytes * 2**20,
+        )
+
+    return answering(config, app_of)
+
+
 @asynccontextmanager
-async def listening(config: EndpointConfig, served: Served) -> AsyncIterator[Listening]:
-    """Answer requests while the block runs. Raises RunError when the address cannot be had."""
+async def answering(
+    config: EndpointConfig, app_of: Callable[[str], web.Application]
+) -> AsyncIterator[Listening]:
+    """Answer requests while the block runs, by the application of a key.
+
+    Raises RunError when the address cannot be had.
+    """
     given = api_key_of(config)
     key = given or secrets.token_urlsafe(32)
-    app = make_app(
-        served,
-        api_key=key,
-        max_concurrent=config.max_concurrent_requests,
-        max_body_bytes=config.max_body_megabytes * 2**20,
-    )
     # Who goes away cancels what was asked, so that no engine samples for nobody.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    runner = web.AppRunner(
+        app_of(key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+    )
     await runner.setup()
     try:
         try:

@@ -32,10 +32,11 @@ class ModelStarter:
         own = sum(model.config.layout.world_size for model in models if not model.on_policy_devices)
         cluster = self.experiment.cluster
         threads = threads_per_worker(cluster.policy_threads, own, cluster.num_nodes)
-        groups = await asyncio.gather(*(self._start(model, rendezvous, threads) for model in models))
+        groups = await asyncio.gather(*(self.start_model(model, rendezvous, threads) for model in models))
         return {model.name: group for model, group in zip(models, groups, strict=True)}
 
-    async def _start(self, model: ModelSpec, rendezvous: Path, threads: int) -> WorkerGroup:
+    async def start_model(self, model: ModelSpec, rendezvous: Path, threads: int) -> WorkerGroup:
+        """The group of one model."""
         algorithm, cluster = self.experiment.algorithm, self.experiment.cluster
         deadlines, ranks = cluster.deadlines, model.config.layout.world_size
         shared: dict[str, Any] = {

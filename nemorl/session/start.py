@@ -11,6 +11,8 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import Placement, threads_per_worker
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
+from nemorl.config.models import ModelSpec
+from nemorl.config.policy import PolicyConfig
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import WeightExchange
@@ -46,6 +48,15 @@ class Starter:
         """The policy and, for training, the models beside it, by name."""
         return await ModelStarter(self.experiment, self.device, self._start).start(
             rendezvous, training=training
+        )
+
+    async def frozen_model(self, config: PolicyConfig, rendezvous: Path) -> WorkerGroup:
+        """A model by itself, in the policy's place, which does not learn."""
+        cluster = self.experiment.cluster
+        threads = threads_per_worker(cluster.policy_threads, config.layout.world_size, cluster.num_nodes)
+        model = ModelSpec("policy", "policy", config, trains=False)
+        return await ModelStarter(self.experiment, self.device, self._start).start_model(
+            model, rendezvous, threads
         )
 
     async def generation(self, gpus: Sequence[tuple[str, ...]] = ()) -> WorkerGroup:

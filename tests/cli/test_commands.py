@@ -25,6 +25,14 @@ def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: P
     assert "policy x 1" in outcome.err
 
 
+def test_only_what_has_a_trained_head_is_served_as_a_reward_model(nemorl: Nemorl, experiment: Path) -> None:
+    model = experiment.parent / "model"
+    outcome = nemorl("serve", "reward", model)
+    assert outcome.status == 2
+    assert "this is a LlamaForCausalLM, which has no trained head" in outcome.err
+    assert "policy.head = lm" in nemorl("serve", "reward", experiment).err
+
+
 def test_a_policy_that_samples_by_itself_is_not_served(nemorl: Nemorl, experiment: Path) -> None:
     outcome = nemorl("serve", experiment, "generation={backend: megatron}")
 

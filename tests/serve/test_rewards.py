@@ -1,0 +1,247 @@
+"""The endpoint of a reward model: over a scripted model, and `nemorl serve reward` against transformers."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import aiohttp
+import pytest
+import torch
+
+from nemorl.commands.serve import has_chat_template
+from nemorl.config.endpoint import EndpointConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.config.rewards import ModelRewardConfig
+from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.prompts import prompts_of
+from nemorl.data.tokenizer import load_tokenizer
+from nemorl.rewards.compose import Rewards
+from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
+from nemorl.serve.server import answering
+from nemorl.session.reward_serving import LastValue, RewardScorer
+from tests.data.tokenizers import save_tokenizer
+from tests.rewards.test_compose import TASK, conversation
+from tests.serve.conftest import LENGTH, TOOLS_CHATML, Endpoint
+
+USER = {"role": "user", "content": "2+2?"}
+
+
+def says(text: str) -> dict:
+    return {"prompt": [USER], "completion": [{"role": "assistant", "content": text}]}
+
+
+def asked(*texts: str) -> dict:
+    return {"model": "taste", "conversations": [says(text) for text in texts]}
+
+
+def tokens_of(text: str, tokenizer) -> list[int]:
+    """The whole conversation by the template, up to and with its end token."""
+    whole = tokenizer.render_chat([USER, {"role": "assistant", "content": text}], None, False)
+    return tokenizer.encode(whole.rstrip("\n"))
+
+
+def of_length(n: int) -> Example:
+    return Example(STAND_IN.tokens.repeat(n), STAND_IN.loss_mask.repeat(n))
+
+
+def served(tokenizer, score, **options) -> ServedRewards:
+    settings = {"max_length": LENGTH, "timeout": 20.0}
+    return ServedRewards("taste", score, tokenizer, prompts_of(tokenizer, True), **(settings | options))
+
+
+def talk(rewards: ServedRewards, conversation_with) -> object:
+    """What a client's coroutine gives that talks to an endpoint of these rewards."""
+
+    def app_of(key):
+        return make_reward_app(rewards, api_key=key, max_concurrent=64, max_body_bytes=2**20)
+
+    async def main():
+        async with answering(EndpointConfig(port=0), app_of) as at, aiohttp.ClientSession() as http:
+            return await conversation_with(Endpoint(at, http))
+
+    return asyncio.run(main())
+
+
+async def lengths(examples: Sequence[Example]) -> list[float]:
+    return [float(example.num_tokens) for example in examples]
+
+
+def test_scores_come_with_what_cannot_be_scored(served_tokenizer):
+    async def client(endpoint):
+        return await endpoint.post("/rewards", asked("a", "b" * LENGTH, "abc"))
+
+    status, body = talk(served(served_tokenizer, lengths), client)
+
+    assert status == 200
+    first, second, third = body["data"]
+    expected = len(tokens_of("abc", served_tokenizer))
+    assert third == {"index": 2, "reward": float(expected), "num_tokens": expected}
+    assert first["reward"] == len(tokens_of("a", served_tokenizer))
+    assert second["reward"] is None
+    assert f"more than {LENGTH}" in second["error"]
+
+
+def test_what_is_asked_together_is_scored_together():
+    calls = []
+
+    async def score(examples):
+        calls.append(len(examples))
+        return await lengths(examples)
+
+    async def main():
+        async with Batcher(score, most=6) as batcher:
+            answers = [batcher.ask(of_length(n)) for n in range(1, 12)]
+            answers[2].cancel()  # who has gone away is not waited for
+            return await asyncio.gather(*answers, return_exceptions=True)
+
+    told = asyncio.run(main())
+
+    assert calls == [5, 5]
+    assert told[:2] + told[3:] == [float(n) for n in range(1, 12) if n != 3]
+    assert isinstance(told[2], asyncio.CancelledError)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"model": "other", "conversations": [says("a")]}, 404, "`taste` is"),
+        (
+            {"model": "taste", "conversations": []},
+            400,
+            "conversations = []: a list with a length of at least 1",
+        ),
+        ({"model": "taste"}, 400, "conversations is missing"),
+        ({"model": "taste", "conversations": [{"prompt": [USER]}]}, 400, "completion is missing"),
+        (b"{", 400, "The body is not JSON"),
+    ],
+)
+def test_a_request_that_is_wrong_is_told_so(served_tokenizer, body, status, message):
+    async def client(endpoint):
+        return await endpoint.post("/rewards", body)
+
+    answered, told = talk(served(served_tokenizer, lengths), client)
+    assert answered == status
+    assert message in told["error"]["message"]
+
+
+def test_a_key_is_wanted_and_failures_are_told(served_tokenizer):
+    async def fails(examples):
+        raise RuntimeError("secret of the machine")
+
+    async def hangs(examples):
+        await asyncio.Event().wait()
+
+    async def not_finite(examples):
+        return [float("nan")] * len(examples)
+
+    async def with_wrong_key(endpoint):
+        return await endpoint.post("/rewards", asked("a"), key="wrong")
+
+    async def client(endpoint):
+        return await endpoint.post("/rewards", asked("a"))
+
+    assert talk(served(served_tokenizer, lengths), with_wrong_key)[0] == 401
+    status, body = talk(served(served_tokenizer, fails), client)
+    assert status == 500
+    assert "secret" not in str(body)
+    status, body = talk(served(served_tokenizer, hangs, timeout=0.1), client)
+    assert (status, body["error"]["message"]) == (504, "No scores within 0.1 s.")
+    _, body = talk(served(served_tokenizer, not_finite), client)
+    assert body["data"] == [{"index": 0, "reward": None, "error": "the model's score is nan"}]
+
+
+def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
+    import ray
+
+    class Group:
+        """A stand-in of a `ModelGroup`: the value of a sequence is its length."""
+
+        async def load(self, places, *, kind):
+            self.places = places
+            assert kind == "examples"
+
+        async def values(self):
+            pass
+
+        async def sequence_figures(self, figure):
+            assert isinstance(figure, LastValue)
+            return [float(place.num_tokens) for place in self.places]
+
+    monkeypatch.setattr(ray, "put", lambda sequences: tuple(sequences))
+    group = Group()
+    assert asyncio.run(RewardScorer(group, units=4).score([of_length(3)] * 5)) == [3.0] * 5
+    assert [place.num_tokens for place in group.places] == [3] * 5 + [1] * 3
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """A tiny Llama with a random head of one label, and a chat template."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("reward") / "taste"
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=263, max_position_embeddings=LENGTH, num_labels=1,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    network = LlamaForSequenceClassification(config)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    network.save_pretrained(folder)
+    text = (folder / "config.json").read_text()
+    save_tokenizer(folder, TOOLS_CHATML)
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def test_nemorl_serves_the_scores_that_transformers_computes(reward_model, tmp_path, monkeypatch):
+    from transformers import AutoModelForSequenceClassification
+
+    assert has_chat_template(reward_model)
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "nemorl.cli", "serve", "reward", str(reward_model),
+            "generation.endpoint={port: 0}", "cluster.policy_threads=1",
+        ],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        told, said = {}, []
+        while "key" not in told:
+            line = process.stdout.readline()
+            assert line, "".join(said)
+            said.append(line)
+            name, _, value = line.strip().partition(": ")
+            told[name] = value
+        monkeypatch.setenv("TASTE_KEY", told["key"])
+        config = ModelRewardConfig(
+            kind="model", url=told["endpoint"], model="taste", api_key_env="TASTE_KEY", batch_size=2
+        )
+        texts = ["4", "it is four", "", "no"]
+
+        async def score():
+            rewards = Rewards([config], {}, chat=True, seconds=60.0)
+            try:
+                return await rewards.apply(TASK, [conversation(text) for text in texts])
+            finally:
+                await rewards.close()
+
+        paid = asyncio.run(score())
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+    tokenizer = load_tokenizer(PolicyConfig(model_path=reward_model))
+    network = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    for trajectory, text in zip(paid.trajectories, texts, strict=True):
+        with torch.no_grad():
+            expected = network(torch.tensor([tokens_of(text, tokenizer)])).logits.item()
+        assert trajectory.error is None
+        assert trajectory.reward == pytest.approx(expected, abs=1e-5)
+    assert len({t.reward for t in paid.trajectories}) == 4
