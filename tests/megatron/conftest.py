@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nemorl.config.policy import LayoutConfig, NoRecompute, RecomputeConfig
-from tests.megatron.cases import Life, live
+from tests.megatron.cases import Life, imported, live
 from tests.megatron.examples import policy_config, ragged_batch, random_model
 from tests.megatron.pool import Pool
 
@@ -25,6 +25,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     pool = Pool(4)
+    pool.run(4, imported)  # which takes them differently long, while ranks wait for each other by a deadline
     yield pool
     pool.close()
 
