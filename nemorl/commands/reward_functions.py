@@ -9,8 +9,11 @@ from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.experiment import Experiment
 from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.errors import Violation
-from nemorl.rewards.find import RewardError, find_reward
+from nemorl.rewards.find import FoundReward, RewardError, find_reward
+from nemorl.rewards.functions import BUILT_IN
 from nemorl.rewards.signatures import GIVEN
+
+_TRIED = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
 
 
 def reward_violations(experiment: Experiment) -> Iterator[Violation]:
@@ -25,6 +28,7 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
         except RewardError as error:
             yield Violation(field, config.function, str(error))
             continue
+        yield from _tried(config, found, f"rewards.{place}.arguments")
         for path, dataset in acted_on(experiment.data, experiment.algorithm):
             columns = _columns(dataset)
             if columns is None:
@@ -38,6 +42,17 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
                     f"rewards.{place}.arguments"
                 )
                 yield Violation(field, config.function, mend)
+
+
+def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iterator[Violation]:
+    """A built-in reward is called once, which shows whether it can do with its arguments."""
+    if config.function not in BUILT_IN or not found.needs <= _TRIED.keys():
+        return
+    given = {name: value for name, value in _TRIED.items() if name in found.takes}
+    try:
+        found.function(**given | config.arguments)
+    except (TypeError, ValueError) as error:
+        yield Violation(field, config.arguments, f"`{config.function}` cannot do with this: {error}")
 
 
 def _key(field: str, variable: str | None) -> Iterator[Violation]:

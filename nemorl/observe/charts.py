@@ -33,6 +33,12 @@ GROUPS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
     ("Throughput, tokens per second", "throughput/"),
     ("Learning rate", "lr"),
     ("Rewards by name", "reward/"),
+    ("Spread of each reward", "reward_std/"),
+    ("Share of answers to which a reward does not apply", "reward_absent/"),
+    ("Trajectories lost to a reward", "reward_errors/"),
+    ("Seconds of a group's scoring", "reward_seconds/"),
+    ("Seconds that a group's scoring waits for a place", "reward_waiting/"),
+    ("Requests of rewards sent again", "reward_retries/"),
     ("Tokens of a step", "tokens/"),
 )
 

@@ -5,7 +5,7 @@ and it is a library we already have. Everything in the page that a model or a pe
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -144,7 +144,23 @@ def _sample_groups(samples: Sequence[Sample]) -> list[SampleGroup]:
         for step in sorted({s.step for s in (*of_phase[:1], *of_phase[-1:])}):
             chosen = tuple(sample for sample in of_phase if sample.step == step)[:SAMPLES_SHOWN]
             groups.append(SampleGroup(f"{phase}, step {step}", chosen))
-    return groups
+    return [*groups, *_extremes([s for s in samples if s.phase == "training" and s.error is None])]
+
+
+def _extremes(samples: Sequence[Sample]) -> Iterator[SampleGroup]:
+    """The highest and the lowest paid by each reward: where one is paid for something else, it shows here.
+
+    Of equals the latest, which is what the policy has learnt.
+    """
+    for name in sorted({name for sample in samples for name in sample.rewards}):
+        paid = sorted((s for s in samples if name in s.rewards), key=lambda s: (s.rewards[name], s.step))
+        low, high = paid[0].rewards[name], paid[-1].rewards[name]
+        if low < high:
+            lowest = max((s for s in paid if s.rewards[name] == low), key=lambda s: s.step)
+            told = (
+                f"{format_number(high)} in step {paid[-1].step}, {format_number(low)} in step {lowest.step}"
+            )
+            yield SampleGroup(f"highest and lowest {name}: {told}", (paid[-1], lowest))
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -60,7 +60,8 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
             answer.set_result(value)
 
     def run() -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = context.run(function, **arguments)
         except (SystemExit, StopIteration) as exit_:  # which end an event loop or a future without a word

@@ -121,6 +121,33 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
     assert mend in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("reward", "field", "mend"),
+    [
+        (
+            "{function: overlong_penalty, arguments: {max_length: 8, buffer: 9}}",
+            "rewards.0.arguments",
+            "`overlong_penalty` cannot do with this: buffer = 9 is not between 1 and max_length = 8",
+        ),
+        ("{function: overlong_penalty}", "rewards.0.function", "it asks for buffer, max_length"),
+        (
+            "{kind: judge, url: 'http://a/v1', model: m, prompt: '{completion}', api_key_env: NO_SUCH_KEY}",
+            "rewards.0.api_key_env = NO_SUCH_KEY",
+            "this environment variable is not set",
+        ),
+    ],
+)
+def test_built_in_rewards_and_keys_are_tried(
+    nemorl: Nemorl, experiment: Path, reward: str, field: str, mend: str
+) -> None:
+    outcome = nemorl("check", experiment, f"rewards=[{reward}]")
+    assert outcome.status == 2
+    assert field in outcome.err
+    assert mend in outcome.err
+    sound = "{function: overlong_penalty, arguments: {max_length: 8, buffer: 4}}"
+    assert nemorl("check", experiment, f"rewards=[{sound}, {{function: repetition_penalty}}]").status == 0
+
+
 def test_columns_of_the_tasks_can_be_asked_for(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
     (tmp_path / "levels.py").write_text("def close(completions, answer, level): ...", encoding="utf-8")
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 1}\n', encoding="utf-8")

@@ -118,6 +118,31 @@ def test_long_texts_are_cut_with_a_note(write_run):
     assert "6,000 more characters in samples.jsonl" in page
 
 
+def test_what_each_reward_pays_most_and_least_is_shown(write_run):
+    """A judge that pays for begging shows in its highest paid answer, also in the middle of a run."""
+    samples = [
+        make_sample(step, completion=f"answer {step}", rewards={"math": 1.0, "judge": judge})
+        for step, judge in enumerate((0.5, 0.1, 0.9, 0.1, 0.9, 0.4), 1)
+    ]
+    samples.append(make_sample(4, completion="lost", rewards={"judge": 2.0}, error="no score"))
+    page = page_text(write_report(write_run([grpo_step(1)], samples)))
+
+    _, judge = page.split("highest and lowest judge: 0.9 in step 5, 0.1 in step 4")
+    assert judge.index("answer 5") < judge.index("answer 4")
+    assert "highest and lowest math" not in page  # always the same
+    assert "lost" not in judge
+
+
+def test_every_reward_has_its_curve():
+    names = ("reward/judge", "reward/math", "reward_std/judge", "reward_absent/judge", "reward_errors/judge")
+    main, more = metric_charts([StepMetrics(step, step, dict.fromkeys(names, 0.5)) for step in (1, 2)])
+    drawn = {chart.title: [line.name for line in chart.figure.data] for chart in main}
+    assert drawn["Rewards by name"] == ["judge", "math"]
+    assert drawn["Spread of each reward"] == ["judge"]
+    assert drawn["Trajectories lost to a reward"] == ["judge"]
+    assert not more
+
+
 def test_samples_are_of_the_first_and_the_last_step(write_run):
     samples = [make_sample(step, completion=f"answer {step}.{n}") for step in (1, 2, 3) for n in range(5)]
     samples.append(make_sample(0, phase="validation", completion="answer 0"))
