@@ -8,7 +8,7 @@ logprobs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm import OnlineConfig, OnPolicyDistillationConfig
 from nemorl.config.generation_base import GenerationBase
 from nemorl.errors import RunError
 from nemorl.megatron.stats import LogprobStats
@@ -23,7 +23,7 @@ class LogprobGapTooLarge(RunError):
 class LogprobGate:
     """Stops a run whose samples do not come from the policy that learns."""
 
-    config: OnlineConfig
+    config: OnlineConfig | OnPolicyDistillationConfig
     generation: GenerationBase
     compared: bool = False  # whether this process has held engine and trainer side by side
 

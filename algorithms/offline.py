@@ -23,6 +23,7 @@ from nemorl.session.shard import SequencePlace
 from .aggregation import sequence_weights
 from .bookkeeping import Bookkeeper
 from .reference_sums import ReferenceSums
+from .teachers import Teachers
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Unit:
     examples: tuple[Example, ...]
     labels: tuple[float, ...] = (0.0,)  # of each: 1 chosen or good, -1 rejected or not, 0 neither
     margin: float = 0.0
+    teacher: str = ""  # of distillation, where there are several
 
 
 class OfflineAlgorithm(Protocol):
@@ -70,6 +72,7 @@ class OfflineLoop:
     observer: Observer
     books: Bookkeeper
     multiple: int  # of units into which a batch is laid over ranks and stages
+    teachers: Teachers | None = None  # of distillation
     _divergence: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
@@ -102,7 +105,13 @@ class OfflineLoop:
         """Load the units with what their loss needs to know of them, and give the loss."""
         learner = self.session.learner
         divergence = await self._measure_divergence(self.algorithm.contrast(units))
-        await learner.load(self._places(units), kind="examples")
+        places = self._places(units)
+        await learner.load(places, kind="examples")
+        if self.teachers is not None:
+            taught_by = [unit.teacher for unit in units]
+            await self.teachers.tell(
+                places, taught_by + taught_by[:1] * (len(places) - len(units)), "examples"
+            )
         if self.config.keeps_reference:
             await learner.logprobs(old=False, reference=True)
         return self.algorithm.loss(len(units), divergence)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import (
+    DistillationConfig,
     KtoConfig,
     OfflineBase,
     PreferenceConfig,
@@ -13,7 +14,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.data import DataConfig, DatasetConfig, JsonlDataset
 from nemorl.config.experiment import Experiment
-from nemorl.data.datasets import load_dialogues
+from nemorl.data.datasets import load_dialogues, load_tasks
 from nemorl.data.encode import Encoder
 from nemorl.data.examples import Example
 from nemorl.data.judged import load_feedback, load_pairs, load_steps
@@ -21,11 +22,13 @@ from nemorl.data.order import TaskOrder
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 
+from .distillation import Distillation
 from .kto import Kto
 from .offline import OfflineAlgorithm, Unit
 from .preference import Preference
 from .reward_model import RewardModel
 from .supervised import Supervised
+from .teachers import teachers_of_tasks
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def offline_algorithm(config: OfflineBase) -> OfflineAlgorithm:
     match config:
         case SftConfig():
             return Supervised(config)
+        case DistillationConfig():
+            return Distillation(config)
         case PreferenceConfig():
             return Preference(config)
         case KtoConfig():
@@ -61,25 +66,36 @@ def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineDat
     tokenizer, data = load_tokenizer(experiment.policy), experiment.data
     prompts = prompts_of(tokenizer, data.chat)
     encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
+    teachers = list(experiment.teachers)
     held_out: Sequence[Unit] = []
     validated = data.validation if config.validation.scheduled else None
     if validated is not None and _can_be_learnt(config, validated):
-        held_out = _units(config, validated, data, encoder)[: config.validation.num_prompts]
-    return OfflineData(_units(config, data.train, data, encoder), held_out)
+        held_out = _units(config, validated, data, encoder, teachers)[: config.validation.num_prompts]
+    return OfflineData(_units(config, data.train, data, encoder, teachers), held_out)
 
 
 def _can_be_learnt(config: OfflineBase, dataset: DatasetConfig) -> bool:
     """Tasks without answers can be sampled, but have no loss."""
-    if isinstance(config, SftConfig) and isinstance(dataset, JsonlDataset):
+    if isinstance(config, SftConfig | DistillationConfig) and isinstance(dataset, JsonlDataset):
         return dataset.answer_key is not None
     return True
 
 
-def _units(config: OfflineBase, dataset: DatasetConfig, data: DataConfig, encoder: Encoder) -> Sequence[Unit]:
+def _units(
+    config: OfflineBase,
+    dataset: DatasetConfig,
+    data: DataConfig,
+    encoder: Encoder,
+    teachers: Sequence[str],
+) -> Sequence[Unit]:
     match config:
         case SftConfig():
             dialogues = load_dialogues(dataset, data)
             return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
+        case DistillationConfig():
+            examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
+            names = teachers_of_tasks(load_tasks(dataset, data), config.teacher_key, teachers)
+            return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
         case KtoConfig():
             feedback = load_feedback(dataset, data)
             labels = [1.0 if one.good else -1.0 for one in feedback]

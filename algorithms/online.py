@@ -8,7 +8,9 @@ With `max_staleness` 0 the collector starts nothing before the weights have been
 lets it run ahead. Nothing else differs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.errors import RunError
@@ -20,8 +22,30 @@ from nemorl.session.session import Session
 from .bookkeeping import Bookkeeper
 from .figures import environment_share, rollout_figures
 from .filters import filter_groups
-from .learning import Learning
-from .picking import PickedLearning
+
+
+class Learns(Protocol):
+    """What is learnt from a batch, step by step; `Learning` is the one of advantages."""
+
+    async def load(self, groups: Sequence[GroupSummary], /) -> None:
+        """Lay the batch over the ranks."""
+        ...
+
+    async def logprobs(self, step: int, /) -> dict[str, float]:
+        """Those that are needed before the updates; figures."""
+        ...
+
+    async def values(self) -> None:
+        """A critic's, if any."""
+        ...
+
+    async def advantages(self) -> dict[str, float]:
+        """Those that are made of tokens; figures."""
+        ...
+
+    async def train(self, step: int, /) -> dict[str, float]:
+        """The updates; figures."""
+        ...
 
 
 @dataclass
@@ -31,7 +55,7 @@ class OnlineLoop:
     config: OnlineBase
     session: Session
     collector: Collector
-    learning: Learning | PickedLearning
+    learning: Learns
     observer: Observer
     books: Bookkeeper
 

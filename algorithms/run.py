@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +14,12 @@ from typing import Any, Literal, TypeVar
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import (
+    DistillationAlgorithm,
+    DistillationConfig,
     IterativePreferenceConfig,
     OfflineBase,
     OnlineConfig,
+    OnPolicyDistillationConfig,
     PreferenceConfig,
     RejectionSamplingConfig,
 )
@@ -43,6 +46,7 @@ from nemorl.session.trained import folder_of
 
 from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
+from .distillation import DistilledLearning
 from .evaluate import num_validation_tasks, validate
 from .filters import refill
 from .full_disk import full_disk_named
@@ -50,11 +54,12 @@ from .gate import LogprobGate
 from .learning import Learning
 from .offline import OfflineLoop
 from .offline_data import OfflineData, load_offline_data, offline_algorithm
-from .online import OnlineLoop
+from .online import Learns, OnlineLoop
 from .origin import Origin
 from .picking import PickedLearning
 from .reference_sums import ReferenceSums, reference_sums
 from .scoring import Scorer
+from .teachers import Teachers, teachers_of_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -231,17 +236,21 @@ class TrainingData:
     order: TaskOrder
     position: int
     offline: OfflineData | None  # of a run that learns from data as it stands
+    taught_by: Sequence[str] = ()  # names of the teachers of the tasks, of on-policy distillation
 
 
 def _load_data(experiment: Experiment, progress: Progress) -> TrainingData:
-    algorithm, offline = experiment.algorithm, None
+    algorithm, offline, taught_by = experiment.algorithm, None, []
     if isinstance(algorithm, OfflineBase):
         offline = load_offline_data(experiment, algorithm)
         size = len(offline.units)
     else:
-        size = len(load_tasks(experiment.data.train, experiment.data))
+        tasks = load_tasks(experiment.data.train, experiment.data)
+        size = len(tasks)
+        if isinstance(algorithm, OnPolicyDistillationConfig):
+            taught_by = teachers_of_tasks(tasks, algorithm.teacher_key, list(experiment.teachers))
     order = TaskOrder(size, experiment.seed, experiment.data.shuffle)
-    return TrainingData(order, progress.position, offline)
+    return TrainingData(order, progress.position, offline, taught_by)
 
 
 async def _references(
@@ -282,6 +291,7 @@ def _loop(
             observer,
             books,
             experiment.policy.layout.fewest_units,
+            _teachers(experiment, algorithm, session) if isinstance(algorithm, DistillationConfig) else None,
         )
     plan = CollectorPlan(
         groups_per_step=algorithm.num_prompts_per_step,
@@ -294,20 +304,36 @@ def _loop(
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(algorithm.filters, algorithm.num_prompts_per_step)
     collector = Collector(session.rollout, data.order, plan, seconds, data.position, books.done, replacing)
-    learning = _learning(experiment, algorithm, session, observer, books)
+    learning = _learning(experiment, algorithm, data.taught_by, session, observer, books)
     return OnlineLoop(algorithm, session, collector, learning, observer, books)
+
+
+def _teachers(experiment: Experiment, algorithm: DistillationAlgorithm, session: Session) -> Teachers:
+    multiples = {
+        name: teacher.worker_config(experiment.policy).layout.fewest_units
+        for name, teacher in experiment.teachers.items()
+    }
+    return Teachers(session, multiples, algorithm.loss.top_k)
 
 
 def _learning(
     experiment: Experiment,
-    algorithm: OnlineConfig | IterativePreferenceConfig | RejectionSamplingConfig,
+    algorithm: OnlineConfig
+    | OnPolicyDistillationConfig
+    | IterativePreferenceConfig
+    | RejectionSamplingConfig,
+    taught_by: Sequence[str],
     session: Session,
     observer: Observer,
     books: Bookkeeper,
-) -> Learning | PickedLearning:
-    if not isinstance(algorithm, OnlineConfig):
-        return PickedLearning(algorithm, session, observer, books, experiment.policy.layout.fewest_units)
+) -> Learns:
+    multiple = experiment.policy.layout.fewest_units
+    if isinstance(algorithm, IterativePreferenceConfig | RejectionSamplingConfig):
+        return PickedLearning(algorithm, session, observer, books, multiple)
     gate = LogprobGate(algorithm, experiment.generation)
+    if isinstance(algorithm, OnPolicyDistillationConfig):
+        teachers = _teachers(experiment, algorithm, session)
+        return DistilledLearning(algorithm, session, observer, books, gate, teachers, taught_by, multiple)
     scorer = Scorer(algorithm, reward_weights(experiment.env, experiment.rewards))
     return Learning(algorithm, scorer, session, observer, books, gate)
 

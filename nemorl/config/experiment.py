@@ -1,6 +1,7 @@
 """The whole of an experiment file."""
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -9,7 +10,7 @@ from .base import Config
 from .data import DataConfig
 from .env import EnvConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
-from .groups import CriticConfig, ReferenceConfig
+from .groups import CriticConfig, ReferenceConfig, TeacherConfig
 from .policy import PolicyConfig
 from .rewards import RewardConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
@@ -38,6 +39,10 @@ class Experiment(Config):
     """The critic of an algorithm that has one; null is as the policy, in processes of its own."""
     reference: ReferenceConfig | None = None
     """The reference policy in processes of its own; null keeps its weights in the policy's."""
+    teachers: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], TeacherConfig] = Field(
+        default_factory=dict
+    )
+    """Models that an algorithm of distillation learns from, by names of one's own."""
     cluster: ClusterConfig = ClusterConfig()
     """Where processes run."""
     logger: LoggerConfig = LoggerConfig()

@@ -56,6 +56,17 @@ class ReferenceConfig(ModelGroupConfig):
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
+class TeacherConfig(ModelGroupConfig):
+    """A model that the policy learns from; it is frozen, and has the policy's vocabulary."""
+
+    model_path: Path
+    """Folder of a Hugging Face model."""
+
+    def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
+        """Without adapters: it is the model as its folder has it."""
+        return super().worker_config(policy).model_copy(update={"lora": None})
+
+
 class CriticConfig(ModelGroupConfig):
     """The model that says what may still be expected; it learns with an optimizer of its own."""
 

@@ -31,4 +31,13 @@ def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
         config = reference.worker_config(policy)
         shares = reference.devices == "policy"
         found.append(ModelSpec("reference", "reference", config, False, shares))
+    if experiment.algorithm.keeps_teachers:
+        for name, teacher in experiment.teachers.items():
+            config, shares = teacher.worker_config(policy), teacher.devices == "policy"
+            found.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
     return tuple(found)
+
+
+def teacher_group(name: str) -> str:
+    """The group of processes of a teacher."""
+    return f"teacher_{name}"

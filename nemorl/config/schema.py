@@ -18,6 +18,7 @@ from .merge import VARIANT_KEYS
 from .yaml_tree import FieldPath, dotted
 
 _MOST_NAMES = 4  # of one variant, where it is called by them
+_KEY = "NAME"  # stands for the keys of a mapping, which are one's own
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
         return (annotation,)
     if get_origin(annotation) is Annotated:
         return variants(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return variants(get_args(annotation)[1])
     if get_origin(annotation) in (Union, types.UnionType, tuple):
         return tuple(variant for part in get_args(annotation) for variant in variants(part))
     return ()
@@ -60,7 +63,11 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
     """
     sections: tuple[type[Config], ...] = (Experiment,)
     path: FieldPath = ()
+    is_key = False  # of a mapping of sections
     for step in location:
+        if is_key:
+            path, is_key = (*path, step), False
+            continue
         chosen = tuple(section for section in sections if step in names(section))
         if chosen:
             sections = chosen
@@ -70,6 +77,7 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
             fields = [section.model_fields[step] for section in sections if step in section.model_fields]
             found = (variant for field in fields for variant in variants(field.annotation))
             sections = tuple(dict.fromkeys(found))
+            is_key = any(get_origin(field.annotation) is dict for field in fields)
     return path, sections
 
 
@@ -116,6 +124,8 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
             continue
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
+        if get_origin(field.annotation) is dict:
+            here = (*here, _KEY)
         yield from _fields(below[0], here) if len(below) == 1 else _fields_of_union(below, here)
 
 

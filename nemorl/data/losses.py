@@ -50,6 +50,19 @@ class UpdateLoss(Loss, Protocol):
         ...
 
 
+@runtime_checkable
+class CandidateLoss(Loss, Protocol):
+    """A loss that also looks at tokens which might have stood at each place.
+
+    It is called with logprobs [N, 1 + C]: of the token itself, and of its candidates. The entropy is always
+    there, and without gradient.
+    """
+
+    def candidates(self, batch: PackedBatch, /) -> Tensor:
+        """[N, C] int64; outside the loss mask any."""
+        ...
+
+
 @dataclass(frozen=True)
 class TokenEstimate:
     """What an estimator says of a data-parallel rank's tokens; figures are equal on all ranks."""

@@ -25,6 +25,8 @@ class PackedBatch:
     logprobs: Tensor | None = None  # [N] float32, of the engine that sampled
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     reference_logprobs: Tensor | None = None  # [N] float32
+    top_ids: Tensor | None = None  # [N, k] int32, the likeliest tokens at each place by a teacher
+    top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's of these; both 0 outside the mask
     values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
     turns: Tensor | None = None  # [N] int64, number of the turn that sampled each token, -1 elsewhere
     rewards: Tensor | None = None  # [N] float32, what was paid at each token; 0 where loss_mask is False

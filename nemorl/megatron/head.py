@@ -77,9 +77,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies = torch.zeros_like(logprobs)
         kept: list[_Chunk] = []
         one_chunk = labels.shape[0] <= chunk_tokens
-        for rows in _rows(labels.shape[0], chunk_tokens):
+        for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
             chunk, logprobs[rows], entropies[rows] = _reduce(
-                _shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, wants_entropy
+                shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, wants_entropy
             )
             if one_chunk and (hidden.requires_grad or weight.requires_grad):
                 kept.append(chunk)
@@ -99,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in _rows(labels.shape[0], chunk_tokens):
+        for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
             chunk = kept.pop() if kept else _again(hidden[rows], weight, shard, temperature)
             grad = _grad_logits(
                 chunk,
@@ -121,11 +121,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _rows(count: int, chunk: int) -> Iterator[slice]:
+def rows_of_chunks(count: int, chunk: int) -> Iterator[slice]:
+    """Rows of so many tokens in chunks."""
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
-def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
+def shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
     """Logits [m, V / TP] of this rank's columns in float32, less the largest of the row over all ranks."""
     logits = torch.mm(hidden, weight.t()).float()
     if temperature != 1.0:
@@ -138,8 +139,8 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temp
 
 
 def _again(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> _Chunk:
-    shifted = _shifted_logits(hidden, weight, shard, temperature)
-    return _Chunk(shifted, _sum_over_ranks(shifted.exp().sum(-1), shard).log())
+    shifted = shifted_logits(hidden, weight, shard, temperature)
+    return _Chunk(shifted, sum_over_ranks(shifted.exp().sum(-1), shard).log())
 
 
 def _reduce(
@@ -151,7 +152,7 @@ def _reduce(
     label_logit = shifted.gather(1, column).squeeze(1) * is_mine
     total = exponentials.sum(-1)
     weighted = exponentials.mul_(shifted).sum(-1) if wants_entropy else torch.zeros_like(total)
-    total, label_logit, weighted = _sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
+    total, label_logit, weighted = sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
     log_sum = total.log()
     entropies = log_sum - weighted / total if wants_entropy else weighted
     return _Chunk(shifted, log_sum), label_logit - log_sum, entropies
@@ -186,7 +187,8 @@ def _local_column(labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tenso
     return torch.where(is_mine, local, 0).unsqueeze(1), is_mine
 
 
-def _sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
+def sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
+    """The sum over the tensor-parallel ranks; may be `values` itself, changed."""
     if shard.group is not None:
         dist.all_reduce(values, group=shard.group)
     return values

@@ -32,6 +32,7 @@ from .micro_batch import MicroBatch
 from .model_config import transformer_config
 from .packing import PackedLayout
 from .scalar_head import ScalarHead
+from .topk_head import logprobs_at, top_logprobs
 
 # Dimension of the weight that tensor parallelism divides.
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -106,11 +107,19 @@ class PolicyModel(GPTModel):
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
 
     def score(
-        self, hidden: Tensor, micro: MicroBatch, *, temperature: float, entropy: bool
+        self,
+        hidden: Tensor,
+        micro: MicroBatch,
+        *,
+        temperature: float,
+        entropy: bool,
+        candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
-        With a scalar head its values [N], of all tokens, and no entropies.
+        With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
+        and the entropies have no gradient. With a scalar head its values [N], of all tokens, and no
+        entropies.
 
         The position before a token predicts it, and only positions that predict a masked-in token are
         computed. Under context parallelism all ranks get the values of all: each then computes the same loss,
@@ -119,23 +128,41 @@ class PolicyModel(GPTModel):
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.own_here)
             return _of_whole_batch(values, micro.own, micro), None
+        hidden = self._predicting(hidden, micro)
+        labels = micro.batch.tokens.index_select(0, micro.labels)
+        shared: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
+        entropies: Tensor | None
+        if candidates is None:
+            logprobs, entropies = token_logprobs(
+                hidden, self.output_weight(), labels, self.vocabulary, entropy=entropy, **shared
+            )
+        else:
+            ids = torch.cat((labels.unsqueeze(1), candidates.index_select(0, micro.labels)), dim=1)
+            logprobs, entropies = logprobs_at(hidden, self.output_weight(), ids, self.vocabulary, **shared)
+        if entropies is not None:
+            entropies = _of_whole_batch(entropies, micro.labels, micro)
+        return _of_whole_batch(logprobs, micro.labels, micro), entropies
+
+    def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Ids [N, k] of the likeliest tokens at each place and their logprobs [N, k]; 0 outside the mask."""
+        ids, logprobs = top_logprobs(
+            self._predicting(hidden, micro),
+            self.output_weight(),
+            k,
+            self.vocabulary,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return _of_whole_batch(ids, micro.labels, micro), _of_whole_batch(logprobs, micro.labels, micro)
+
+    def _predicting(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[m, H] the hidden states before the labels that this rank computes."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         hidden = hidden.squeeze(1).index_select(0, micro.predictors)
         if not self.config.sequence_parallel:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-        logprobs, entropies = token_logprobs(
-            hidden,
-            self.output_weight(),
-            micro.batch.tokens.index_select(0, micro.labels),
-            self.vocabulary,
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-            entropy=entropy,
-        )
-        if entropies is not None:
-            entropies = _of_whole_batch(entropies, micro.labels, micro)
-        return _of_whole_batch(logprobs, micro.labels, micro), entropies
+        return hidden
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters, and buffers that checkpoints hold (a router's bias in the choice of experts)."""
@@ -234,8 +261,9 @@ def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
 
 
 def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor:
-    """[N] from what this rank has at some places and the other context-parallel ranks at others."""
-    spread = values.new_zeros(micro.batch.num_tokens).index_copy(0, places, values)
+    """[N, ...] from what this rank has at some places and the other context-parallel ranks at others."""
+    size = (micro.batch.num_tokens, *values.shape[1:])
+    spread = values.new_zeros(size).index_copy(0, places, values)
     group = parallel_state.get_context_parallel_group()
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from nemorl.data.packed import PackedBatch
 from .collect import from_last_stage
 from .micro_batch import MicroBatch
 from .model import PolicyParallel
-from .schedule import run_outputs
+from .schedule import run_outputs, run_top
 from .stats import LogprobStats, ValueStats
 
 
@@ -34,6 +34,30 @@ def batch_outputs(
         flat = torch.cat([out[mine] for out, mine in zip(outputs, wanted, strict=True)])
     values[torch.cat(places)] = from_last_stage(flat).cpu()
     return values
+
+
+def batch_top(
+    chunks: Sequence[PolicyParallel],
+    batch: PackedBatch,
+    made: Sequence[MicroBatch],
+    k: int,
+    *,
+    temperature: float,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""
+    ids = torch.zeros((batch.num_tokens, k), dtype=torch.int32)
+    logprobs = torch.zeros((batch.num_tokens, k))
+    outputs = run_top(chunks, made, k, temperature)
+    places = torch.cat([micro.places for micro in made])
+    flat_ids = torch.zeros((len(places), k), dtype=torch.int32, device=device)
+    flat = torch.zeros((len(places), k), device=device)
+    if outputs:
+        flat_ids = torch.cat([of_micro.int() for of_micro, _ in outputs])
+        flat = torch.cat([of_micro for _, of_micro in outputs])
+    ids[places] = from_last_stage(flat_ids).cpu()
+    logprobs[places] = from_last_stage(flat).cpu()
+    return ids, logprobs
 
 
 def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device) -> LogprobStats:

@@ -12,10 +12,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from nemorl.data.losses import Loss, LossOutput
+from nemorl.data.losses import CandidateLoss, Loss, LossOutput
 
 from .micro_batch import MicroBatch
-from .model import PolicyParallel
+from .model import PolicyModel, PolicyParallel
 from .pipeline import micro_batches_in_a_row
 
 
@@ -31,10 +31,7 @@ def run_training(
         micro, policy = next(batches), model.module
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            outputs, entropy = policy.score(
-                hidden, micro, temperature=temperature, entropy=loss.needs_entropy
-            )
-            output = loss(micro.batch, outputs, entropy)
+            output = _apply(loss, policy, hidden, micro, temperature)
             # The count would divide the loss; see the module's docstring.
             return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
 
@@ -53,10 +50,7 @@ def run_evaluation(
         micro, policy = next(batches), model.module
 
         def outputs_of(hidden: Tensor, non_loss_data: bool) -> LossOutput:
-            outputs, entropy = policy.score(
-                hidden, micro, temperature=temperature, entropy=loss.needs_entropy
-            )
-            return loss(micro.batch, outputs, entropy)
+            return _apply(loss, policy, hidden, micro, temperature)
 
         return model(micro), outputs_of
 
@@ -82,6 +76,39 @@ def run_outputs(
         return model(micro), outputs_of
 
     return _run(chunks, forward_step, micro_batches, forward_only=True)
+
+
+@torch.no_grad()
+def run_top(
+    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], k: int, temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Ids [N, k] and logprobs [N, k] of the likeliest tokens at the places of each micro-batch.
+
+    On ranks of the last pipeline stage; nothing elsewhere.
+    """
+
+    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
+        micro, policy = next(batches), model.module
+
+        def outputs_of(hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+            return policy.top(hidden, micro, k, temperature=temperature)  # type: ignore[no-any-return]
+
+        return model(micro), outputs_of
+
+    return _run(chunks, forward_step, micro_batches, forward_only=True)
+
+
+def _apply(
+    loss: Loss, policy: PolicyModel, hidden: Tensor, micro: MicroBatch, temperature: float
+) -> LossOutput:
+    outputs, entropy = policy.score(
+        hidden,
+        micro,
+        temperature=temperature,
+        entropy=loss.needs_entropy,
+        candidates=loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None,
+    )
+    return loss(micro.batch, outputs, entropy)
 
 
 def _run(

@@ -38,7 +38,7 @@ from .micro_batch import MicroBatch, check_batch, micro_batch_maker
 from .model import PolicyModel, build_model
 from .offload import Holdings, Offload
 from .optimizer import PolicyOptimizer
-from .outputs import batch_outputs, logprob_gap, value_figures
+from .outputs import batch_outputs, batch_top, logprob_gap, value_figures
 from .pipeline import recompute_notes
 from .reference import ReferenceWeights
 from .routing import Routers
@@ -209,6 +209,23 @@ class PolicyWorker:
         everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
         self._batch = replace(self.batch, values=self._outputs(self.batch, made, everywhere))
         return value_figures(self._batch, self._device)
+
+    def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
+        """Fill `top_ids` and `top_logprobs`: the k likeliest tokens at each place where the mask is set.
+
+        All of them where there are no k.
+        """
+        self._offload.require_back()
+        self._require_head("lm", "compute_top")
+        ids, logprobs = batch_top(
+            self._chunks,
+            self.batch,
+            self._make(self.batch, micro_batches),
+            min(k, self._shape.vocab_size),
+            temperature=self._temperature,
+            device=self._device,
+        )
+        self._batch = replace(self.batch, top_ids=ids, top_logprobs=logprobs)
 
     def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""

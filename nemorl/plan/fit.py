@@ -97,6 +97,12 @@ def models_beside(
                 f"{of_policy.vocab_size}: name a model with the policy's tokenizer"
             )
             refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
+        elif experiment.algorithm.keeps_teachers and shape.vocab_size != of_policy.vocab_size:
+            mend = (
+                f"a teacher and the policy speak of the same tokens, and it has {shape.vocab_size} and the "
+                f"policy {of_policy.vocab_size}: name a model with the policy's tokenizer"
+            )
+            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
         found.append((model, shape))
     return found, refused
 

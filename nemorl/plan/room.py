@@ -7,7 +7,7 @@ from nemorl.config.algorithm import OnlineConfig, PreferenceConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
-from nemorl.config.models import models_of
+from nemorl.config.models import ModelSpec, models_of
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
@@ -16,8 +16,7 @@ from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
 
 _MODEL = "policy.model_path"
 _SMALLER = "take a smaller model"
-_BESIDE_POLICY = ("critic", "reference")
-_ON_GPUS = ("policy", *_BESIDE_POLICY, "generation")
+_ON_CPUS = ("driver", "rollout", "endpoint")
 _SPREAD = f"{_SMALLER}, or spread it over more processes (policy.layout)"
 _MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
 
@@ -47,7 +46,7 @@ def _gpu_violations(
 ) -> Iterator[Violation]:
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     for process in processes:
-        if process.group in _ON_GPUS and process.on_device > smallest.memory_bytes:
+        if process.group not in _ON_CPUS and process.on_device > smallest.memory_bytes:
             problem = (
                 f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
                 f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}"
@@ -70,7 +69,7 @@ def _turn_violations(
     needs = {p.group: p.on_device + sum(kept.values()) - kept[p.group] for p in there}
     most = max(needs, key=lambda group: needs[group])
     if needs[most] > gpu.memory_bytes:
-        guest = next(process.group for process in there if process.group != "policy")
+        guest = next(residents[p.group].section for p in there if p.group != "policy")
         yield Violation(
             f"{guest}.devices",
             "policy",
@@ -126,8 +125,9 @@ def _blamed(
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
     """Field and mend for a part of a process."""
     group = process.group
-    if group in _BESIDE_POLICY:
-        return _remedy_beside(experiment, group, part)
+    beside = {model.name: model for model in models_of(experiment)[1:]}
+    if group in beside:
+        return _remedy_beside(experiment, beside[group], part)
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
@@ -156,13 +156,12 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     return _MODEL, _SPREAD
 
 
-def _remedy_beside(experiment: Experiment, group: str, part: str) -> tuple[str, str]:
+def _remedy_beside(experiment: Experiment, spec: ModelSpec, part: str) -> tuple[str, str]:
     """Of a model beside the policy; what its section leaves open is said by the policy's."""
-    model = f"{group}.model_path"
+    group, model = spec.section, f"{spec.section}.model_path"
     match part:
         case "activations":
-            section = getattr(experiment, group)
-            given = section is not None and section.micro_batch_tokens is not None
+            given = spec.config.micro_batch_tokens != experiment.policy.micro_batch_tokens
             return f"{group if given else 'policy'}.micro_batch_tokens", "lower it"
         case "checkpoint":
             return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
@@ -217,7 +216,7 @@ def _value(experiment: Experiment, field: str) -> object:
         return experiment.policy.layout.name
     value: object = experiment
     for step in field.split("."):
-        value = getattr(value, step, None)
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
     if value is None and field.endswith(".model_path"):
         value = experiment.policy.model_path
     return str(value) if field.endswith(".model_path") else value

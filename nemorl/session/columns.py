@@ -12,9 +12,11 @@ import torch
 
 from nemorl.data.micro_batches import BatchPlan
 from nemorl.data.packed import PackedBatch
-from nemorl.rollout.types import Float32Array
+from nemorl.rollout.types import Float32Array, Int32Array
 
-Field = Literal["old_logprobs", "reference_logprobs", "values", "returns"]
+Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
+
+TokenArray = Float32Array | Int32Array
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ColumnShard:
     stores: tuple[Any, ...]
     places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
 
-    def rows(self) -> list[Float32Array]:
+    def rows(self) -> list[TokenArray]:
         """The arrays themselves, once the references are resolved."""
         return [self.stores[store][row] for store, row in self.places]
 
@@ -61,15 +63,15 @@ def _shard(places: Sequence[tuple[Any, int]]) -> ColumnShard:
     return ColumnShard(tuple(stores), tuple((stores[store], row) for store, row in places))
 
 
-def rows_of(batch: PackedBatch, field: Field) -> list[Float32Array]:
-    """A field of a batch as an array for each sequence."""
+def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
+    """A field of a batch as an array for each sequence, [T] or [T, k]."""
     values: torch.Tensor | None = getattr(batch, field)
     if values is None:
         raise RuntimeError(f"the batch has no {field}: they are computed before they are shared")
     return [part.numpy() for part in values.split(batch.lengths)]
 
 
-def with_rows(batch: PackedBatch, field: Field, rows: Sequence[Float32Array]) -> PackedBatch:
+def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> PackedBatch:
     """The batch with a field from an array for each sequence.
 
     Raises ValueError where these are of other sequences: their lengths differ.

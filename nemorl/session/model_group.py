@@ -144,6 +144,13 @@ class ModelGroup:
         )
         return stats[0]  # type: ignore[no-any-return]
 
+    async def top(self, k: int) -> None:
+        """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
+        await self.come_back()
+        await self.group.call_sharded_async(
+            "compute_top", self._batches(), k, stage="logprobs", deadline_seconds=self._deadlines.logprobs
+        )
+
     async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
         """One optimizer step over a minibatch of the loaded batch."""
         await self.come_back()

@@ -18,6 +18,16 @@ from .correction import (
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
+from .distillation import (
+    DistillationAlgorithm,
+    DistillationConfig,
+    DistillationLossConfig,
+    ForwardKlLossConfig,
+    JsdLossConfig,
+    OnPolicyDistillationConfig,
+    ReverseKlLossConfig,
+    TopLossConfig,
+)
 from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
 from .offline import OfflineBase
@@ -45,7 +55,9 @@ AlgorithmConfig = Annotated[
     OnlineConfig
     | IterativePreferenceConfig
     | RejectionSamplingConfig
+    | OnPolicyDistillationConfig
     | SftConfig
+    | DistillationConfig
     | PreferenceConfig
     | KtoConfig
     | RewardModelConfig,
@@ -63,20 +75,26 @@ __all__ = [
     "ClipLossConfig",
     "CorrectionConfig",
     "CustomLossConfig",
+    "DistillationAlgorithm",
+    "DistillationConfig",
+    "DistillationLossConfig",
     "EntropyBonusConfig",
     "EntropyConfig",
+    "ForwardKlLossConfig",
     "GmpoLossConfig",
     "GroupAdvantageConfig",
     "GspoLossConfig",
     "GspoTokenLossConfig",
     "IcePopCorrectionConfig",
     "IterativePreferenceConfig",
+    "JsdLossConfig",
     "KLConfig",
     "KlCovLossConfig",
     "KtoConfig",
     "MaskedCorrectionConfig",
     "NoCorrectionConfig",
     "OfflineBase",
+    "OnPolicyDistillationConfig",
     "OnlineBase",
     "OnlineConfig",
     "PolicyLossConfig",
@@ -84,10 +102,12 @@ __all__ = [
     "ProcessLossConfig",
     "ReinforceLossConfig",
     "RejectionSamplingConfig",
+    "ReverseKlLossConfig",
     "RewardModelConfig",
     "SapoLossConfig",
     "SequenceMaskConfig",
     "SftConfig",
+    "TopLossConfig",
     "TruncatedCorrectionConfig",
     "ValidationConfig",
 ]

@@ -73,3 +73,8 @@ class AlgorithmBase(Config):
     def keeps_critic(self) -> bool:
         """Whether a critic learns beside the policy."""
         return False
+
+    @property
+    def keeps_teachers(self) -> bool:
+        """Whether teachers say what they think of the policy's tokens."""
+        return False

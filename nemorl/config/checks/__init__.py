@@ -102,6 +102,7 @@ CHECKS: tuple[Check, ...] = (
     resources.gpus_for_all_processes,
     groups.critic_is_wanted,
     groups.reference_is_wanted,
+    groups.teachers_are_wanted,
     groups.critic_settings_are_used,
     groups.groups_have_devices,
     groups.groups_are_as_sound_as_policies,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import (
     AlgorithmConfig,
+    DistillationAlgorithm,
     OfflineBase,
     OnlineBase,
     OnlineConfig,
@@ -70,8 +71,10 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """One aggregation divides by a fixed length, and only that one."""
-    if isinstance(algorithm, SftConfig) and algorithm.aggregation == _FIXED_LENGTH:
-        mend = "SFT has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
+    if isinstance(algorithm, SftConfig | DistillationAlgorithm) and algorithm.aggregation == _FIXED_LENGTH:
+        mend = (
+            f"`{algorithm.name}` has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
+        )
         yield Violation("algorithm.aggregation", algorithm.aggregation, mend)
     if not isinstance(algorithm, OnlineConfig):
         return

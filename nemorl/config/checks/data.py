@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, SftConfig
+from nemorl.config.algorithm import AlgorithmConfig, DistillationConfig, SftConfig
 from nemorl.config.data import (
     ArithmeticDataset,
     DataConfig,
@@ -55,7 +55,7 @@ def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
 def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """SFT learns the answers."""
     if (
-        isinstance(algorithm, SftConfig)
+        isinstance(algorithm, SftConfig | DistillationConfig)
         and isinstance(data.train, JsonlDataset)
         and data.train.answer_key is None
     ):

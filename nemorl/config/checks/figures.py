@@ -9,6 +9,7 @@ from nemorl.config.algorithm import (
     OfflineBase,
     OnlineBase,
     OnlineConfig,
+    OnPolicyDistillationConfig,
     TruncatedCorrectionConfig,
     ValidationConfig,
 )
@@ -48,6 +49,8 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     scored = set(_of_rewards(env, rewards))
     if isinstance(algorithm, OnlineBase):
         names = names | _SAMPLING | _HANDING_OVER | paid | scored | set(_filters(algorithm.filters))
+    if isinstance(algorithm, OnPolicyDistillationConfig):
+        names |= (_POLICY_LOSS - {"loss/policy"}) | algorithm.loss.figures | {"time/teachers"}
     if isinstance(algorithm, PickedBase):
         names |= picked_figures(algorithm)
     if isinstance(algorithm, OnlineConfig):

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineConfig
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
 from nemorl.config.base import Config
-from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
@@ -47,6 +47,29 @@ def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig |
         yield Violation("reference", _given(reference), mend)
 
 
+def teachers_are_wanted(
+    algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]
+) -> Iterator[Violation]:
+    """Distillation has teachers, and of several it knows which sequence is whose."""
+    if not isinstance(algorithm, DistillationAlgorithm):
+        if teachers:
+            mend = (
+                f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
+            )
+            yield Violation("teachers", {name: _given(one) for name, one in teachers.items()}, mend)
+    elif not teachers:
+        mend = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
+        yield Violation("teachers", {}, mend)
+    elif len(teachers) > 1 and algorithm.teacher_key is None:
+        mend = (
+            f"there are {len(teachers)} teachers: give the column of the tasks that names the teacher of each"
+        )
+        yield Violation("algorithm.teacher_key", None, mend)
+    elif len(teachers) == 1 and algorithm.teacher_key is not None:
+        mend = "there is one teacher, of all tasks: remove this, or name more in teachers"
+        yield Violation("algorithm.teacher_key", algorithm.teacher_key, mend)
+
+
 def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """One lambda is looked at, and after the critic alone the policy learns too."""
     if not isinstance(algorithm, OnlineConfig):
@@ -63,10 +86,13 @@ def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def groups_have_devices(
-    policy: PolicyConfig, critic: CriticConfig | None, reference: ReferenceConfig | None
+    policy: PolicyConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
 ) -> Iterator[Violation]:
     """What shares the policy's devices finds one for each of its processes; others leave nobody theirs."""
-    for name, group in _sections(critic, reference):
+    for name, group in _sections(critic, reference, teachers):
         if group.devices == "own":
             for part in ("weights", "optimizer"):
                 if getattr(group.offload, part):
@@ -85,9 +111,10 @@ def groups_are_as_sound_as_policies(
     cluster: ClusterConfig,
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
 ) -> Iterator[Violation]:
     """What is asked of a policy's section is asked of theirs, where they say something else than it."""
-    for name, group in _sections(critic, reference):
+    for name, group in _sections(critic, reference, teachers):
         config = group.worker_config(policy)
         problems = [
             *data_parallel_divides(config, algorithm),
@@ -109,12 +136,13 @@ def groups_are_as_sound_as_policies(
 
 
 def _sections(
-    critic: CriticConfig | None, reference: ReferenceConfig | None
+    critic: CriticConfig | None, reference: ReferenceConfig | None, teachers: dict[str, TeacherConfig]
 ) -> Iterator[tuple[str, ModelGroupConfig]]:
     if critic is not None:
         yield "critic", critic
     if reference is not None:
         yield "reference", reference
+    yield from ((f"teachers.{name}", teacher) for name, teacher in teachers.items())
 
 
 def _given(section: Config) -> object:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import (
     AlgorithmConfig,
+    DistillationConfig,
     KtoConfig,
     OfflineBase,
     PreferenceConfig,
@@ -40,7 +41,7 @@ def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator
 
 def _wanted(algorithm: OfflineBase) -> tuple[str, tuple[str, ...]]:
     match algorithm:
-        case SftConfig():
+        case SftConfig() | DistillationConfig():
             return "answers", _TASKS
         case KtoConfig():
             return "judged answers", _FEEDBACK

@@ -1,6 +1,7 @@
 """The figures of runs that learn from data as it stands."""
 
 from nemorl.config.algorithm import (
+    DistillationConfig,
     KtoConfig,
     OfflineBase,
     ProcessLossConfig,
@@ -40,6 +41,8 @@ def picked_figures(algorithm: PickedBase) -> set[str]:
 
 def _learnt(algorithm: OfflineBase) -> set[str]:
     match algorithm:
+        case DistillationConfig():
+            return {"loss/total", "entropy"} | algorithm.loss.figures
         case SftConfig():
             return {"loss/sft", "nll"}
         case KtoConfig():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
 from nemorl.config.optimizer import AdamConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
@@ -61,6 +61,7 @@ def gpus_for_all_processes(
     algorithm: AlgorithmConfig,
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
 ) -> Iterator[Violation]:
     """Where there are GPUs every process of a model has one, and every engine that does not share theirs."""
     engines = generation.replicas * generation.ranks_per_replica
@@ -68,6 +69,7 @@ def gpus_for_all_processes(
         engines = 0
     beside = [critic or CriticConfig()] if algorithm.keeps_critic else []
     started: list[ModelGroupConfig] = [*beside, *([reference] if reference is not None else [])]
+    started += teachers.values()
     others = sum(m.worker_config(policy).layout.world_size for m in started if m.devices == "own")
     wanted = policy.layout.world_size + others + engines
     there = cluster.num_nodes * cluster.gpus_per_node

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnPolicyDistillationConfig
 from nemorl.config.data import DataConfig
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
 from nemorl.config.rewards import JudgeRewardConfig, RewardConfig, ServiceRewardBase
@@ -17,8 +17,9 @@ from .figures import reward_names
 def something_is_rewarded(
     env: EnvConfig, rewards: tuple[RewardConfig, ...], algorithm: AlgorithmConfig
 ) -> Iterator[Violation]:
-    """`single_turn` pays nothing of its own."""
-    if isinstance(env, SingleTurnEnvConfig) and not rewards and generates(algorithm):
+    """`single_turn` pays nothing of its own; a teacher is enough where nothing is measured."""
+    unpaid = isinstance(algorithm, OnPolicyDistillationConfig) and not algorithm.validation.scheduled
+    if isinstance(env, SingleTurnEnvConfig) and not rewards and generates(algorithm) and not unpaid:
         yield Violation(
             "rewards",
             [],

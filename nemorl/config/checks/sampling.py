@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig, OnPolicyDistillationConfig
 from nemorl.config.generation import GenerationConfig
 from nemorl.errors import Violation
 
@@ -20,7 +20,7 @@ def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) 
 
 def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """The trainer's logprobs are of the whole distribution, so what is sampled must come from it."""
-    if not isinstance(algorithm, OnlineConfig):
+    if not isinstance(algorithm, OnlineConfig | OnPolicyDistillationConfig):
         return
     sampling = generation.sampling
     for name, value, off in (

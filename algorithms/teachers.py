@@ -1,0 +1,87 @@
+"""Teachers: frozen models that say what they think of the policy's tokens.
+
+Each reads the sequences that are its own, in its own layout. What it says goes to the policy's ranks by
+object reference; the driver knows which teacher has which sequence.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from nemorl.config.models import teacher_group
+from nemorl.errors import RunError
+from nemorl.rollout.types import Task
+from nemorl.session.columns import Column, Field
+from nemorl.session.session import Session
+from nemorl.session.shard import SequencePlace
+
+# What a teacher computes, and what it is to the policy.
+_OF_SAMPLED: Mapping[Field, Field] = {"old_logprobs": "reference_logprobs"}
+_OF_TOP: Mapping[Field, Field] = {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The teachers of a session."""
+
+    session: Session
+    multiples: Mapping[str, int]  # by name: of sequences into which a batch of its own is laid
+    top_k: int | None  # likeliest tokens that are told; None: of each token that stands there the logprob
+
+    async def tell(
+        self,
+        places: Sequence[SequencePlace],
+        taught_by: Sequence[str],
+        kind: Literal["trajectories", "examples"],
+    ) -> None:
+        """Fill the batch of these sequences that the policy has loaded, of each by its teacher's name."""
+        held = {name: [i for i, one in enumerate(taught_by) if one == name] for name in self.multiples}
+        asked = [self._ask(name, [places[i] for i in rows], kind) for name, rows in held.items() if rows]
+        if self.session.models_share_devices:
+            told = [await one for one in asked]
+        else:
+            told = await asyncio.gather(*asked)
+        order = [i for rows in held.values() for i in rows]
+        for field, of_policy in self._fields.items():
+            found = dict(zip(order, [p for columns in told for p in columns[field]], strict=True))
+            column = Column(tuple(found[i] for i in range(len(places))))
+            await self.session.learner.take(of_policy, column)
+
+    @property
+    def _fields(self) -> Mapping[Field, Field]:
+        return _OF_SAMPLED if self.top_k is None else _OF_TOP
+
+    async def _ask(
+        self, name: str, own: Sequence[SequencePlace], kind: Literal["trajectories", "examples"]
+    ) -> dict[Field, tuple[tuple[object, int], ...]]:
+        """Where what a teacher says of its sequences lies, by field."""
+        teacher = self.session.model(teacher_group(name))
+        # Whatever fills the batch up is looked at by nobody.
+        filled = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
+        await teacher.load([replace(place, compared=None) for place in filled], kind=kind)
+        if self.top_k is None:
+            await teacher.logprobs(old=True, reference=False)
+        else:
+            await teacher.top(self.top_k)
+        return {field: (await teacher.share(field)).places[: len(own)] for field in self._fields}
+
+
+def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence[str]) -> list[str]:
+    """The name of each task's teacher: what its column `key` says, or the only one there is.
+
+    Raises RunError for a task without a teacher.
+    """
+    if key is None:
+        return [teachers[0]] * len(tasks)
+    named = []
+    for task in tasks:
+        name = task.columns.get(key)
+        if name not in teachers:
+            there = f"says {name!r}" if key in task.columns else "is missing"
+            raise RunError(
+                f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {there}; it has "
+                f"to name one of the teachers: {', '.join(teachers)}"
+            )
+        named.append(str(name))
+    return named

@@ -1,0 +1,174 @@
+"""Losses of distillation against their formulas in float64, and who teaches whom."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemorl.algorithms.distillation import SampledReverseKL, TopDivergence, outcomes
+from nemorl.algorithms.losses import finish_metrics
+from nemorl.algorithms.teachers import teachers_of_tasks
+from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from nemorl.data.packed import PackedBatch
+from nemorl.errors import RunError
+from nemorl.rollout.types import Task
+
+TOKENS, VOCABULARY, K = 7, 6, 3
+MASK = torch.tensor([False, True, True, False, False, True, True])
+
+
+def distributions():
+    """Logits of the policy and logprobs of the teacher at each place [7, 6], float64."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(TOKENS, VOCABULARY, generator=generator).double() * 2
+    teacher = (torch.randn(TOKENS, VOCABULARY, generator=generator).double() * 2).log_softmax(-1)
+    return logits, teacher
+
+
+def packed(**fields):
+    return PackedBatch(
+        tokens=torch.tensor([0, 3, 1, 5, 2, 2, 4]),
+        cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
+        position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]),
+        loss_mask=MASK,
+        weights=torch.tensor([0, 0.1, 0.2, 0, 0, 0.3, 0.4]),
+        **fields,
+    )
+
+
+def divergence_by_hand(p, q, kind, beta=0.5):
+    """Of two lists of probabilities."""
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    if kind == "forward_kl":
+        return kl(p, q)
+    middle = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    return beta * kl(p, middle) + (1 - beta) * kl(q, middle)
+
+
+def coarse(p, ids, rest):
+    """The probabilities that a loss over `ids` looks at."""
+    seen = [float(p[i]) for i in ids]
+    if rest == "leave_out":
+        return [x / sum(seen) for x in seen]
+    return [*seen, 1 - sum(seen)]
+
+
+@pytest.mark.parametrize("rest", ["one_outcome", "leave_out"])
+@pytest.mark.parametrize(
+    "config",
+    [ForwardKlLossConfig(name="forward_kl"), JsdLossConfig(name="jsd", beta=0.2)],
+    ids=lambda config: config.name,
+)
+def test_top_divergence_and_its_gradient(config, rest):
+    logits, teacher = distributions()
+    config = config.model_copy(update={"rest": rest})
+    ids = teacher.topk(K, dim=-1).indices
+    batch = packed(top_ids=ids.int(), top_logprobs=teacher.gather(1, ids).float() * MASK[:, None])
+    loss = TopDivergence(config)
+    assert torch.equal(loss.candidates(batch), ids)
+
+    z = logits.float().requires_grad_()
+    own = torch.cat((batch.tokens[:, None], ids), dim=1)
+    found = loss(batch, z.log_softmax(-1).gather(1, own) * MASK[:, None], torch.zeros(TOKENS))
+    found.loss.backward()
+
+    def by_hand(z):
+        q = z.softmax(-1)
+        terms = [
+            divergence_by_hand(
+                coarse(teacher[i].exp(), ids[i].tolist(), rest),
+                coarse(q[i], ids[i].tolist(), rest),
+                config.name,
+                getattr(config, "beta", 0.0),
+            )
+            for i in MASK.nonzero().flatten().tolist()
+        ]
+        return sum(w * t for w, t in zip((0.1, 0.2, 0.3, 0.4), terms, strict=True)), terms
+
+    whole, terms = by_hand(logits)
+    assert float(found.loss) == pytest.approx(whole, rel=1e-4)
+    assert float(found.sums[f"distillation/{config.name}"]) == pytest.approx(sum(terms), rel=1e-4)
+    step = 1e-5
+    for i, j in ((1, 0), (1, int(ids[1, 0])), (2, 3), (6, int(ids[6, 2])), (3, 1)):
+        moved = [logits.clone(), logits.clone()]
+        moved[0][i, j] += step
+        moved[1][i, j] -= step
+        slope = (by_hand(moved[0])[0] - by_hand(moved[1])[0]) / (2 * step)
+        assert float(z.grad[i, j]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
+
+
+def test_top_of_the_whole_vocabulary_is_the_whole_divergence():
+    logits, teacher = distributions()
+    p, q = (x.float() for x in outcomes(teacher, logits.log_softmax(-1), "one_outcome"))
+    whole = (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close((p.exp() * (p - q)).sum(-1).double(), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_equal_distributions_have_no_divergence_and_no_gradient():
+    """Also where almost nothing is outside the top, and where the mask is False."""
+    logits = torch.tensor([[12.0, 9.0, 5.0, -20.0, -20.0, -20.0]] * TOKENS, requires_grad=True)
+    log_p = logits.log_softmax(-1)
+    ids = torch.tensor([[0, 1, 2]] * TOKENS)
+    batch = packed(top_ids=ids.int(), top_logprobs=log_p[:, :3].detach() * MASK[:, None])
+    logprobs = torch.cat((log_p[:, :1], log_p[:, :3]), dim=1) * MASK[:, None]
+    for config in (ForwardKlLossConfig(name="forward_kl"), JsdLossConfig(name="jsd")):
+        found = TopDivergence(config)(batch, logprobs, torch.zeros(TOKENS))
+        (grad,) = torch.autograd.grad(found.loss, logits, retain_graph=True)
+        assert abs(float(found.loss)) < 1e-6
+        assert float(grad.abs().max()) < 1e-6
+
+
+def test_reverse_kl_of_samples_is_the_divergence_in_expectation_with_its_gradient():
+    """All tokens of one place, weighed by their probability, instead of draws."""
+    logits, teacher = distributions()
+    z = logits[1].clone().requires_grad_()
+    chances = z.detach().softmax(-1)
+    batch = PackedBatch(
+        tokens=torch.arange(VOCABULARY),
+        cu_seqlens=torch.tensor([0, VOCABULARY], dtype=torch.int32),
+        position_ids=torch.arange(VOCABULARY),
+        loss_mask=torch.ones(VOCABULARY, dtype=torch.bool),
+        weights=chances,
+        reference_logprobs=teacher[1],
+    )
+    found = SampledReverseKL()(batch, z.log_softmax(-1), torch.zeros(VOCABULARY))
+    found.loss.backward()
+
+    exact = logits[1].clone().requires_grad_()
+    q = exact.log_softmax(-1)
+    (q.exp() * (q - teacher[1])).sum().backward()
+    assert float(found.loss) == pytest.approx(float((q.exp() * (q - teacher[1])).sum()))
+    torch.testing.assert_close(z.grad, exact.grad)
+
+
+def test_figures_are_means_over_the_sampled_tokens():
+    logits, teacher = distributions()
+    tokens = packed().tokens[:, None]
+    logprobs = (logits.log_softmax(-1).gather(1, tokens).squeeze(1) * MASK).float()
+    told = (teacher.gather(1, tokens).squeeze(1) * MASK).float()
+    batch = packed(reference_logprobs=told, logprobs=logprobs + 0.25 * MASK)
+    found = SampledReverseKL()(batch, logprobs, torch.full((TOKENS,), 0.5) * MASK)
+    figures = finish_metrics(
+        {name: float(value) for name, value in found.sums.items()},
+        {name: float(value) for name, value in found.maxima.items()},
+    )
+    assert figures["distillation/reverse_kl"] == pytest.approx(
+        float((logprobs - told)[MASK].mean()), rel=1e-5
+    )
+    assert figures["logprob_gap/mean"] == figures["logprob_gap/max"] == pytest.approx(0.25, rel=1e-5)
+    assert figures["entropy"] == pytest.approx(0.5)
+    assert "logprob_gap/mean" not in SampledReverseKL()(replace(batch, logprobs=None), logprobs, told).sums
+
+
+def test_teachers_by_a_column():
+    tasks = [Task(0, (), columns={"of": "sums"}), Task(1, (), columns={"of": "prose"})]
+    assert teachers_of_tasks(tasks, "of", ["prose", "sums"]) == ["sums", "prose"]
+    assert teachers_of_tasks(tasks, None, ["prose"]) == ["prose", "prose"]
+    with pytest.raises(RunError, match=r"task 1: the column `of`.* says 'prose'.*one of the teachers: sums"):
+        teachers_of_tasks(tasks, "of", ["sums"])
+    with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
+        teachers_of_tasks(tasks, "from", ["sums"])

@@ -1,0 +1,67 @@
+"""Distillation on policy workers: a teacher's likeliest tokens, and the same updates under every layout."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemorl.algorithms.distillation import TopDivergence
+from nemorl.algorithms.losses import CrossEntropyLoss
+from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from tests.megatron.cases import share
+from tests.megatron.examples import layout, policy_config, ragged_batch
+from tests.megatron.topk_cases import distilled
+
+K = 5
+FORWARD = TopDivergence(ForwardKlLossConfig(name="forward_kl", tokens=K))
+JSD = TopDivergence(JsdLossConfig(name="jsd", tokens=K, beta=0.3))
+LOSSES = [CrossEntropyLoss(), FORWARD, JSD]
+
+
+@pytest.fixture(scope="module")
+def alone(pool, model):
+    config = policy_config(model("llama")[1], layout=layout())
+    (found,) = pool.run(1, distilled, config, ragged_batch(), 8, K, LOSSES)
+    return found
+
+
+@torch.no_grad()
+def test_top_tokens_are_those_of_transformers(model, alone):
+    batch, (network, _) = ragged_batch(), model("llama")
+    ids, logprobs, _ = alone
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        log_p = network(batch.tokens[start:end][None]).logits[0].float().log_softmax(-1)
+        for place in range(start + 1, end):
+            values, places = log_p[place - 1 - start].topk(K)
+            if batch.loss_mask[place]:
+                assert ids[place].tolist() == places.tolist()
+                torch.testing.assert_close(logprobs[place], values, atol=2e-5, rtol=1e-5)
+            else:
+                assert not ids[place].any()
+                assert not logprobs[place].any()
+
+
+def test_the_teacher_is_left_and_come_back_to(alone):
+    _, forward, jsd = alone[2]
+    assert forward.sums["distillation/forward_kl"] > 1e-4 * forward.sums["tokens"]
+    assert 0 < jsd.sums["distillation/jsd"] < jsd.sums["distillation/forward_kl"]
+    assert jsd.sums["distillation/forward_kl"] < forward.sums["distillation/forward_kl"]
+
+
+@pytest.mark.parametrize(
+    "where", [layout(cp=2, tp=2, sp=True), layout(pp=2, dp=2)], ids=lambda where: where.name
+)
+def test_layouts_equal_one_process(pool, model, alone, where):
+    config, batch = policy_config(model("llama")[1], layout=where), ragged_batch()
+    whole_ids, whole_logprobs, steps = alone
+    numbered = replace(batch, position_ids=torch.arange(batch.num_tokens))
+    for rank, (ids, logprobs, mine) in enumerate(
+        pool.run(where.world_size, distilled, config, batch, 2, K, LOSSES)
+    ):
+        held = share(numbered, rank, config).position_ids
+        assert torch.equal(ids, whole_ids[held])
+        torch.testing.assert_close(logprobs, whole_logprobs[held], atol=2e-5, rtol=1e-5)
+        for one, other in zip(mine, steps, strict=True):
+            assert one.sums == pytest.approx(other.sums, rel=2e-4, abs=2e-5)
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)

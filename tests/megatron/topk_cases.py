@@ -1,0 +1,79 @@
+"""Runs in the processes of the pool: the head over ranks, and distillation under layouts."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.losses import Loss
+from nemorl.data.packed import PackedBatch
+from nemorl.megatron.head import VocabularyShard
+from nemorl.megatron.stats import TrainStats
+from nemorl.megatron.topk_head import logprobs_at, top_logprobs
+from tests.megatron.cases import partition, share, start_worker
+
+
+def heads_over_ranks(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    grads: Tensor,
+    vocabulary: int,
+    k: int,
+) -> dict[str, Tensor]:
+    """Both functions of the head, with this rank's columns of the weight."""
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    try:
+        columns = weight.shape[0] // world_size
+        start = rank * columns
+        real = min(max(vocabulary - start, 0), columns)
+        shard = VocabularyShard(start, real, dist.group.WORLD if world_size > 1 else None)
+        own = weight[start : start + columns].clone().requires_grad_()
+        mine = hidden.clone().requires_grad_()
+        options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 4}
+        found, entropies = logprobs_at(mine, own, ids, shard, **options)
+        (grads * found).sum().backward()
+        top_ids, top = top_logprobs(hidden, own, k, shard, **options)
+        assert mine.grad is not None
+        assert own.grad is not None
+        return {
+            "logprobs": found.detach(),
+            "entropies": entropies,
+            "hidden_grad": mine.grad,
+            "weight_grad": own.grad,
+            "top_ids": top_ids,
+            "top": top,
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def distilled(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    per_micro_batch: int,
+    k: int,
+    losses: list[Loss],
+) -> tuple[Tensor, Tensor, list[TrainStats]]:
+    """The model's own likeliest tokens [n, k] with logprobs, and updates; the first moves it away."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    mine = share(batch, rank, config)
+    micro_batches = partition(mine.num_sequences, per_micro_batch)
+    worker.load_batch(mine)
+    worker.compute_top(micro_batches, k)
+    told = worker.batch
+    assert told.top_ids is not None
+    assert told.top_logprobs is not None
+    worker.load_batch(replace(told, reference_logprobs=torch.zeros(told.num_tokens)))
+    steps = [worker.train(loss, micro_batches) for loss in losses]
+    worker.close()
+    return told.top_ids, told.top_logprobs, steps
