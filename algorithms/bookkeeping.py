@@ -1,5 +1,6 @@
 """What every loop does around its steps: validate, record, keep checkpoints, and go on from one."""
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,11 @@ from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
+from .early_stop import EarlyStop
 from .entropy import EntropyWeight
-from .evaluate import num_validation_tasks, validate
+from .evaluate import ValidationSet, validate, validation_sets
+
+logger = logging.getLogger(__name__)
 
 
 class Bookkeeper:
@@ -37,13 +41,17 @@ class Bookkeeper:
         self._skipped = start.skipped_updates
         algorithm = experiment.algorithm
         weighed = algorithm.entropy if isinstance(algorithm, OnlineConfig) else EntropyBonusConfig()
+        self._early_stop = EarlyStop(algorithm.early_stop, start.best_value, start.waited)
         self.entropy = EntropyWeight.of(weighed, start.entropy_coefficient, start.entropy)
         # What is measured on the validation data without sampling, where the loop knows something.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Numbers of the steps that are left, from 1."""
-        return iter(range(self.done + 1, num_steps + 1))
+        """Numbers of the steps that are left, from 1, until the run is stopped early."""
+        for step in range(self.done + 1, num_steps + 1):
+            if self._early_stop.over:
+                return
+            yield step
 
     async def open(self) -> None:
         """Line 0 of a run that starts: validation before the first step, where the config wants it."""
@@ -52,11 +60,15 @@ class Bookkeeper:
 
     async def finish_step(self, step: int, values: dict[str, float], position: int) -> None:
         """Validate when it is due, write the step's line, then the checkpoint that belongs to it."""
-        last = step == self._experiment.algorithm.num_steps
         validation = self._experiment.algorithm.validation
         periodic = validation.period is not None and step % validation.period == 0
-        if periodic or (last and validation.at_end):
+        if periodic:
             values = values | await self._validate(step)
+        last = self._early_stop.hear(values) or step == self._experiment.algorithm.num_steps
+        if last and validation.at_end and not periodic:
+            values = values | await self._validate(step)
+        if self._early_stop.over:
+            logger.warning("%s", self._early_stop)
         metrics = self._observer.step(step, version=step, values=values)
         self.done = step
         checkpointing = self._experiment.checkpointing
@@ -64,7 +76,8 @@ class Bookkeeper:
         if checkpointing.enabled and (last or step % checkpointing.period == 0):
             with self._observer.stage("checkpoint", outside_step=last):
                 kept = self.entropy.coefficient, self.entropy.entropy
-                await self._checkpoints.save(Progress(step, position, self._skipped, *kept), metrics)
+                stop = self._early_stop.best, self._early_stop.waited
+                await self._checkpoints.save(Progress(step, position, self._skipped, *kept, *stop), metrics)
                 if last:
                     await self._checkpoints.settle()
 
@@ -93,8 +106,8 @@ class Bookkeeper:
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
     @cached_property
-    def _num_validation_tasks(self) -> int:
-        return num_validation_tasks(self._experiment)
+    def _validation_sets(self) -> list[ValidationSet]:
+        return validation_sets(self._experiment)
 
     async def _validate(self, step: int) -> dict[str, float]:
         measured = await self.measure() if self.measure is not None else {}
@@ -107,7 +120,7 @@ class Bookkeeper:
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
                 values, groups = await validate(
-                    self._session, self._experiment, self._num_validation_tasks, stage.advance
+                    self._session, self._experiment, self._validation_sets, stage.advance
                 )
         self.keep_samples(step, groups, "validation")
         return values

@@ -33,6 +33,8 @@ class Progress:
     skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
     entropy_coefficient: float | None = None  # see `EntropyWeight`; None before the first step
     entropy: float | None = None  # mean per token during the last step's updates
+    best_value: float | None = None  # see `EarlyStop`
+    waited: int = 0  # measurements since then
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":

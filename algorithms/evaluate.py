@@ -1,5 +1,8 @@
 """Measuring on the validation tasks, during training and on its own."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
 from nemorl.rollout.collector import sample_validation
@@ -7,28 +10,55 @@ from nemorl.rollout.dispatch import OnFinished, ignore
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
-from .figures import validation_figures
+from .measuring import validation_figures
 
 
-def num_validation_tasks(experiment: Experiment) -> int:
-    """Tasks of one validation. Reads the whole dataset, so ask once a run. Raises DatasetError."""
+@dataclass(frozen=True)
+class ValidationSet:
+    """Tasks that are measured together."""
+
+    name: str  # in `data.validation_sets`; empty: `data.validation`
+    num_tasks: int
+
+    @property
+    def prefix(self) -> str:
+        """What its figures' names begin with."""
+        return f"validation/{self.name}" if self.name else "validation"
+
+
+def validation_sets(experiment: Experiment) -> list[ValidationSet]:
+    """All sets of one validation. Reads the whole datasets, so ask once a run. Raises DatasetError."""
     config, data = experiment.algorithm.validation, experiment.data
-    assert data.validation is not None, "the checks of a config let no validation without its data pass"
-    available = len(load_tasks(data.validation, data))
-    return min(config.num_prompts or available, available)
+    datasets = {} if data.validation is None else {"": data.validation}
+    sizes = {
+        name: len(load_tasks(dataset, data)) for name, dataset in (datasets | data.validation_sets).items()
+    }
+    return [ValidationSet(name, min(config.num_prompts or size, size)) for name, size in sizes.items()]
 
 
 async def validate(
-    session: Session, experiment: Experiment, num_tasks: int, on_finished: OnFinished = ignore
+    session: Session,
+    experiment: Experiment,
+    sets: Sequence[ValidationSet],
+    on_finished: OnFinished = ignore,
 ) -> tuple[dict[str, float], list[GroupSummary]]:
-    """Sample `num_tasks` validation tasks with the weights that generation holds; figures and groups."""
+    """Sample the tasks of the sets, one after the other, with the weights that generation holds.
+
+    Figures, and the groups of all sets.
+    """
     config = experiment.algorithm.validation
-    groups = await sample_validation(
-        session.rollout,
-        num_tasks,
-        config.num_generations_per_prompt,
-        experiment.cluster.deadlines.generation,
-        num_texts=experiment.logger.samples_per_step,
-        on_finished=on_finished,
-    )
-    return validation_figures(groups, config.pass_reward, config.pass_at_k), groups
+    figures: dict[str, float] = {}
+    sampled: list[GroupSummary] = []
+    for one in sets:
+        groups = await sample_validation(
+            session.rollout,
+            one.num_tasks,
+            config.num_generations_per_prompt,
+            experiment.cluster.deadlines.generation,
+            num_texts=experiment.logger.samples_per_step,
+            on_finished=on_finished,
+            of_set=one.name,
+        )
+        figures |= validation_figures(groups, config, one.prefix)
+        sampled += groups
+    return figures, sampled

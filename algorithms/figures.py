@@ -1,8 +1,7 @@
 """Figures of a batch of groups: what metrics.jsonl says about sampling."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
@@ -22,7 +21,7 @@ def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        **_by_name([t for group in sound for t in group], "reward"),
+        **means_by_name([t for group in sound for t in group], "reward"),
         **_of_rewards(groups),
         "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
         "length/mean": fmean(t.num_sampled for t in members),
@@ -33,29 +32,6 @@ def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
         "version/lag": fmean(t.max_version - t.min_version for t in members),
         **_greedy(groups),
     }
-
-
-def validation_figures(
-    groups: Sequence[GroupSummary], pass_reward: float, pass_at: Iterable[int]
-) -> dict[str, float]:
-    """Mean reward, accuracy (the share of samples that pass) and pass@k over the validation tasks."""
-    members = [t for group in groups for t in group.trajectories]
-    passed = [[t.reward >= pass_reward for t in group.trajectories] for group in groups]
-    return {
-        "validation/reward": fmean(t.reward for t in members),
-        **_by_name(members, "validation/reward"),
-        "validation/accuracy": fmean(ok for group in passed for ok in group),
-        **{f"validation/pass@{k}": fmean(pass_at_k(len(g), sum(g), k) for g in passed) for k in pass_at},
-        "validation/length": fmean(t.num_sampled for t in members),
-        "validation/errors": float(sum(t.error is not None for t in members)),
-    }
-
-
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Unbiased chance that one of k samples passes (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
-    if k > samples:
-        raise ValueError(f"pass@{k} wants at least {k} samples of each task, there are {samples}")
-    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def environment_share(groups: Sequence[GroupSummary]) -> float:
@@ -72,7 +48,7 @@ def _greedy(groups: Sequence[GroupSummary]) -> dict[str, float]:
     return {"reward/of_greedy": fmean(paid)} if paid else {}
 
 
-def _by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
+def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
     """Mean of each reward over the trajectories to which it applies."""
     names = sorted({name for t in members for name in t.rewards})
     return {

@@ -47,7 +47,8 @@ from nemorl.session.trained import folder_of
 from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
 from .distillation import DistilledLearning
-from .evaluate import num_validation_tasks, validate
+from .early_stop import EarlyStop
+from .evaluate import validate, validation_sets
 from .filters import refill
 from .full_disk import full_disk_named
 from .gate import LogprobGate
@@ -95,8 +96,8 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
             f"No checkpoint in {store.folder} is whole; damaged are {', '.join(store.damaged())}. To begin "
             "anew, remove the run folder or take another run_dir."
         )
-    if found is not None and found.step >= experiment.algorithm.num_steps:
-        return _finished(experiment, found)
+    if found is not None and (why := _why_finished(experiment, found)):
+        return _finished(experiment, found, why)
     yaml = to_yaml(experiment)
     if resume:
         folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)
@@ -200,14 +201,23 @@ async def _train(
         return RunResult(experiment.run_dir, books.summarize(), hf_dir)
 
 
-def _finished(experiment: Experiment, found: Found) -> RunResult:
+def _why_finished(experiment: Experiment, found: Found) -> str:
+    """Why nothing is left to train after a checkpoint, with the mend; empty where something is."""
+    num_steps = experiment.algorithm.num_steps
+    if found.step >= num_steps:
+        return f"To train on, raise algorithm.num_steps, {num_steps}"
+    progress = Progress.read(found.path)
+    stop = EarlyStop(experiment.algorithm.early_stop, progress.best_value, progress.waited)
+    return f"To train on, raise algorithm.early_stop.patience: {stop}" if stop.over else ""
+
+
+def _finished(experiment: Experiment, found: Found, why: str) -> RunResult:
     """A run with nothing left to train: starts nothing, and writes what its end may have lacked room for."""
     logger.warning(
-        "%s is finished: its newest checkpoint is of step %d and algorithm.num_steps is %d, so nothing is "
-        "started. To train on, raise algorithm.num_steps.",
+        "%s is finished: its newest checkpoint is of step %d, so nothing is started. %s.",
         experiment.run_dir,
         found.step,
-        experiment.algorithm.num_steps,
+        why,
     )
     hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
     if hf_dir is not None:
@@ -346,7 +356,7 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
     async with _session(apart, policy=False, sampling=True) as session, session.generating():
-        figures, groups = await validate(session, apart, num_validation_tasks(apart))
+        figures, groups = await validate(session, apart, validation_sets(apart))
     writer = SampleWriter(samples)
     writer.write(list(samples_of(0, groups, "validation")))
     writer.close()
@@ -360,7 +370,7 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
 @asynccontextmanager
 async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
     """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
-    models = {model.name: policy for model in models_of(experiment)}
+    models = {model.name: sampling if model.scores else policy for model in models_of(experiment)}
     policy = policy or not experiment.generation.has_engines  # which then samples by itself
     wanted = {**models, "policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]

@@ -76,6 +76,14 @@ class CalculatorFactory:
         """An environment for one trajectory."""
         return CalculatorEnvironment(self._max_turns, pays_calls=self._pays_calls)
 
+    async def answer_in(self, text: str) -> str | None:
+        """What stands in the tag; numbers as the calculator writes them."""
+        answer = last_tagged(text, "answer")
+        try:
+            return answer if answer is None else str(float(answer))
+        except ValueError:
+            return answer
+
     async def close(self) -> None:
         """Nothing is shared."""
 

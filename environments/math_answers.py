@@ -43,9 +43,29 @@ class MathFactory:
         """An environment for one trajectory."""
         return MathEnvironment(self._scoring)
 
+    async def answer_in(self, text: str) -> str | None:
+        """What the comparison finds in a text, in its simplest form: 1/2 and 0.5 are alike."""
+        return await self._scoring.call(found_answer, text)
+
     async def close(self) -> None:
         """End the scoring process."""
         await self._scoring.close()
+
+
+def found_answer(text: str) -> str | None:
+    """The answer in a text as a canonical text; None where there is none. Needs the main thread (signals)."""
+    from math_verify import parse
+    from sympy import Basic, nsimplify  # type: ignore[import-untyped]
+
+    found = parse(text, parsing_timeout=LIBRARY_SECONDS)
+    if not found:
+        return None
+    if not isinstance(found[0], Basic):
+        return str(found[-1])  # the text as it stands
+    try:
+        return str(nsimplify(found[0], rational=True))
+    except (TypeError, ValueError, AttributeError):  # what is no number and no formula
+        return str(found[0])
 
 
 def verify_answer(expected: str, text: str) -> float:

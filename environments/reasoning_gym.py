@@ -60,6 +60,10 @@ class ReasoningGymFactory:
         """An environment for one trajectory."""
         return ReasoningGymEnvironment(self._scoring, self._answer_tag)
 
+    async def answer_in(self, text: str) -> str | None:
+        """What stands in the tag, or the whole text where there is no tag to look for."""
+        return text if self._answer_tag is None else last_tagged(text, self._answer_tag)
+
     async def close(self) -> None:
         """End the scoring process."""
         await self._scoring.close()

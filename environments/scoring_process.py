@@ -11,10 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as ScorerTimeout
 from importlib import import_module
+from typing import TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
 _CLOSE_SECONDS = 10.0
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +43,20 @@ class ScoringProcess:
         """`scorer(*arguments)`, a module-level function. 0 when the child overruns or dies: no answer to be
         scored is worth more than one that cannot be. Raises what the scorer raises.
         """
-        call: Future[float] = self._pool.schedule(scorer, args=arguments, timeout=self._seconds)
+        return await self.call(scorer, *arguments) or 0.0
+
+    async def call(self, function: Callable[..., T], *arguments: object) -> T | None:
+        """`function(*arguments)`, a module-level function; None when the child overruns or dies."""
+        call: Future[T] = self._pool.schedule(function, args=arguments, timeout=self._seconds)
         try:
             return await asyncio.wrap_future(call)
         except ScorerTimeout:
-            log.warning("%s took more than %g s and counts as 0", scorer.__name__, self._seconds)
+            log.warning("%s took more than %g s and counts as 0", function.__name__, self._seconds)
         except ProcessExpired as error:
             log.warning(
-                "%s ended its process (exit code %s) and counts as 0", scorer.__name__, error.exitcode
+                "%s ended its process (exit code %s) and counts as 0", function.__name__, error.exitcode
             )
-        return 0.0
+        return None
 
     async def close(self) -> None:
         """End the child, or leave it behind with a warning where it does not end in `_CLOSE_SECONDS`."""

@@ -18,12 +18,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
+    from nemorl.algorithms.measuring import with_intervals
     from nemorl.algorithms.run import evaluate  # Ray and the engine: not before the checks
 
     evaluation = evaluate(ready.experiment)
-    figures = table("", ["figure", "value"])
-    for name, value in evaluation.figures.items():
-        figures.add_row(name, f"{value:.6g}")
+    figures = table("", ["figure", "value", "95 % interval"])
+    for name, value, interval in with_intervals(evaluation.figures):
+        between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
+        figures.add_row(name, f"{value:.6g}", between)
     origin = f" ({evaluation.origin})" if evaluation.origin else ""
     say(f"model: {evaluation.model}{origin}")
     output().print(figures)

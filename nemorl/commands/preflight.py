@@ -52,7 +52,8 @@ def prepare(
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
             yield from address_violations(experiment.generation, listening)
-        if measuring and not training and experiment.data.validation is None:
+        data = experiment.data
+        if measuring and not training and data.validation is None and not data.validation_sets:
             mend = "an evaluation measures on these tasks: name a dataset"
             yield Violation("data.validation", ABSENT, mend)
         if measuring and not training and experiment.policy.head == "scalar":

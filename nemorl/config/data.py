@@ -124,6 +124,10 @@ class DataConfig(Config):
     """Tasks that are trained on."""
     validation: DatasetConfig | None = None
     """Tasks that are only measured."""
+    validation_sets: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], DatasetConfig] = Field(
+        default_factory=dict
+    )
+    """Further sets that are only measured, by names of one's own: figures `validation/NAME/…`."""
     shuffle: bool = True
     """Draw the training tasks in an order made from the seed, another in each epoch."""
     system_prompt: str | None = None

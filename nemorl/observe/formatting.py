@@ -110,4 +110,15 @@ def describe_validation(metrics: StepMetrics) -> str | None:
     found = {
         key.removeprefix(VALIDATION): v for key, v in metrics.values.items() if key.startswith(VALIDATION)
     }
-    return ", ".join(f"{name} {format_number(value)}" for name, value in found.items()) or None
+    shown = [
+        f"{name} {format_number(value)}{_between(name, found)}"
+        for name, value in found.items()
+        if name.removesuffix("_low").removesuffix("_high") not in found.keys() - {name}
+    ]
+    return ", ".join(shown) or None
+
+
+def _between(name: str, figures: Mapping[str, float]) -> str:
+    """The interval of a figure that has one."""
+    low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
+    return "" if low is None or high is None else f" ({format_number(low)} to {format_number(high)})"

@@ -144,6 +144,7 @@ async def sample_validation(
     seconds: float,
     num_texts: int = 0,
     on_finished: OnFinished = ignore,
+    of_set: str = "",
 ) -> list[GroupSummary]:
     """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
 
@@ -152,7 +153,14 @@ async def sample_validation(
     dispatcher = Dispatcher(workers, seconds)
     dispatcher.start(
         [
-            GroupAssignment(task, task, samples_per_task, validation=True, num_texts=int(task < num_texts))
+            GroupAssignment(
+                task,
+                task,
+                samples_per_task,
+                validation=True,
+                validation_set=of_set,
+                num_texts=int(task < num_texts),
+            )
             for task in range(num_tasks)
         ]
     )

@@ -17,6 +17,7 @@ class GroupAssignment:
     task_index: int  # in the training or the validation dataset
     num_samples: int
     validation: bool = False
+    validation_set: str = ""  # of `data.validation_sets`; empty: `data.validation`
     num_texts: int = 0  # samples of which the summary carries the text
     greedy_baseline: bool = False  # one sample more, at temperature 0, which is paid and does not train
 
@@ -38,6 +39,7 @@ class TrajectorySummary:
     seconds_generation: float
     seconds_environment: float
     turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
+    answer: str | None = None  # what it says at last, in words that compare; of validation where votes count
     trains: bool = True  # False after an error, or where a filter takes it out
 
 

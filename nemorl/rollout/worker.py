@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemorl.config.experiment import Experiment
@@ -12,8 +13,9 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 
+from .answers import last_answer
 from .environments import environment_factory
-from .groups import GroupAssignment, GroupSummary, SampleText, summarize
+from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
 from .types import Conversation, Task, Trajectory
 
@@ -31,9 +33,12 @@ class RolloutWorker:
         self._seed = experiment.seed
         self._store = store
         data = experiment.data
-        self._tasks = {False: load_tasks(data.train, data)}
-        if data.validation is not None:
-            self._tasks[True] = load_tasks(data.validation, data)
+        self._tasks = load_tasks(data.train, data)
+        held_out = {} if data.validation is None else {"": data.validation}
+        self._held_out = {
+            name: load_tasks(dataset, data) for name, dataset in (held_out | data.validation_sets).items()
+        }
+        self._votes = bool(experiment.algorithm.validation.cons_at_k)
         self._sampling = {False: _params(experiment.generation.sampling), True: _validation(experiment)}
         self._tokenizer = load_tokenizer(experiment.policy)
         self._environments = environment_factory(experiment.env)
@@ -70,7 +75,8 @@ class RolloutWorker:
         await self._environments.close()
 
     async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
-        task = self._tasks[assignment.validation][assignment.task_index]
+        tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
+        task = tasks[assignment.task_index]
         conversations = await asyncio.gather(
             *(
                 self._run_sample(task, assignment, sample)
@@ -84,13 +90,28 @@ class RolloutWorker:
             group=assignment.group,
             task_index=assignment.task_index,
             reference=self._store(trajectories),
-            trajectories=tuple(summarize(t, row) for row, t in enumerate(trajectories)),
+            trajectories=await self._summaries(trajectories, conversations, assignment),
             texts=tuple(
                 self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
             ),
             greedy=summarize(beside[0], assignment.num_samples) if beside else None,
             scoring=paid.scoring,
         )
+
+    async def _summaries(
+        self,
+        trajectories: Sequence[Trajectory],
+        conversations: Sequence[Conversation],
+        assignment: GroupAssignment,
+    ) -> tuple[TrajectorySummary, ...]:
+        """With the answers where votes count."""
+        summaries = tuple(summarize(t, row) for row, t in enumerate(trajectories))
+        if not (assignment.validation and self._votes):
+            return summaries
+        answers = await asyncio.gather(
+            *(last_answer(c, self._environments) for c in conversations[: len(summaries)])
+        )
+        return tuple(replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True))
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
         """One sample of a group; the one that is asked for beside the others is greedy."""

@@ -58,3 +58,38 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
     asyncio.run(three_validations())
     assert loads == [experiment.data.validation]
     assert sampled == [30, 30, 30]
+
+
+def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
+    """Its last step has what a last step has: a checkpoint, which a resumed run reads."""
+    experiment = load_experiment(
+        write(tmp_path),
+        ["algorithm.early_stop={metric: reward/mean, patience: 2}", "checkpointing.period=100"],
+    )
+    observer: Any = SimpleNamespace(
+        stage=Stages([]).stage,
+        step=lambda step, version, values: StepMetrics(step, version, values),
+    )
+    saved: list[Progress] = []
+
+    async def save(progress: Progress, metrics: StepMetrics) -> None:
+        saved.append(progress)
+
+    async def settle() -> None:
+        """Nothing is being written."""
+
+    checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+    nobody: Any = None
+    books = Bookkeeper(experiment, nobody, observer, checkpoints, Progress())
+
+    async def run(rewards: list[float]) -> list[int]:
+        done = []
+        for step in books.steps(10):
+            await books.finish_step(step, {"reward/mean": rewards[step - 1]}, position=step)
+            done.append(step)
+        return done
+
+    assert asyncio.run(run([0.1, 0.4, 0.2, 0.4, 0.9])) == [1, 2, 3, 4]
+    (progress,) = saved
+    assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
+    assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))

@@ -1,12 +1,11 @@
 """Figures of sampling against values worked out by hand or by enumeration."""
 
 from dataclasses import replace
-from itertools import combinations
-from statistics import fmean
 
 import pytest
 
-from nemorl.algorithms.figures import environment_share, pass_at_k, rollout_figures, validation_figures
+from nemorl.algorithms.figures import environment_share, rollout_figures
+from nemorl.algorithms.measuring import validation_figures
 from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.figures import figures as known_figures
@@ -15,19 +14,6 @@ from nemorl.config.rewards import FunctionRewardConfig, ModelRewardConfig
 from nemorl.rewards.scored import ScoringFigures
 from nemorl.rollout.types import StopReason
 from tests.algorithms.groups import failed, group, trajectory
-
-
-@pytest.mark.parametrize(("samples", "passed"), [(4, 0), (4, 1), (5, 2), (6, 5), (3, 3)])
-def test_pass_at_k_is_the_chance_over_all_subsets(samples: int, passed: int) -> None:
-    outcomes = [i < passed for i in range(samples)]
-    for k in range(1, samples + 1):
-        expected = fmean(any(chosen) for chosen in combinations(outcomes, k))
-        assert pass_at_k(samples, passed, k) == pytest.approx(expected)
-
-
-def test_pass_at_more_than_the_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@5 wants at least 5 samples"):
-        pass_at_k(4, 1, 5)
 
 
 def test_rollout_figures() -> None:
@@ -79,10 +65,10 @@ def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:
 def test_every_figure_can_be_named_in_a_config() -> None:
     config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3,
-        validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2)),
+        validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2), cons_at_k=(2,)),
     )  # fmt: skip
     groups = [group(0, *(trajectory(1.0, row, stop=stop) for row, stop in enumerate(StopReason)))]
-    written = rollout_figures(groups).keys() | validation_figures(groups, 1.0, (1, 2)).keys()
+    written = rollout_figures(groups).keys() | validation_figures(groups * 2, config.validation).keys()
     assert written <= known_figures(
         config, SingleTurnEnvConfig(), (FunctionRewardConfig(function="own:exact"),)
     )
@@ -94,14 +80,6 @@ def test_failed_trajectories_are_no_rewards() -> None:
     assert figures["reward/mean"] == 0.75
     assert figures["errors"] == 2
     assert figures["group/zero_variance"] == 1
-
-
-def test_validation_figures() -> None:
-    groups = [group(0, trajectory(1.0), trajectory(0.4, 1)), group(1, trajectory(0.0), trajectory(0.9, 1))]
-    figures = validation_figures(groups, pass_reward=0.9, pass_at=(1, 2))
-    assert figures["validation/accuracy"] == figures["validation/pass@1"] == 0.5
-    assert figures["validation/pass@2"] == 1.0
-    assert figures["validation/reward"] == pytest.approx(0.575)
 
 
 def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:

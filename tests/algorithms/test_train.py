@@ -72,7 +72,8 @@ def test_a_finished_run_is_not_started_again(uninterrupted: Path) -> None:
     (uninterrupted / "report.html").unlink()
     status, output = finish(start("train", uninterrupted.with_suffix(".yaml"), "--resume"))
     assert status == 0, output
-    assert "is finished: its newest checkpoint is of step 6 and algorithm.num_steps is 6" in output
+    assert "is finished: its newest checkpoint is of step 6, so nothing is started" in output
+    assert "raise algorithm.num_steps, 6" in output
     assert "start: done" not in output
     after = (uninterrupted / "metrics.jsonl").read_bytes(), (uninterrupted / "header.json").read_bytes()
     assert after == before

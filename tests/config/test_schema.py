@@ -47,10 +47,10 @@ def test_types_are_in_words() -> None:
 
 
 def test_many_names_of_one_variant_are_called_by_its_class() -> None:
-    (gap,) = describe("algorithm.max_logprob_gap")
+    (minibatches,) = describe("algorithm.num_minibatches")
     (name,) = describe("algorithm.name")
 
-    assert gap.variant == "online"
+    assert minibatches.variant == "online"
     assert "`online`: Sample, score, learn" in name.help
     assert "| grpo |" in name.type
 

@@ -205,3 +205,28 @@ def test_the_loss_of_the_only_engine_ends_the_call(model_folder):
     worker = RolloutWorker(experiment(model_folder), Router([Replica("only", dead)]), store=len)
     with pytest.raises(NoReplicaLeft, match="only: ConnectionError: engine 0 was killed"):
         sample(worker, [GroupAssignment(0, 0, 2)])
+
+
+def test_votes_of_a_further_validation_set(model_folder, tokenizer):
+    """Its tasks are its own, and each sample comes with what it says; in training nothing votes."""
+    train = ArithmeticDataset(name="arithmetic", digits=1, size=50)
+    large = ArithmeticDataset(name="arithmetic", digits=2, size=10)
+    data = DataConfig(train=train, validation_sets={"large": large}, chat=False)
+    algorithm = OnlineConfig(
+        name="grpo",
+        num_steps=1,
+        num_prompts_per_step=2,
+        num_generations_per_prompt=2,
+        validation=ValidationConfig(num_generations_per_prompt=2, cons_at_k=(2,)),
+    )
+    router = Router([Replica("echo", EchoEngine(adds(tokenizer)).generate)])
+    worker = RolloutWorker(experiment(model_folder, data=data, algorithm=algorithm), router, store=len)
+    measured = GroupAssignment(3, 3, 2, validation=True, validation_set="large", num_texts=1)
+    by_group = {g.group: g for g in sample(worker, [measured, GroupAssignment(4, 4, 2)])}
+    task = load_tasks(large, data)[3]
+    left, right = task.messages[0].content.rstrip("=").split("+")
+    assert by_group[3].texts[0].answer == task.answer
+    assert [t.answer for t in by_group[3].trajectories] == [
+        f"{int(left) + int(right) + wrong:02d}" for wrong in (0, 1)
+    ]
+    assert [t.answer for t in by_group[4].trajectories] == [None, None]

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from .advantage import AdvantageConfig, GroupAdvantageConfig
-from .base import Aggregation, AlgorithmBase, ValidationConfig
+from .base import Aggregation, AlgorithmBase, EarlyStopConfig, ValidationConfig
 from .correction import (
     CorrectionConfig,
     IcePopCorrectionConfig,
@@ -78,6 +78,7 @@ __all__ = [
     "DistillationAlgorithm",
     "DistillationConfig",
     "DistillationLossConfig",
+    "EarlyStopConfig",
     "EntropyBonusConfig",
     "EntropyConfig",
     "ForwardKlLossConfig",

@@ -25,6 +25,8 @@ class ValidationConfig(Config):
     """Samples of each task."""
     pass_at_k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """The k of pass@k (Chen et al. 2021, unbiased); each at most `num_generations_per_prompt`."""
+    cons_at_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The k of cons@k: whether the answer that most of a task's first k samples give is right."""
     pass_reward: float = 1.0
     """A sample passes when its reward is at least this."""
     sampling: SamplingConfig | None = None
@@ -36,6 +38,17 @@ class ValidationConfig(Config):
         return self.period is not None or self.at_start or self.at_end
 
 
+class EarlyStopConfig(Config):
+    metric: str
+    """Figure that is watched, such as `validation/accuracy`."""
+    patience: int = Field(3, ge=1)
+    """Measurements one after the other without a better value, after which the run ends."""
+    min_delta: float = Field(0.0, ge=0)
+    """A value is better only where it is by more than this."""
+    higher_is_better: bool = True
+    """Whether the best value is the highest."""
+
+
 class AlgorithmBase(Config):
     """Fields and facts that the rest of nemorl needs of any algorithm."""
 
@@ -43,6 +56,8 @@ class AlgorithmBase(Config):
     """Steps of the run."""
     validation: ValidationConfig = ValidationConfig()
     """Measuring on `data.validation`, by sampling."""
+    early_stop: EarlyStopConfig | None = None
+    """End the run before its last step when a figure gets no better; null never does."""
 
     @property
     def online(self) -> bool:

@@ -13,7 +13,7 @@ from nemorl.config.env import CalculatorEnvConfig, EnvConfig, MathEnvConfig, Rea
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
-from .facts import acted_on
+from .facts import acted_on, held_out
 
 
 def template_holds_prompt(data: DataConfig) -> Iterator[Violation]:
@@ -39,7 +39,7 @@ def chat_parts_want_chat(data: DataConfig, policy: PolicyConfig) -> Iterator[Vio
 
 def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
     """Tasks are drawn without replacement."""
-    for path, dataset in (("data.train", data.train), ("data.validation", data.validation)):
+    for path, dataset in (("data.train", data.train), *held_out(data)):
         if not isinstance(dataset, ArithmeticDataset):
             continue
         pairs = 10 ** (2 * dataset.digits)
@@ -87,35 +87,36 @@ def reasoning_gym_belongs_together(
 
 def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
     """What is trained on says nothing about what was learnt."""
-    train_file, held_out_file = getattr(data.train, "path", None), getattr(data.validation, "path", None)
-    if train_file is not None and train_file == held_out_file:
-        mend = "training reads the same file: take another"
-        yield Violation("data.validation.path", str(held_out_file), mend)
-    match data.train, data.validation:
-        case ArithmeticDataset() as train, ArithmeticDataset() as held_out if train.digits == held_out.digits:
-            yield from _shared_sums(train, held_out)
-        case ReasoningGymDataset() as train, ReasoningGymDataset() as held_out if train.task == held_out.task:
-            yield from _shared_puzzles(train, held_out)
-        case _:
-            return
+    train_file = getattr(data.train, "path", None)
+    for path, dataset in held_out(data):
+        if train_file is not None and train_file == getattr(dataset, "path", None):
+            mend = "training reads the same file: take another"
+            yield Violation(f"{path}.path", str(train_file), mend)
+        match data.train, dataset:
+            case ArithmeticDataset() as train, ArithmeticDataset() as other if train.digits == other.digits:
+                yield from _shared_sums(train, other, path)
+            case ReasoningGymDataset() as train, ReasoningGymDataset() as other if train.task == other.task:
+                yield from _shared_puzzles(train, other, path)
 
 
-def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset) -> Iterator[Violation]:
+def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, path: str) -> Iterator[Violation]:
     """One seed is one order of all pairs; two orders share tasks wherever they are cut."""
     if train.seed != held_out.seed:
         mend = (
             "another order of the same pairs shares tasks with training: take the seed of data.train, "
             f"{train.seed}, and an offset"
         )
-        yield Violation("data.validation.seed", held_out.seed, mend)
+        yield Violation(f"{path}.seed", held_out.seed, mend)
         return
     end = train.offset + train.size
     if held_out.offset < end and train.offset < held_out.offset + held_out.size:
         mend = f"training takes tasks {train.offset} to {end - 1} of the same order: begin at {end}"
-        yield Violation("data.validation.offset", held_out.offset, mend)
+        yield Violation(f"{path}.offset", held_out.offset, mend)
 
 
-def _shared_puzzles(train: ReasoningGymDataset, held_out: ReasoningGymDataset) -> Iterator[Violation]:
+def _shared_puzzles(
+    train: ReasoningGymDataset, held_out: ReasoningGymDataset, path: str
+) -> Iterator[Violation]:
     """Reasoning-gym makes task i from the seed `seed + i`, so near seeds give nearly the same tasks."""
     if train.options != held_out.options:
         return
@@ -125,4 +126,4 @@ def _shared_puzzles(train: ReasoningGymDataset, held_out: ReasoningGymDataset) -
             f"task i is made from seed + i, and training takes {train.seed} to {end - 1}: take {end} or more "
             "to share no task"
         )
-        yield Violation("data.validation.seed", held_out.seed, mend)
+        yield Violation(f"{path}.seed", held_out.seed, mend)

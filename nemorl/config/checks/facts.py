@@ -12,14 +12,21 @@ def generates(algorithm: AlgorithmConfig) -> bool:
 
 
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """Each dataset with the path of its section."""
+    """Each dataset that a loss may be computed of, with the path of its section."""
     yield "data.train", data.train
     if data.validation is not None:
         yield "data.validation", data.validation
 
 
+def held_out(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    """Each dataset that is only measured, with the path of its section."""
+    if data.validation is not None:
+        yield "data.validation", data.validation
+    yield from ((f"data.validation_sets.{name}", dataset) for name, dataset in data.validation_sets.items())
+
+
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks go through the environment: SFT learns its training tasks without it."""
-    for path, dataset in datasets(data):
-        if algorithm.online or path == "data.validation":
-            yield path, dataset
+    if algorithm.online:
+        yield "data.train", data.train
+    yield from held_out(data)

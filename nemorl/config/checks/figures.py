@@ -15,6 +15,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.algorithm.picked import PickedBase
+from nemorl.config.data import DataConfig
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
 from nemorl.config.rewards import FunctionRewardConfig, RewardConfig
 
@@ -42,8 +43,13 @@ _POLICY_LOSS = {
 _STAGES = {"time/step", "time/training", "time/checkpoint"}
 
 
-def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> frozenset[str]:
-    """Names of all figures that a line of such a run may hold."""
+def figures(
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: tuple[RewardConfig, ...],
+    data: DataConfig | None = None,
+) -> frozenset[str]:
+    """Names of all figures that a line of such a run may hold; without data those of `data.validation`."""
     names = _UPDATES | _STAGES | _PACKING | _EXPERTS
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
     scored = set(_of_rewards(env, rewards))
@@ -65,7 +71,12 @@ def figures(algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardCon
     if isinstance(algorithm, OfflineBase):
         names = names | offline_figures(algorithm)
     if algorithm.validation.scheduled and algorithm.generates:
-        names |= _HANDING_OVER | set(_measured(algorithm.validation, paid))
+        names |= _HANDING_OVER | {"time/validation"}
+        sets = [] if data is None else [f"validation/{name}" for name in data.validation_sets]
+        if data is None or data.validation is not None:
+            sets = ["validation", *sets]
+        for of_set in sets:
+            names |= set(_measured(algorithm.validation, paid, of_set))
     return frozenset(names)
 
 
@@ -139,7 +150,8 @@ def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[
     yield from (reward.metric for reward in rewards)
 
 
-def _measured(validation: ValidationConfig, paid: set[str]) -> Iterator[str]:
-    yield from (f"validation/{name}" for name in ("reward", "accuracy", "length", "errors", *paid))
-    yield from (f"validation/pass@{k}" for k in validation.pass_at_k)
-    yield "time/validation"
+def _measured(validation: ValidationConfig, paid: set[str], of_set: str) -> Iterator[str]:
+    yield from (f"{of_set}/{name}" for name in ("length", "errors", *paid))
+    bounded = ["reward", "accuracy", *(f"pass@{k}" for k in validation.pass_at_k)]
+    for name in (*bounded, *(f"cons@{k}" for k in validation.cons_at_k)):
+        yield from (f"{of_set}/{name}{bound}" for bound in ("", "_low", "_high"))

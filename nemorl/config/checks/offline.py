@@ -25,7 +25,7 @@ _TASKS = ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
 _PAIRS = ("preference", "arithmetic")
 _FEEDBACK = ("feedback", "preference", "arithmetic")
 _STEPS = ("steps", "arithmetic")
-_OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "pass_reward", "sampling")
+_OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
 
 
 def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:

@@ -17,7 +17,8 @@ _WITH_CHECKS_OF_THEIR_OWN = {"metric", "higher_is_better", "save_hf"}
 
 def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """A validation needs tasks. The other way round is fine: `nemorl eval` uses them."""
-    if algorithm.validation.scheduled and data.validation is None:
+    sampled = bool(data.validation_sets) and algorithm.generates
+    if algorithm.validation.scheduled and data.validation is None and not sampled:
         mend = "algorithm.validation asks for it: name a dataset, or take period, at_start and at_end away"
         yield Violation("data.validation", ABSENT, mend)
 
@@ -43,6 +44,25 @@ def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             yield Violation("algorithm.validation.pass_at_k", list(algorithm.validation.pass_at_k), mend)
 
 
+def cons_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """A vote wants voters."""
+    samples = algorithm.validation.num_generations_per_prompt
+    for k in algorithm.validation.cons_at_k:
+        if k > samples:
+            mend = (
+                f"{k} samples of each task vote, and there are {samples}: raise "
+                "algorithm.validation.num_generations_per_prompt, or leave this k out"
+            )
+            yield Violation("algorithm.validation.cons_at_k", list(algorithm.validation.cons_at_k), mend)
+
+
+def sets_are_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Further sets have no loss of their own: they are there to be sampled."""
+    if data.validation_sets and algorithm.validation.scheduled and not algorithm.generates:
+        mend = f"`{algorithm.name}` samples nothing here: remove this, or set algorithm.validation.generate"
+        yield Violation("data.validation_sets", sorted(data.validation_sets), mend)
+
+
 def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
     """The Hugging Face folder is made of the last checkpoint."""
     if checkpointing.save_hf and not checkpointing.enabled:
@@ -55,6 +75,7 @@ def best_checkpoint_is_measured(
     algorithm: AlgorithmConfig,
     env: EnvConfig,
     rewards: tuple[RewardConfig, ...],
+    data: DataConfig,
 ) -> Iterator[Violation]:
     """The best checkpoint is found by a figure that the run has."""
     metric = checkpointing.metric
@@ -63,17 +84,32 @@ def best_checkpoint_is_measured(
             mend = "it belongs to checkpointing.metric, which is not given: give it, or remove this"
             yield Violation("checkpointing.higher_is_better", False, mend)
         return
-    known = figures(algorithm, env, rewards)
     if not checkpointing.enabled:
         mend = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
         yield Violation("checkpointing.metric", metric, mend)
-    elif metric.startswith("validation/") and algorithm.validation.period is None:
+        return
+    yield from _is_measured("checkpointing.metric", metric, algorithm, figures(algorithm, env, rewards, data))
+
+
+def early_stop_is_measured(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...], data: DataConfig
+) -> Iterator[Violation]:
+    """What ends a run is a figure that the run has."""
+    if algorithm.early_stop is not None:
+        known = figures(algorithm, env, rewards, data)
+        yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
+
+
+def _is_measured(
+    field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]
+) -> Iterator[Violation]:
+    if metric.startswith("validation/") and algorithm.validation.period is None:
         mend = "it is measured by validation only: give algorithm.validation.period"
-        yield Violation("checkpointing.metric", metric, mend)
+        yield Violation(field, metric, mend)
     elif metric not in known:
         close = difflib.get_close_matches(metric, known, n=1)
         mend = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(known))}"
-        yield Violation("checkpointing.metric", metric, f"the run has no such figure: {mend}")
+        yield Violation(field, metric, f"the run has no such figure: {mend}")
 
 
 def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Violation]:

@@ -1,0 +1,50 @@
+"""When a run ends early, over steps, and over a resume."""
+
+import math
+
+import pytest
+
+from nemorl.algorithms.early_stop import EarlyStop
+from nemorl.config.algorithm import EarlyStopConfig
+
+ACCURACY = "validation/accuracy"
+
+
+def watched(**settings: object) -> EarlyStop:
+    return EarlyStop(EarlyStopConfig.model_validate({"metric": ACCURACY, "patience": 2, **settings}))
+
+
+def ends_at(stop: EarlyStop, values: list[float]) -> int | None:
+    """The first value after which the run ends."""
+    return next((n for n, value in enumerate(values) if stop.hear({ACCURACY: value})), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "end"),
+    [
+        ({}, [0.1, 0.2, 0.15, 0.2, 0.9], 3),
+        ({}, [0.1, 0.2, 0.15, 0.3, 0.25], None),
+        ({"min_delta": 0.1}, [0.1, 0.15, 0.2, 0.9], 2),
+        ({"min_delta": 0.1}, [0.1, 0.15, 0.25, 0.3, 0.5], None),  # from the best, not from the last
+        ({"higher_is_better": False}, [3.0, 2.0, 2.5, 2.0], 3),
+        ({}, [math.nan, math.nan], 1),
+        ({}, [0.5, math.nan, 0.6, 0.7], None),
+        ({"patience": 1}, [0.5, 0.5], 1),
+    ],
+)
+def test_patience(settings: dict[str, object], values: list[float], end: int | None) -> None:
+    assert ends_at(watched(**settings), values) == end
+
+
+def test_steps_without_the_figure_say_nothing() -> None:
+    stop = watched()
+    assert not any(stop.hear({"reward/mean": 0.0}) for _ in range(10))
+    assert EarlyStop(None).hear({ACCURACY: 0.0}) is False
+
+
+def test_a_resumed_run_waits_on() -> None:
+    first = watched()
+    assert ends_at(first, [0.4, 0.3]) is None
+    resumed = EarlyStop(first.config, first.best, first.waited)
+    assert resumed.hear({ACCURACY: 0.4})
+    assert "validation/accuracy has not got better than 0.4 in 2 measurements" in str(resumed)

@@ -1,0 +1,155 @@
+"""What users get wrong in distillation, validation sets, votes and early stops."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.config.checks.figures import figures
+from nemorl.config.load import load_experiment, to_yaml
+from tests.config.experiments import violations_of, write
+
+TEACHER = "teachers={sums: {model_path: models/teacher}}"
+TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
+ON_POLICY = ["algorithm.name=on_policy_distillation"]
+OFF_POLICY = ["algorithm={name: distillation, num_steps: 10, batch_size: 8}"]
+SETS = "data.validation_sets={hard: {name: arithmetic, digits: 3, size: 50}}"
+PERIOD = "algorithm.validation.period=2"
+STOP = "algorithm.early_stop={metric: validation/accuracy}"
+VOTES = "algorithm.validation={num_generations_per_prompt: 4, cons_at_k: [4], period: 2}"
+
+WRONG: dict[str, tuple[list[str], str, Any, str]] = {
+    "no teacher": (ON_POLICY, "teachers", {}, "`on_policy_distillation` learns from teachers"),
+    "a teacher of nobody": (
+        [TEACHER],
+        "teachers",
+        {"sums": {"model_path": "models/teacher"}},
+        "`grpo` has no teachers",
+    ),
+    "two teachers of the same task": (
+        [*ON_POLICY, TWO],
+        "algorithm.teacher_key",
+        None,
+        "there are 2 teachers: give the column",
+    ),
+    "a column for one teacher": (
+        [*OFF_POLICY, TEACHER, "algorithm.teacher_key=of"],
+        "algorithm.teacher_key",
+        "of",
+        "there is one teacher",
+    ),
+    "a teacher without a model": (
+        [*ON_POLICY, "teachers={sums: {}}"],
+        "teachers.sums.model_path",
+        None,
+        "",
+    ),
+    "a teacher larger than the devices that it shares": (
+        [*ON_POLICY, "teachers={sums: {model_path: m, devices: policy, layout: {tensor_parallel_size: 2}}}"],
+        "teachers.sums.layout",
+        "2 processes",
+        "the policy has devices for 1 processes",
+    ),
+    "sampled tokens of data": (
+        [*OFF_POLICY, TEACHER, "algorithm.loss={name: reverse_kl}"],
+        "algorithm.loss.name",
+        "reverse_kl",
+        "`forward_kl`",
+    ),
+    "beta of another loss": (
+        [*ON_POLICY, TEACHER, "algorithm.loss={name: forward_kl, beta: 0.5}"],
+        "algorithm.loss.beta",
+        0.5,
+        "algorithm.loss.name is `forward_kl`: remove it",
+    ),
+    "filtered samples to score": (
+        [*ON_POLICY, TEACHER, "generation.sampling.top_p=0.9"],
+        "generation.sampling.top_p",
+        0.9,
+        "unfiltered",
+    ),
+    "a fixed length for divergences": (
+        [*ON_POLICY, TEACHER, "algorithm.aggregation=seq-mean-token-sum-norm"],
+        "algorithm.aggregation",
+        "seq-mean-token-sum-norm",
+        "`on_policy_distillation` has no fixed length",
+    ),
+    "more votes than samples": (
+        [VOTES, "algorithm.validation.cons_at_k=[4, 8]"],
+        "algorithm.validation.cons_at_k",
+        [4, 8],
+        "8 samples of each task vote, and there are 4",
+    ),
+    "a further set that shares tasks": (
+        ["data.validation_sets={more: {name: arithmetic, digits: 2, size: 10}}"],
+        "data.validation_sets.more.offset",
+        0,
+        "begin at 1000",
+    ),
+    "a further set that nobody samples": (
+        [
+            "algorithm={name: dpo, num_steps: 10, batch_size: 8, validation: {period: 2}}",
+            SETS,
+        ],
+        "data.validation_sets",
+        ["hard"],
+        "`dpo` samples nothing here",
+    ),
+    "a stop by what is not measured": (
+        [STOP],
+        "algorithm.early_stop.metric",
+        "validation/accuracy",
+        "give algorithm.validation.period",
+    ),
+    "a stop by a set that is not there": (
+        [STOP.replace("validation/", "validation/hrad/"), SETS, PERIOD],
+        "algorithm.early_stop.metric",
+        "validation/hrad/accuracy",
+        "did you mean `validation/hard/accuracy`?",
+    ),
+    "a checkpoint by a vote that is not taken": (
+        [PERIOD, "checkpointing.metric=validation/cons@4"],
+        "checkpointing.metric",
+        "validation/cons@4",
+        "the run has no such figure",
+    ),
+}
+
+RIGHT: dict[str, list[str]] = {
+    "on policy": [*ON_POLICY, TEACHER],
+    "without a reward": [*ON_POLICY, TEACHER, "rewards=[]"],
+    "two teachers": [*OFF_POLICY, TWO, "algorithm.teacher_key=of"],
+    "a stop by a vote of a further set": [
+        VOTES,
+        SETS,
+        STOP.replace("accuracy", "hard/cons@4_low"),
+        "checkpointing.metric=validation/pass@1",
+    ],
+    "further sets alone": [PERIOD, SETS, "data.validation=null"],
+}
+
+
+@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, value: Any, mend: str) -> None:
+    found = {violation.field: violation for violation in violations_of(write(tmp_path), *overrides)}
+    assert field in found, found
+    assert mend in found[field].mend
+    if value is not None:
+        assert found[field].value == value
+
+
+@pytest.mark.parametrize("overrides", RIGHT.values(), ids=RIGHT.keys())
+def test_it_is_taken_and_read_again(tmp_path: Path, overrides: list[str]) -> None:
+    experiment = load_experiment(write(tmp_path), overrides)
+    again = load_experiment(write(tmp_path, to_yaml(experiment), "again.yaml"))
+    assert again == experiment
+
+
+def test_sets_have_figures_of_their_own(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path), [VOTES, SETS])
+    known = figures(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    assert {
+        "validation/hard/reward/exact_match",
+        "validation/hard/cons@4_high",
+        "validation/accuracy",
+    } <= known
