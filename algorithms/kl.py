@@ -16,6 +16,14 @@ gradients are, as a factor of the gradient of the logprob,
 
 (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477.) So
 k1 is refused in the loss unless `straight_through` takes the gradient of k2, which verl writes `k1+`, `k3+`.
+
+In a reward an estimate k weighs the gradients of the logprobs as a number, and their expectations are
+
+    k1: the gradient of KL(policy || reference)
+    k2: as k3, to the lowest order in x
+    k3: the gradient of KL(policy || reference) - KL(reference || policy), which vanishes for small x
+
+So in the reward k2 and k3 are refused: near the reference they hold nothing.
 """
 
 from typing import Literal

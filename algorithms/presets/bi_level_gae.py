@@ -21,7 +21,7 @@ PRESET = Preset(
             "turn_lam": 1.0,
         },
         "loss": {"name": "clip"},
-        "kl": {"placement": "reward"},
+        "kl": {"estimator": "k1", "placement": "reward"},
         "critic": {"value_clip": 0.2},
     },
 )

@@ -14,7 +14,7 @@ PRESET = Preset(
     settings={
         "advantage": {"name": "turn_gae", "gamma": 1.0, "lam": 0.95},
         "loss": {"name": "clip"},
-        "kl": {"placement": "reward"},
+        "kl": {"estimator": "k1", "placement": "reward"},
         "critic": {"value_clip": 0.2},
     },
 )

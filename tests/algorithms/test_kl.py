@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemorl.algorithms.kl import gap_divergence, kl_divergence, kl_penalty
 from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.presets import presets
 
 POLICY, REFERENCE = [-1.0, -0.2, -3.0, -0.5, -2.5], [-1.5, -0.1, -3.0, -2.9, -0.7]
 
@@ -96,6 +97,28 @@ def test_k2_and_straight_through_have_the_gradient_of_the_divergence() -> None:
 
 def test_k3_has_the_gradient_of_the_other_divergence() -> None:
     torch.testing.assert_close(expected_gradient(config(estimator="k3")), gradient_of("forward"))
+
+
+def reward_gradient(estimator: str) -> Tensor:
+    """Of the mean penalty over the policy's own tokens, by the score function: a reward has no gradient."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    penalty = kl_penalty(logprobs, OF_REFERENCE, config(estimator=estimator)).detach()
+    (gradient,) = torch.autograd.grad((logprobs.detach().exp() * penalty * logprobs).sum(), logits)
+    return gradient
+
+
+def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
+    reverse, forward = gradient_of("reverse"), gradient_of("forward")
+    torch.testing.assert_close(reward_gradient("k1"), reverse)
+    torch.testing.assert_close(reward_gradient("k3"), reverse - forward)
+    assert (reward_gradient("k2") - reverse).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("name", ["ppo", "turn_gae", "bi_level_gae", "reinforce_plus_plus"])
+def test_presets_with_a_divergence_in_the_reward_take_k1(name: str) -> None:
+    kl = presets()[name].settings["kl"]
+    assert kl == {"estimator": "k1", "placement": "reward"}
 
 
 @pytest.mark.parametrize(

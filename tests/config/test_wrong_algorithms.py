@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "there is only `exact_match`: add one, or take `group`",
     ),
     "a divergence that nobody looks at": (
-        ["algorithm.name=pass_at_k", "algorithm.kl={coefficient: 0.01, placement: reward}"],
+        ["algorithm.name=pass_at_k", "algorithm.kl={coefficient: 0.01, estimator: k1, placement: reward}"],
         "algorithm.kl.placement",
         "reward",
         "the advantage `pass_at_k` counts who passes: set it to loss",

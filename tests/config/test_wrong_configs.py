@@ -504,6 +504,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "k1",
         "in the loss k1 has no gradient but noise: take k2 or k3",
     ),
+    "k3 in the reward": (
+        ["algorithm.kl={coefficient: 0.1, placement: reward}"],
+        "algorithm.kl.estimator",
+        "k3",
+        "in the reward only k1 pulls towards the reference",
+    ),
     "the gradient of k2 for k2": (
         ["algorithm.kl={coefficient: 0.1, estimator: k2, straight_through: true}"],
         "algorithm.kl.straight_through",
@@ -511,7 +517,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "k2 has this gradient already",
     ),
     "a gradient of a reward": (
-        ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"],
+        ["algorithm.kl={coefficient: 0.1, estimator: k1, placement: reward, straight_through: true}"],
         "algorithm.kl.straight_through",
         True,
         "a reward has no gradient",
