@@ -1,7 +1,6 @@
 """The rewards of an experiment, tried before a run: none fails after the first samples."""
 
 import json
-import os
 from collections.abc import Iterator
 
 from nemorl.config.checks.facts import acted_on
@@ -20,7 +19,6 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
     """Functions that are not there, or that ask for columns which the tasks do not have."""
     for place, config in enumerate(experiment.rewards):
         if not isinstance(config, FunctionRewardConfig):
-            yield from _key(f"rewards.{place}.api_key_env", config.api_key_env)
             continue
         field = f"rewards.{place}.function"
         try:
@@ -53,12 +51,6 @@ def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iter
         found.function(**given | config.arguments)
     except (TypeError, ValueError) as error:
         yield Violation(field, config.arguments, f"`{config.function}` cannot do with this: {error}")
-
-
-def _key(field: str, variable: str | None) -> Iterator[Violation]:
-    if variable is not None and not os.environ.get(variable, "").strip():
-        mend = "this environment variable is not set, or empty; it holds the key that the server wants"
-        yield Violation(field, variable, mend)
 
 
 def _columns(dataset: DatasetConfig) -> set[str] | None:

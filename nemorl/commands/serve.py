@@ -15,6 +15,7 @@ from nemorl.commands.arguments import add_overrides
 from nemorl.commands.preflight import Ready, prepare
 from nemorl.commands.terminal import say
 from nemorl.errors import ConfigError, Violation
+from nemorl.plan.files import head_violations
 from nemorl.plan.machine import read_machine
 
 HELP = (
@@ -79,14 +80,9 @@ def _prepare_reward(path: Path, overrides: list[str]) -> Ready:
     if ready.experiment.policy.head != "scalar":
         mend = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
         raise ConfigError(str(path), [Violation("policy.head", ready.experiment.policy.head, mend)])
-    model = ready.experiment.policy.model_path
-    known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    if not known[0].endswith("ForSequenceClassification"):
-        mend = (
-            f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
-            "folder of a …ForSequenceClassification, such as `checkpointing.save_hf` writes of a reward model"
-        )
-        raise ConfigError(str(path), [Violation("policy.model_path", str(model), mend)])
+    violations = list(head_violations(ready.experiment.policy.model_path))
+    if violations:
+        raise ConfigError(str(path), violations)
     return ready
 
 

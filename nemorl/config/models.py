@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from .experiment import Experiment
-from .groups import CriticConfig
+from .groups import CriticConfig, teachers_held
 from .policy import PolicyConfig
+from .rewards import LocalModelRewardConfig
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ModelSpec:
     config: PolicyConfig
     trains: bool = True
     on_policy_devices: bool = False  # it takes turns with the policy
+    scores: bool = False  # a reward model, which is there wherever something is sampled
 
 
 def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
@@ -32,10 +34,20 @@ def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
         shares = reference.devices == "policy"
         found.append(ModelSpec("reference", "reference", config, False, shares))
     if experiment.algorithm.keeps_teachers:
-        for name, teacher in experiment.teachers.items():
+        for name, teacher in teachers_held(experiment.teachers).items():
             config, shares = teacher.worker_config(policy), teacher.devices == "policy"
             found.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
+    for place, reward in enumerate(experiment.rewards):
+        if isinstance(reward, LocalModelRewardConfig):
+            config = reward.worker_config(policy)
+            name, section = reward_group(place), f"rewards.{place}"
+            found.append(ModelSpec(name, section, config, trains=False, scores=True))
     return tuple(found)
+
+
+def reward_group(place: int) -> str:
+    """The group of processes of the reward model that stands at this place of `rewards`."""
+    return f"reward_{place}"
 
 
 def teacher_group(name: str) -> str:

@@ -1,10 +1,12 @@
 """`rewards`: what the policy is paid for, beside what the environment pays."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from .base import Config, default_variant
+from .policy import LayoutConfig, MoeConfig, NoRecompute, OffloadConfig, PolicyConfig, TokenizerConfig
 
 Signature = Literal["trl", "verl", "openrlhf"]
 
@@ -88,6 +90,48 @@ class ModelRewardConfig(ServiceRewardBase):
         return "name" if self.name is not None else "kind"
 
 
+class LocalModelRewardConfig(RewardBase):
+    kind: Literal["local_model"]
+    """A reward model in processes of the run's own, of the same kind as the policy's; it does not learn."""
+    model_path: Path
+    """Folder of a …ForSequenceClassification with one label; its tokenizer and chat template are its own."""
+    layout: LayoutConfig = LayoutConfig()
+    """How it is spread over processes."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights; null is the policy's."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Most tokens of one pass; null is as the policy."""
+    batch_size: int = Field(16, ge=1)
+    """Most answers of one request to it; it computes several requests together."""
+
+    @property
+    def metric(self) -> str:
+        """Its name, or its kind."""
+        return self.name or self.kind
+
+    @property
+    def field(self) -> str:
+        """The kind stands for a name."""
+        return "name" if self.name is not None else "kind"
+
+    def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
+        """The group as the section of a policy, which its processes are started with."""
+        return policy.model_copy(
+            update={
+                "model_path": self.model_path,
+                "tokenizer": TokenizerConfig(),
+                "layout": self.layout,
+                "precision": self.precision or policy.precision,
+                "micro_batch_tokens": self.micro_batch_tokens or policy.micro_batch_tokens,
+                "head": "scalar",
+                "lora": None,
+                "moe": MoeConfig(),
+                "recompute": NoRecompute(),
+                "offload": OffloadConfig(),
+            }
+        )
+
+
 class JudgeRewardConfig(ServiceRewardBase):
     kind: Literal["judge"]
     """A model behind any OpenAI-compatible chat endpoint that reads answers and gives them scores."""
@@ -125,7 +169,7 @@ class JudgeRewardConfig(ServiceRewardBase):
 
 
 RewardConfig = Annotated[
-    FunctionRewardConfig | ModelRewardConfig | JudgeRewardConfig,
+    FunctionRewardConfig | ModelRewardConfig | LocalModelRewardConfig | JudgeRewardConfig,
     Field(discriminator="kind"),
     default_variant(FunctionRewardConfig, "kind"),
 ]

@@ -10,6 +10,7 @@ from nemorl.config.checks.facts import datasets
 from nemorl.config.data import JsonlDataset
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.rewards import ServiceRewardBase
 from nemorl.errors import Violation
 
 from .weights import weight_problems
@@ -36,6 +37,17 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
     yield from _keys(experiment)
 
 
+def head_violations(model: Path) -> Iterator[Violation]:
+    """A reward model whose folder is a language model would say 0 of everything."""
+    known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    if not known[0].endswith("ForSequenceClassification"):
+        mend = (
+            f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
+            "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
+        )
+        yield Violation("policy.model_path", str(model), mend)
+
+
 def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
     """Packages of an engine that this installation does not bring; a run on other machines may have them."""
     backend = experiment.generation.backend
@@ -55,6 +67,9 @@ def _keys(experiment: Experiment) -> Iterator[Violation]:
         wanted["generation.api_key_env"] = generation.api_key_env
     if generation.endpoint is not None:
         wanted["generation.endpoint.api_key_env"] = generation.endpoint.api_key_env
+    for place, reward in enumerate(experiment.rewards):
+        if isinstance(reward, ServiceRewardBase):
+            wanted[f"rewards.{place}.api_key_env"] = reward.api_key_env
     for field, variable in wanted.items():
         if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
             mend = "this environment variable is not set, or empty; it holds the key: set it"

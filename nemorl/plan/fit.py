@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from nemorl.models.layout_rules import layout_violations, norms_are_fused, recom
 from nemorl.models.moe_rules import moe_violations
 from nemorl.models.shape import ModelShape
 
-from .files import file_violations
+from .files import file_violations, head_violations
 from .machine import Machine
 from .memory import ProcessMemory, estimate_memory
 from .room import is_this_machine, memory_violations
@@ -57,7 +57,9 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*violations, *refused_layout))
-    beside, refused_beside = models_beside(experiment, shape) if training else ([], [])
+    samples = generates(experiment.algorithm) or not training
+    started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
+    beside, refused_beside = models_beside(experiment, shape, started)
     if refused_beside:
         return Plan((), (*violations, *(v for v in refused_beside if v not in violations)))
     processes = estimate_memory(experiment, shape, training, beside)
@@ -76,11 +78,11 @@ def _model_violation(experiment: Experiment, problem: str) -> Violation:
 
 
 def models_beside(
-    experiment: Experiment, of_policy: ModelShape
+    experiment: Experiment, of_policy: ModelShape, models: Sequence[ModelSpec]
 ) -> tuple[list[tuple[ModelSpec, ModelShape]], list[Violation]]:
-    """The models beside the policy with their shapes, and why one cannot be started."""
+    """These models with their shapes, and why one cannot be started."""
     found, refused = [], []
-    for model in models_of(experiment)[1:]:
+    for model in models:
         config = model.config
         try:
             shape = ModelShape.load(config.model_path, config.head)
@@ -90,21 +92,30 @@ def models_beside(
         alone = experiment.model_copy(update={"policy": config})
         problems = [*_length_violations(alone, shape), *_precision_violations(alone, shape)]
         problems += [*_adapter_violations(alone, shape), *_layout_violations(alone, shape)]
+        if model.scores:  # it reads text, by a tokenizer of its own
+            problems = [p for p in problems if not p.field.startswith("generation.")]
+            problems += head_violations(config.model_path)
         refused += [_of_section(problem, model.section) for problem in problems]
-        if shape.vocab_size < of_policy.vocab_size:
-            mend = (
-                f"its vocabulary of {shape.vocab_size} tokens lacks some of the policy's "
-                f"{of_policy.vocab_size}: name a model with the policy's tokenizer"
-            )
-            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
-        elif experiment.algorithm.keeps_teachers and shape.vocab_size != of_policy.vocab_size:
-            mend = (
-                f"a teacher and the policy speak of the same tokens, and it has {shape.vocab_size} and the "
-                f"policy {of_policy.vocab_size}: name a model with the policy's tokenizer"
-            )
+        mend = None if model.scores else _vocabulary_mend(experiment, shape, of_policy)
+        if mend is not None:
             refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
         found.append((model, shape))
     return found, refused
+
+
+def _vocabulary_mend(experiment: Experiment, shape: ModelShape, of_policy: ModelShape) -> str | None:
+    """What to do about a model that does not speak of the policy's tokens."""
+    if shape.vocab_size < of_policy.vocab_size:
+        return (
+            f"its vocabulary of {shape.vocab_size} tokens lacks some of the policy's "
+            f"{of_policy.vocab_size}: name a model with the policy's tokenizer"
+        )
+    if experiment.algorithm.keeps_teachers and shape.vocab_size != of_policy.vocab_size:
+        return (
+            f"a teacher and the policy speak of the same tokens, and it has {shape.vocab_size} and the "
+            f"policy {of_policy.vocab_size}: name a model with the policy's tokenizer"
+        )
+    return None
 
 
 def _of_section(problem: Violation, section: str) -> Violation:

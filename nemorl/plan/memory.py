@@ -85,14 +85,14 @@ def estimate_memory(
 ) -> tuple[ProcessMemory, ...]:
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
-    `beside` are the models beside the policy. Layouts must divide the models (see `nemorl.plan.fit`).
+    `beside` are the models beside the policy that it starts. Layouts must divide the models (see
+    `nemorl.plan.fit`).
     """
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
     if training or not experiment.generation.has_engines:
         groups.append(policy_memory(experiment, shape))
-    if training:
-        groups += [_beside_policy(experiment, *model) for model in beside]
+    groups += [_beside_policy(experiment, *model) for model in beside]
     if not training or generates(experiment.algorithm):
         if experiment.generation.has_engines:
             groups.append(_generation(experiment, shape))

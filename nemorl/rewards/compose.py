@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemorl.config.rewards import FunctionRewardConfig, JudgeRewardConfig, RewardConfig
+from nemorl.config.rewards import FunctionRewardConfig, JudgeRewardConfig, ModelRewardConfig, RewardConfig
 from nemorl.rollout.types import Conversation, StopReason, Task, Trajectory
 
 from .find import RewardError
@@ -107,6 +107,7 @@ def scorer(config: RewardConfig, seconds: float) -> Scorer:
         return JudgeReward(config, seconds)
     from .model_service import ModelServiceReward
 
+    assert isinstance(config, ModelRewardConfig), "a session gives models of the run's own an address"
     return ModelServiceReward(config, seconds)
 
 

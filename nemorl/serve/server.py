@@ -15,6 +15,7 @@ from .app import make_app
 from .sampling import Served
 
 SHUTDOWN_SECONDS = 5.0
+AppOf = Callable[[str], web.Application]  # by the key that requests must send
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextMan
 
 
 @asynccontextmanager
-async def answering(
-    config: EndpointConfig, app_of: Callable[[str], web.Application]
-) -> AsyncIterator[Listening]:
+async def answering(config: EndpointConfig, app_of: AppOf) -> AsyncIterator[Listening]:
     """Answer requests while the block runs, by the application of a key.
 
     Raises RunError when the address cannot be had.

@@ -28,7 +28,8 @@ class ModelStarter:
 
     async def start(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
         """The groups by name, at once; without training the policy alone. Its ranks meet in the folder."""
-        models = models_of(self.experiment)[: None if training else 1]
+        learners = [model for model in models_of(self.experiment) if not model.scores]
+        models = learners if training else learners[:1]
         own = sum(model.config.layout.world_size for model in models if not model.on_policy_devices)
         cluster = self.experiment.cluster
         threads = threads_per_worker(cluster.policy_threads, own, cluster.num_nodes)

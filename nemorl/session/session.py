@@ -15,17 +15,21 @@ import ray
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
+from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
+from nemorl.config.models import models_of
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
+from nemorl.serve.server import answering
 from nemorl.weights.exchange import RefitStats, WeightExchange
 
 from .model_group import ModelGroup
 from .models import handles
 from .pool import GenerationPool
+from .scoring import RewardScorer, Scoring, asked_by_url, reward_app
 from .start import Starter
 from .trained import TrainedModels
 
@@ -198,9 +202,24 @@ class _Opening:
         pool.serve(await self.rollout(pool.group.workers))
         pool.start_watch()
 
+    async def reward_models(self) -> Scoring:
+        """Groups of reward models, each behind an endpoint of this process."""
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-rewards-")))
+        models = [model for model in models_of(self.experiment) if model.scores]
+        groups = await asyncio.gather(*(self.starter.model(model, folder) for model in models))
+        endpoint, deadlines = EndpointConfig(port=0), self.experiment.cluster.deadlines
+        chat, listening = self.experiment.data.chat, {}
+        for model, group in zip(models, groups, strict=True):
+            handle = ModelGroup(self._ends(group), model.config, deadlines, trains=False)
+            scorer = RewardScorer(handle, model.config.layout.fewest_units)
+            app_of = reward_app(model.config, endpoint, chat=chat, score=scorer.score)
+            at = await self.stack.enter_async_context(answering(endpoint, app_of))
+            listening[model.name] = at
+        return asked_by_url(self.experiment.rewards, listening, endpoint)
+
     async def rollout(self, samplers: Sequence[Worker]) -> WorkerGroup:
         """The rollout workers."""
-        group = self._ends(await self.starter.rollout(samplers))
+        group = self._ends(await self.starter.rollout(samplers, await self.reward_models()))
         self.session.rollout = self.starter.run_groups(group)
         return group
 

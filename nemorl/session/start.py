@@ -12,7 +12,6 @@ from nemorl.cluster.placement import Placement, threads_per_worker
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.models import ModelSpec
-from nemorl.config.policy import PolicyConfig
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import WeightExchange
@@ -20,6 +19,7 @@ from nemorl.weights.venue import TransportOptions
 
 from .models import ModelStarter
 from .refit import GenerationReceivers, PolicySenders
+from .scoring import Scoring
 
 # What runs in the process of an engine.
 HOSTS = {
@@ -50,11 +50,11 @@ class Starter:
             rendezvous, training=training
         )
 
-    async def frozen_model(self, config: PolicyConfig, rendezvous: Path) -> WorkerGroup:
-        """A model by itself, in the policy's place, which does not learn."""
+    async def model(self, model: ModelSpec, rendezvous: Path) -> WorkerGroup:
+        """A model by itself."""
         cluster = self.experiment.cluster
-        threads = threads_per_worker(cluster.policy_threads, config.layout.world_size, cluster.num_nodes)
-        model = ModelSpec("policy", "policy", config, trains=False)
+        ranks = model.config.layout.world_size
+        threads = threads_per_worker(cluster.policy_threads, ranks, cluster.num_nodes)
         return await ModelStarter(self.experiment, self.device, self._start).start_model(
             model, rendezvous, threads
         )
@@ -101,15 +101,17 @@ class Starter:
             concurrent=True,
         )
 
-    async def rollout(self, engines: Sequence[Worker]) -> WorkerGroup:
-        """The rollout workers, who ask these engines."""
+    async def rollout(self, engines: Sequence[Worker], scoring: Scoring) -> WorkerGroup:
+        """The rollout workers, who ask these engines, and reward models by what `scoring` says."""
+        experiment = self.experiment.model_copy(update={"rewards": scoring.rewards})
         count = self.experiment.cluster.rollout_workers
         return await self._start(
             "rollout",
             "nemorl.rollout.ray_worker:RayRolloutWorker",
-            [{"experiment": self.experiment, "engines": list(engines)}] * count,
+            [{"experiment": experiment, "engines": list(engines)}] * count,
             threads=1,
             concurrent=True,
+            environment=scoring.environment,
         )
 
     def run_groups(self, rollout: WorkerGroup) -> list[RunGroups]:

@@ -135,6 +135,16 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
             "rewards.0.api_key_env = NO_SUCH_KEY",
             "this environment variable is not set",
         ),
+        (
+            "{kind: local_model, model_path: model}",
+            "rewards.0.model_path = model",
+            "this is a LlamaForCausalLM, which has no trained head",
+        ),
+        (
+            "{kind: local_model, model_path: nowhere}",
+            "rewards.0.model_path = nowhere",
+            "",
+        ),
     ],
 )
 def test_built_in_rewards_and_keys_are_tried(

@@ -395,6 +395,15 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "Rate {completion}",
         "ranks_groups is true, so the judge sees answers where {completions} stands",
     ),
+    "too few GPUs for a reward model": (
+        [
+            "cluster.gpus_per_node=3",
+            "rewards=[{kind: local_model, model_path: m, layout: {tensor_parallel_size: 2}}]",
+        ],
+        "cluster.gpus_per_node",
+        3,
+        "3 GPUs are too few for 1 policy processes, 2 of models beside it and 1 engines",
+    ),
     "a judge without a range": (
         [f"rewards=[{JUDGE}, min_score: 10}}]"],
         "rewards.0.max_score",

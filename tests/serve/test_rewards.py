@@ -20,7 +20,7 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
 from nemorl.serve.server import answering
-from nemorl.session.reward_serving import LastValue, RewardScorer
+from nemorl.session.scoring import LastValue, RewardScorer
 from tests.data.tokenizers import save_tokenizer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, TOOLS_CHATML, Endpoint

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
+from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig, teachers_held
 from nemorl.config.optimizer import AdamConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -62,6 +63,7 @@ def gpus_for_all_processes(
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
 ) -> Iterator[Violation]:
     """Where there are GPUs every process of a model has one, and every engine that does not share theirs."""
     engines = generation.replicas * generation.ranks_per_replica
@@ -69,8 +71,9 @@ def gpus_for_all_processes(
         engines = 0
     beside = [critic or CriticConfig()] if algorithm.keeps_critic else []
     started: list[ModelGroupConfig] = [*beside, *([reference] if reference is not None else [])]
-    started += teachers.values()
+    started += teachers_held(teachers).values()
     others = sum(m.worker_config(policy).layout.world_size for m in started if m.devices == "own")
+    others += sum(r.layout.world_size for r in rewards if isinstance(r, LocalModelRewardConfig))
     wanted = policy.layout.world_size + others + engines
     there = cluster.num_nodes * cluster.gpus_per_node
     if 0 < there < wanted:
