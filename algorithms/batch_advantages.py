@@ -76,12 +76,12 @@ def whitened(values: Tensor, counts: Tensor, epsilon: float) -> Tensor:
     if all_equal(values):
         return torch.zeros_like(values)
     centred = values - _mean(values, counts)
-    variance = (counts * centred.square()).sum() / (counts.sum() - 1)
+    variance = (counts * centred.square()).sum() / (counts.sum() - 1).clamp(min=1)
     return centred / (variance.sqrt() + epsilon)
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:
-    return (counts * values).sum() / counts.sum()
+    return (counts * values).sum() / counts.sum().clamp(min=1)
 
 
 def _counts(groups: Sequence[GroupSummary], over: Over) -> Tensor:

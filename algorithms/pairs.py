@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nemorl.data.packed import PackedBatch
 
-from .sequences import sequence_of
+from .sequences import averages, totals
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,9 @@ def at_ends(values: Tensor, batch: PackedBatch) -> Tensor:
     return values[batch.cu_seqlens[1:].long() - 1]
 
 
-def total(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[S]: the sum of `values` [N] over the loss mask of each sequence."""
-    return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), values * batch.loss_mask)
-
-
 def answer_logprobs(logprobs: Tensor, batch: PackedBatch, *, mean: bool) -> Tensor:
     """[S]: of each sequence's learnt tokens their sum, or their mean."""
-    sums = total(logprobs, batch)
-    return sums / total(torch.ones_like(logprobs), batch).clamp(min=1) if mean else sums
+    return averages(logprobs, batch) if mean else totals(logprobs, batch)
 
 
 def _by_unit(wanted: Tensor, units: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from nemorl.data.packed import PackedBatch
 
 from .offline import Unit
 from .pair_losses import pair_loss
-from .pairs import answer_logprobs, find_pairs, sequence_labels
+from .pairs import answer_logprobs, find_pairs
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class PreferenceLoss:
             relative = answers - answer_logprobs(batch.reference_logprobs, batch, mean=mean)
         chosen, rejected = relative[pairs.chosen], relative[pairs.rejected]
         preference = pair_loss(chosen, rejected, pairs.margins, self.config).sum() / self.num_pairs
-        is_chosen = sequence_labels(batch).repeat_interleave(torch.diff(batch.cu_seqlens).long()) > 0
-        sft = -(batch.weights * is_chosen * logprobs).sum()
+        assert batch.labels is not None, "pairs have labels"
+        sft = -(batch.weights * (batch.labels > 0) * logprobs).sum()
         loss = preference + self.sft_coefficient * sft
         sums = {
             "loss/total": loss,

@@ -17,16 +17,22 @@ def sequence_of(batch: PackedBatch) -> Tensor:
     return numbers.repeat_interleave(torch.diff(batch.cu_seqlens).long(), output_size=batch.num_tokens)
 
 
+def totals(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the sum of `values` [N] over the loss mask of each sequence."""
+    masked = torch.where(batch.loss_mask, values, torch.zeros_like(values))
+    return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), masked)
+
+
+def averages(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the mean of `values` [N] over the loss mask of each sequence; 0 of none."""
+    return totals(values, batch) / totals(torch.ones_like(values), batch).clamp(min=1)
+
+
 def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[N]: the sum of `values` [N] over the loss mask of each sequence, at all of its tokens."""
-    numbers = sequence_of(batch)
-    sums = values.new_zeros(batch.num_sequences).index_add(
-        0, numbers, torch.where(batch.loss_mask, values, torch.zeros_like(values))
-    )
-    return sums.index_select(0, numbers)
+    """[N]: `totals` at all tokens of each sequence."""
+    return totals(values, batch).index_select(0, sequence_of(batch))
 
 
 def sequence_means(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[N]: the mean of `values` [N] over the loss mask of each sequence, at all of its tokens; 0 of none."""
-    counts = sequence_sums(torch.ones_like(values), batch)
-    return sequence_sums(values, batch) / counts.clamp(min=1)
+    """[N]: `averages` at all tokens of each sequence."""
+    return averages(values, batch).index_select(0, sequence_of(batch))

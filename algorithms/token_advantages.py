@@ -26,6 +26,7 @@ from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
 from .kl import kl_penalty
+from .sequences import totals
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -155,8 +156,8 @@ def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Te
         return torch.zeros_like(advantages)
     mean = total / count
     squares = sum_over_ranks((advantages[mask].double() - mean).square().sum())
-    scaled = (advantages.double() - mean) / (squares / (count - 1) + WHITENING_EPSILON).sqrt()
-    return (scaled * mask).float()
+    deviation = torch.sqrt(squares / (count - 1) + WHITENING_EPSILON)
+    return ((advantages.double() - mean) / deviation * mask).float()
 
 
 def kl_of_tokens(batch: PackedBatch, kl: KLConfig) -> Tensor:
@@ -174,7 +175,7 @@ class SequenceKL:
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Needs `old_logprobs` and `reference_logprobs`."""
-        return SampledTokens(batch).table(kl_of_tokens(batch, self.kl)).sum(1)
+        return totals(kl_of_tokens(batch, self.kl).double(), batch)
 
 
 @dataclass(frozen=True)

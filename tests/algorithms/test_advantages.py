@@ -86,6 +86,17 @@ def test_group_then_batch(over: str) -> None:
     assert_equal(estimate(GROUPS, name="group_then_batch", over=over), expected)
 
 
+@pytest.mark.parametrize("lengths", [[0, 1], [0, 0]])
+def test_over_hardly_any_tokens_advantages_are_numbers(lengths: list[int]) -> None:
+    groups = [paid(0, [0.0, 1.0], lengths)]
+    for config in (
+        {"name": "reinforce", "normalization": "mean", "over": "tokens"},
+        {"name": "reinforce", "over": "tokens"},
+        {"name": "group_then_batch"},
+    ):
+        assert all(map(math.isfinite, estimate(groups, **config)[0])), config
+
+
 def test_remax() -> None:
     groups = [
         group(0, trajectory(1.0), trajectory(0.25, 1), greedy=0.5),

@@ -67,6 +67,15 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "reward",
         "the advantage `pass_at_k` counts who passes: set it to loss",
     ),
+    "a divergence of what is left out": (
+        [
+            "algorithm.kl={coefficient: 0.01, estimator: k1, placement: reward}",
+            "algorithm.filters.drop_truncated=true",
+        ],
+        "algorithm.filters.drop_truncated",
+        True,
+        "would be missing in the rewards that the group is compared with",
+    ),
     "turns of conversations with one": (
         ["algorithm.name=mt_grpo"],
         "algorithm.advantage.name",

@@ -117,6 +117,12 @@ def divergence_reaches_advantages(algorithm: AlgorithmConfig) -> Iterator[Violat
         )
         mend = f"the advantage `{algorithm.advantage.name}` {why}: set it to loss, or take another advantage"
         yield Violation("algorithm.kl.placement", "reward", mend)
+    if algorithm.filters.drop_truncated and not algorithm.estimates_tokens:
+        mend = (
+            "the divergence of what is left out is not computed, so it would be missing in the rewards that "
+            "the group is compared with: set algorithm.kl.placement to loss, or remove this"
+        )
+        yield Violation("algorithm.filters.drop_truncated", True, mend)
 
 
 def _set(

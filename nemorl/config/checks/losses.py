@@ -21,7 +21,7 @@ _IN_LOSS = ("straight_through", "importance_weighted")
 
 
 def divergence_has_a_gradient(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    """k1 in the loss pushes nowhere: its gradient is 0 in expectation. In the reward that of others is wrong."""
+    """k1 in the loss pushes nowhere: its gradient is 0 in expectation. In the reward others push wrongly."""
     if not isinstance(algorithm, OnlineConfig) or algorithm.kl.coefficient == 0:
         return
     kl = algorithm.kl
@@ -34,8 +34,8 @@ def divergence_has_a_gradient(algorithm: AlgorithmConfig) -> Iterator[Violation]
         yield Violation("algorithm.kl.estimator", kl.estimator, mend)
     if kl.placement == "reward" and kl.estimator != "k1":
         mend = (
-            "in the reward only k1 pulls towards the reference, others have next to no gradient near it: set it "
-            "to k1, or take algorithm.kl.placement `loss`"
+            "in the reward only k1 pulls towards the reference, others have next to no gradient near it: "
+            "take k1, or algorithm.kl.placement `loss`"
         )
         yield Violation("algorithm.kl.estimator", kl.estimator, mend)
     if kl.straight_through and kl.estimator == "k2":
