@@ -25,6 +25,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.checks.figures import reward_weights
 from nemorl.config.experiment import Experiment
+from nemorl.config.groups import teachers_held
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.models import models_of
 from nemorl.config.policy import PolicyConfig
@@ -321,9 +322,9 @@ def _loop(
 def _teachers(experiment: Experiment, algorithm: DistillationAlgorithm, session: Session) -> Teachers:
     multiples = {
         name: teacher.worker_config(experiment.policy).layout.fewest_units
-        for name, teacher in experiment.teachers.items()
+        for name, teacher in teachers_held(experiment.teachers).items()
     }
-    return Teachers(session, multiples, algorithm.loss.top_k)
+    return Teachers(session, experiment.teachers, multiples, algorithm.loss.top_k)
 
 
 def _learning(

@@ -1,7 +1,7 @@
 """Teachers: frozen models that say what they think of the policy's tokens.
 
-Each reads the sequences that are its own, in its own layout. What it says goes to the policy's ranks by
-object reference; the driver knows which teacher has which sequence.
+Each reads the sequences that are its own, in its own layout, or is a server that the policy's ranks ask. What
+it says goes to the policy's ranks by object reference; the driver knows which teacher has which sequence.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nemorl.config.groups import EndpointTeacherConfig, TeacherConfig
 from nemorl.config.models import teacher_group
 from nemorl.errors import RunError
 from nemorl.rollout.types import Task
@@ -26,7 +27,8 @@ class Teachers:
     """The teachers of a session."""
 
     session: Session
-    multiples: Mapping[str, int]  # by name: of sequences into which a batch of its own is laid
+    configs: Mapping[str, TeacherConfig]
+    multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
     top_k: int | None  # likeliest tokens that are told; None: of each token that stands there the logprob
 
     async def tell(
@@ -36,8 +38,8 @@ class Teachers:
         kind: Literal["trajectories", "examples"],
     ) -> None:
         """Fill the batch of these sequences that the policy has loaded, of each by its teacher's name."""
-        held = {name: [i for i, one in enumerate(taught_by) if one == name] for name in self.multiples}
-        asked = [self._ask(name, [places[i] for i in rows], kind) for name, rows in held.items() if rows]
+        held = {name: [i for i, one in enumerate(taught_by) if one == name] for name in self.configs}
+        asked = [self._ask(name, rows, places, kind) for name, rows in held.items() if rows]
         if self.session.models_share_devices:
             told = [await one for one in asked]
         else:
@@ -53,10 +55,20 @@ class Teachers:
         return _OF_SAMPLED if self.top_k is None else _OF_TOP
 
     async def _ask(
-        self, name: str, own: Sequence[SequencePlace], kind: Literal["trajectories", "examples"]
-    ) -> dict[Field, tuple[tuple[object, int], ...]]:
-        """Where what a teacher says of its sequences lies, by field."""
-        teacher = self.session.model(teacher_group(name))
+        self,
+        name: str,
+        rows: Sequence[int],
+        places: Sequence[SequencePlace],
+        kind: Literal["trajectories", "examples"],
+    ) -> dict[Field, list[tuple[object, int]]]:
+        """Where what a teacher says of its sequences, those of these rows, lies, by field."""
+        config = self.configs[name]
+        if isinstance(config, EndpointTeacherConfig):
+            policy = self.session.learner
+            await policy.ask_teacher(config, name, set(rows), self.top_k)
+            shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
+            return {field: [column.places[row] for row in rows] for field, column in shared.items()}
+        own, teacher = [places[row] for row in rows], self.session.model(teacher_group(name))
         # Whatever fills the batch up is looked at by nobody.
         filled = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
         await teacher.load([replace(place, compared=None) for place in filled], kind=kind)
@@ -64,7 +76,7 @@ class Teachers:
             await teacher.logprobs(old=True, reference=False)
         else:
             await teacher.top(self.top_k)
-        return {field: (await teacher.share(field)).places[: len(own)] for field in self._fields}
+        return {field: list((await teacher.share(field)).places[: len(own)]) for field in self._fields}
 
 
 def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence[str]) -> list[str]:

@@ -3,12 +3,13 @@
 Each is a group of processes of the same kind as the policy's. What its section leaves open is as in `policy`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Config
+from .base import Config, default_variant
 from .optimizer import AdamConfig, ConstantSchedule, OptimizerConfig, ScheduleConfig
 from .policy import (
     LayoutConfig,
@@ -56,15 +57,47 @@ class ReferenceConfig(ModelGroupConfig):
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
-class TeacherConfig(ModelGroupConfig):
-    """A model that the policy learns from; it is frozen, and has the policy's vocabulary."""
+class ModelTeacherConfig(ModelGroupConfig):
+    """A frozen model in processes of the run, with the policy's vocabulary."""
 
+    kind: Literal["model"] = "model"
     model_path: Path
     """Folder of a Hugging Face model."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         """Without adapters: it is the model as its folder has it."""
         return super().worker_config(policy).model_copy(update={"lora": None})
+
+
+class EndpointTeacherConfig(Config):
+    """A server with OpenAI's /v1/completions that takes token ids and tells `prompt_logprobs`: vLLM's.
+
+    It has the policy's tokens, and logprobs at temperature 1.
+    """
+
+    kind: Literal["endpoint"]
+    base_url: str = Field(min_length=1)
+    """Address of the server up to and with `/v1`."""
+    model: str = Field(min_length=1)
+    """What the server calls the model."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; the key itself never stands in a config."""
+    max_concurrent_requests: int = Field(16, ge=1)
+    """Requests under way at a time, of each data-parallel rank of the policy; more wait there."""
+    max_retries: int = Field(6, ge=0)
+    """Times a request is sent again after status 429, 5xx or a broken connection."""
+
+
+TeacherConfig = Annotated[
+    ModelTeacherConfig | EndpointTeacherConfig,
+    Field(discriminator="kind"),
+    default_variant(ModelTeacherConfig, "kind"),
+]
+
+
+def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:
+    """Those that live in processes of the run."""
+    return {name: one for name, one in teachers.items() if isinstance(one, ModelTeacherConfig)}
 
 
 class CriticConfig(ModelGroupConfig):

@@ -15,10 +15,11 @@ DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
 # Title and what the keys begin with; keys that none of these match get a plot of their own at the end. What
 # is drawn together has one unit.
 GROUPS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
-    ("Validation", ("validation/reward", "validation/accuracy", "validation/pass@")),
+    ("Validation", ("validation/reward", "validation/accuracy", "validation/pass@", "validation/cons@")),
     ("Validation loss", "validation/loss"),
     ("Sampled tokens in validation", "validation/length"),
     ("Loss", "loss/"),
+    ("Distance from the teacher", ("distillation/", "validation/distillation/")),
     ("Share of pairs or steps told right", ("rewards/accuracy", "accuracy", "validation/rewards/accuracy")),
     ("Implicit rewards", "rewards/"),
     ("Scores", "score/"),
@@ -80,14 +81,26 @@ def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
 
 def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
     """Lines of all other figures: those everybody looks at, and the rest."""
-    keys = sorted({key for step in steps for key in step.values if not key.startswith(DRAWN_ELSEWHERE)})
+    found = {key for step in steps for key in step.values if not key.startswith(DRAWN_ELSEWHERE)}
+    keys = sorted(key for key in found if key.removesuffix("_low").removesuffix("_high") not in found - {key})
     main = []
-    for title, beginning in GROUPS:
+    for title, beginning in (*GROUPS, *_validation_sets(keys)):
         if chosen := [key for key in keys if key.startswith(beginning)]:
             chosen.sort(key=lambda key: key != "validation/reward")
             main.append(_line_chart(title, steps, chosen))
             keys = [key for key in keys if key not in chosen]
     return main, [_line_chart(key, steps, [key]) for key in keys]
+
+
+def _validation_sets(keys: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """A group for each of `data.validation_sets`: what is between 0 and 1 of it."""
+    names = [key.split("/")[1] for key in keys if key.startswith("validation/") and key.endswith("/accuracy")]
+    drawn = ("reward", "accuracy", "pass@", "cons@")
+    return [
+        (f"Validation: {name}", tuple(f"validation/{name}/{figure}" for figure in drawn))
+        for name in names
+        if name != "rewards"  # of preferences
+    ]
 
 
 def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> Chart | None:

@@ -1,7 +1,7 @@
 """The driver's handle on a model: batches laid over its ranks, one call for every stage."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Worker
+from nemorl.config.groups import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
@@ -149,6 +150,30 @@ class ModelGroup:
         await self.come_back()
         await self.group.call_sharded_async(
             "compute_top", self._batches(), k, stage="logprobs", deadline_seconds=self._deadlines.logprobs
+        )
+
+    async def ask_teacher(
+        self, config: EndpointTeacherConfig, name: str, taught: Set[int], top_k: int | None
+    ) -> None:
+        """Let a server say what it thinks of the loaded sequences with these numbers.
+
+        It fills their `reference_logprobs`, or their `top_ids` and `top_logprobs`, on the output ranks, which
+        may then share them.
+        """
+        numbers: list[list[int]] = [[] for _ in range(self.group.mesh.world_size)]
+        for rank, held in zip(self.group.mesh.output_ranks, self._loaded().ranks, strict=True):
+            numbers[rank] = [row for row, place in enumerate(held) if place in taught]
+        seconds = self._deadlines.logprobs
+        await self.group.call_sharded_async(
+            "ask_teacher",
+            numbers,
+            config,
+            name,
+            top_k,
+            seconds,
+            stage="teachers",
+            deadline_seconds=seconds + _GRACE_SECONDS,
+            axis="rank",
         )
 
     async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:

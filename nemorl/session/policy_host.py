@@ -1,5 +1,6 @@
 """What runs in a policy process: the Megatron worker, its batches and its side of the weight exchange."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemorl.cluster.placement import own_gpus
+from nemorl.config.groups import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories
 from nemorl.data.compared import with_compared
@@ -22,6 +24,7 @@ from nemorl.weights.session import RefitSession
 
 from .columns import ColumnShard, Field, rows_of, with_rows
 from .shard import Shard
+from .teacher_endpoint import EndpointTeacher
 
 
 class PolicyHost(PolicyWorker):
@@ -76,6 +79,20 @@ class PolicyHost(PolicyWorker):
         found = estimator(self.batch, self._sum_over_copies)
         self._batch = replace(self.batch, advantages=found.advantages, returns=found.returns)
         return found.figures
+
+    def ask_teacher(
+        self,
+        sequences: list[int],
+        config: EndpointTeacherConfig,
+        name: str,
+        top_k: int | None,
+        seconds: float,
+    ) -> None:
+        """Fill the teacher's fields of these sequences of the batch with what a server says."""
+        if sequences:
+            teacher = EndpointTeacher(config, name)
+            told = asyncio.run(teacher.tell(self.batch, sequences, top_k, seconds))
+            self._batch = replace(self.batch, **told)
 
     def sequence_figures(self, figure: SequenceFigure) -> list[float]:
         """[S] a number for each sequence of this data-parallel rank."""

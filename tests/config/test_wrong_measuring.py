@@ -11,6 +11,7 @@ from tests.config.experiments import violations_of, write
 
 TEACHER = "teachers={sums: {model_path: models/teacher}}"
 TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
+FAR = "teachers={far: {kind: endpoint, base_url: 'http://127.0.0.1:8000/v1', model: m}}"
 ON_POLICY = ["algorithm.name=on_policy_distillation"]
 OFF_POLICY = ["algorithm={name: distillation, num_steps: 10, batch_size: 8}"]
 SETS = "data.validation_sets={hard: {name: arithmetic, digits: 3, size: 50}}"
@@ -23,7 +24,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
     "a teacher of nobody": (
         [TEACHER],
         "teachers",
-        {"sums": {"model_path": "models/teacher"}},
+        ["sums"],
         "`grpo` has no teachers",
     ),
     "two teachers of the same task": (
@@ -49,6 +50,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "teachers.sums.layout",
         "2 processes",
         "the policy has devices for 1 processes",
+    ),
+    "an address that is none": (
+        [*ON_POLICY, "teachers={far: {kind: endpoint, base_url: 'localhost:8000', model: m}}"],
+        "teachers.far.base_url",
+        "localhost:8000",
+        "http://127.0.0.1:8000/v1",
+    ),
+    "a server and another temperature": (
+        [*ON_POLICY, FAR, "generation.sampling.temperature=0.7"],
+        "generation.sampling.temperature",
+        0.7,
+        "teachers.far tells logprobs at temperature 1",
     ),
     "sampled tokens of data": (
         [*OFF_POLICY, TEACHER, "algorithm.loss={name: reverse_kl}"],
@@ -117,6 +130,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 
 RIGHT: dict[str, list[str]] = {
     "on policy": [*ON_POLICY, TEACHER],
+    "a teacher behind an endpoint": [*ON_POLICY, FAR, "algorithm.loss={name: jsd, tokens: 8}"],
     "without a reward": [*ON_POLICY, TEACHER, "rewards=[]"],
     "two teachers": [*OFF_POLICY, TWO, "algorithm.teacher_key=of"],
     "a stop by a vote of a further set": [

@@ -106,6 +106,7 @@ CHECKS: tuple[Check, ...] = (
     groups.critic_is_wanted,
     groups.reference_is_wanted,
     groups.teachers_are_wanted,
+    groups.teachers_can_be_asked,
     groups.critic_settings_are_used,
     groups.groups_have_devices,
     groups.groups_are_as_sound_as_policies,

@@ -1,6 +1,8 @@
 """What several checks ask about an experiment."""
 
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.data import DataConfig, DatasetConfig
@@ -30,3 +32,12 @@ def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str
     if algorithm.online:
         yield "data.train", data.train
     yield from held_out(data)
+
+
+def is_address(url: str) -> bool:
+    """Whether requests can go to paths below it."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
+    except ValueError:
+        return False

@@ -6,12 +6,21 @@ from dataclasses import replace
 from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineConfig
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
 from nemorl.config.base import Config
-from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.groups import (
+    CriticConfig,
+    ModelGroupConfig,
+    ModelTeacherConfig,
+    ReferenceConfig,
+    TeacherConfig,
+    teachers_held,
+)
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
 from .batches import data_parallel_divides, interleaved_stages_have_work
+from .facts import is_address
 from .lengths import micro_batch_holds_sequence
 from .resources import kernels_want_gpus, narrow_optimizer_has_its_kernel
 from .schedule import decay_follows_warmup, decay_goes_down
@@ -56,7 +65,7 @@ def teachers_are_wanted(
             mend = (
                 f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
             )
-            yield Violation("teachers", {name: _given(one) for name, one in teachers.items()}, mend)
+            yield Violation("teachers", sorted(teachers), mend)
     elif not teachers:
         mend = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
         yield Violation("teachers", {}, mend)
@@ -68,6 +77,24 @@ def teachers_are_wanted(
     elif len(teachers) == 1 and algorithm.teacher_key is not None:
         mend = "there is one teacher, of all tasks: remove this, or name more in teachers"
         yield Violation("algorithm.teacher_key", algorithm.teacher_key, mend)
+
+
+def teachers_can_be_asked(
+    algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: dict[str, TeacherConfig]
+) -> Iterator[Violation]:
+    """A server tells logprobs of the distribution as it is, at an address."""
+    temperature = generation.sampling.temperature
+    for name, teacher in teachers.items():
+        if isinstance(teacher, ModelTeacherConfig):
+            continue
+        if not is_address(teacher.base_url):
+            mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+            yield Violation(f"teachers.{name}.base_url", teacher.base_url, mend)
+        if algorithm.online and temperature != 1:
+            mend = (
+                f"the server of teachers.{name} tells logprobs at temperature 1: take 1, or a teacher `model`"
+            )
+            yield Violation("generation.sampling.temperature", temperature, mend)
 
 
 def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -142,7 +169,7 @@ def _sections(
         yield "critic", critic
     if reference is not None:
         yield "reference", reference
-    yield from ((f"teachers.{name}", teacher) for name, teacher in teachers.items())
+    yield from ((f"teachers.{name}", teacher) for name, teacher in teachers_held(teachers).items())
 
 
 def _given(section: Config) -> object:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig, OnPolicyDistillationConfig
 from nemorl.config.data import DataConfig
@@ -10,7 +9,7 @@ from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfi
 from nemorl.config.rewards import JudgeRewardConfig, RewardConfig, ServiceRewardBase
 from nemorl.errors import Violation
 
-from .facts import generates
+from .facts import generates, is_address
 from .figures import reward_names
 
 
@@ -42,7 +41,7 @@ def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> It
 def reward_addresses_are_whole(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
     """Requests go to paths below them."""
     for place, reward in enumerate(rewards):
-        if isinstance(reward, ServiceRewardBase) and not _is_address(reward.url):
+        if isinstance(reward, ServiceRewardBase) and not is_address(reward.url):
             mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
             yield Violation(f"rewards.{place}.url", reward.url, mend)
 
@@ -77,14 +76,6 @@ def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
     else:
         if not groups:
             yield "pattern", "the number is its first group: put brackets around it"
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
-    except ValueError:
-        return False
 
 
 def calculator_wants_chat(env: EnvConfig, data: DataConfig) -> Iterator[Violation]:

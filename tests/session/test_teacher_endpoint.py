@@ -1,0 +1,118 @@
+"""A server's prompt logprobs become fields of the batch; what it does not say is refused with a mend."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from nemorl.config.groups import EndpointTeacherConfig
+from nemorl.data.packed import PackedBatch
+from nemorl.errors import RunError
+from nemorl.session.teacher_endpoint import EndpointTeacher
+
+VOCABULARY = 6
+BATCH = PackedBatch(
+    tokens=torch.tensor([0, 3, 1, 5, 2, 2, 4]),
+    cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32),
+    position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]),
+    loss_mask=torch.tensor([False, True, True, False, False, True, True]),
+    weights=torch.zeros(7),
+)
+
+
+def log_p(before: list[int]) -> torch.Tensor:
+    """A model of our own: logprobs of the next token by the sum of those before it."""
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(sum(before))).log_softmax(-1)
+
+
+def vllm_like(body: dict[str, Any]) -> dict[str, Any]:
+    """As vLLM's server answers: the token itself, and the likeliest ones."""
+    told: list[dict[str, Any] | None] = [None]
+    tokens, k = body["prompt"], body["prompt_logprobs"]
+    for place in range(1, len(tokens)):
+        logprobs = log_p(tokens[:place])
+        order = logprobs.argsort(descending=True).tolist()
+        ids = {tokens[place], *order[:k]}
+        told.append(
+            {
+                str(i): {"logprob": float(logprobs[i]), "rank": order.index(i) + 1, "decoded_token": "?"}
+                for i in sorted(ids)
+            }
+        )
+    return {"choices": [{"text": "x", "prompt_logprobs": told}]}
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> AsyncIterator[str]:
+    async def completions(request: web.Request) -> web.Response:
+        return web.json_response(answer(await request.json()))
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def tell(
+    batch: PackedBatch,
+    sequences: list[int],
+    top_k: int | None,
+    answer: Callable[[dict[str, Any]], dict[str, Any]] = vllm_like,
+) -> dict[str, torch.Tensor]:
+    async def main() -> dict[str, torch.Tensor]:
+        async with serving(answer) as url:
+            config = EndpointTeacherConfig(kind="endpoint", base_url=url, model="m", max_retries=0)
+            return await EndpointTeacher(config, "sums").tell(batch, sequences, top_k, 20.0)
+
+    return asyncio.run(main())
+
+
+def test_logprobs_of_the_tokens_that_stand_there() -> None:
+    (logprobs,) = tell(BATCH, [0, 1], None).values()
+    expected = torch.zeros(7)
+    for place, before in ((1, [0]), (2, [0, 3]), (5, [5, 2]), (6, [5, 2, 2])):
+        expected[place] = log_p(before)[BATCH.tokens[place]]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_the_likeliest_tokens_without_the_one_that_stands_there() -> None:
+    told = tell(BATCH, [0, 1], 2)
+    for place, before in ((1, [0]), (2, [0, 3]), (5, [5, 2]), (6, [5, 2, 2])):
+        values, ids = log_p(before).topk(2)
+        assert told["top_ids"][place].tolist() == ids.tolist()
+        torch.testing.assert_close(told["top_logprobs"][place], values)
+    assert not told["top_ids"][[0, 3, 4]].any()
+
+
+def test_sequences_of_other_teachers_stay_as_they_are() -> None:
+    first = tell(BATCH, [0], None)
+    both = tell(replace(BATCH, **first), [1], None)
+    torch.testing.assert_close(both, tell(BATCH, [0, 1], None))
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (
+            lambda body: {"choices": [{"text": "x"}]},
+            "answers without prompt_logprobs: serve",
+        ),
+        (
+            lambda body: {"choices": [{"prompt_logprobs": [None, {}]}]},
+            "was sent 3 tokens and tells of 2",
+        ),
+    ],
+)
+def test_what_it_does_not_say_is_refused(answer: Any, problem: str) -> None:
+    with pytest.raises(RunError, match=rf"teachers\.sums\.base_url: .*{problem}"):
+        tell(BATCH, [0], None, answer)
