@@ -12,6 +12,7 @@ import ray
 from aiohttp import web
 from torch import Tensor
 
+from nemorl.cluster.errors import ClusterError
 from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.models import reward_group
 from nemorl.config.policy import PolicyConfig
@@ -20,6 +21,7 @@ from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
+from nemorl.serve.errors import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 from nemorl.serve.server import AppOf, Listening
 
@@ -61,6 +63,18 @@ class RewardScorer:
         )
         await self.model.values()
         return (await self.model.sequence_figures(LastValue()))[: len(examples)]
+
+
+def telling(scorer: RewardScorer) -> Score:
+    """For rollout workers of the same run, who are told what became of the processes."""
+
+    async def score(examples: Sequence[Example]) -> list[float]:
+        try:
+            return await scorer.score(examples)
+        except ClusterError as error:
+            raise ApiError(503, str(error), kind="server_error") from error
+
+    return score
 
 
 def reward_app(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool, score: Score) -> AppOf:

@@ -29,7 +29,7 @@ from nemorl.weights.exchange import RefitStats, WeightExchange
 from .model_group import ModelGroup
 from .models import handles
 from .pool import GenerationPool
-from .scoring import RewardScorer, Scoring, asked_by_url, reward_app
+from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
 from .start import Starter
 from .trained import TrainedModels
 
@@ -212,7 +212,7 @@ class _Opening:
         for model, group in zip(models, groups, strict=True):
             handle = ModelGroup(self._ends(group), model.config, deadlines, trains=False)
             scorer = RewardScorer(handle, model.config.layout.fewest_units)
-            app_of = reward_app(model.config, endpoint, chat=chat, score=scorer.score)
+            app_of = reward_app(model.config, endpoint, chat=chat, score=telling(scorer))
             at = await self.stack.enter_async_context(answering(endpoint, app_of))
             listening[model.name] = at
         return asked_by_url(self.experiment.rewards, listening, endpoint)

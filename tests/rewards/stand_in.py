@@ -22,6 +22,7 @@ class StandIn:
     paths: list[str] = field(default_factory=list)
     most_at_once: int = 0
     running: int = 0
+    paid: Any = None  # what became of its answers
     held: asyncio.Event | None = None  # answers wait for it when given
 
     async def handle(self, request: web.Request) -> web.Response:

@@ -92,6 +92,7 @@ def test_scores_may_be_found_by_a_pattern():
         ('{"score": "good"}', {}, "the judge's score is 'good': a number from 0 to 10 is wanted"),
         ('{"score": NaN}', {}, "the judge's score is nan"),
         ('{"score": true}', {}, "the judge's score is True"),
+        ('{"score": -1}', {}, "the judge's score is -1: a number from 0 to 10"),
         ('{"score": 11}', {}, "the judge's score is 11: a number from 0 to 10"),
         ('{"scores": [1, 2]}', {"ranks_groups": True, "prompt": GROUP}, "which has not 3 scores"),
         ("no number", {"parser": "regex"}, "which has not a score"),

@@ -36,6 +36,7 @@ def scored(answer, *, chat=True, said=SAID, groups=1, prepare=lambda server: Non
                 paid = await asyncio.gather(*(rewards.apply(TASK, said) for _ in range(groups)))
             finally:
                 await rewards.close()
+            server.paid = paid
             return paid[0], server
 
     return asyncio.run(main())
@@ -66,6 +67,9 @@ def test_requests_are_bounded_over_groups():
     _, server = scored(by_length, batch_size=1, max_concurrent=2, groups=4)
     assert len(server.asked) == 20
     assert server.most_at_once == 2
+    # Who waits does so for a place, not for an answer, so that no deadline runs.
+    scoring = [paid.scoring["model"] for paid in server.paid]
+    assert sum(s.waited for s in scoring) > sum(s.seconds for s in scoring)
 
 
 @pytest.mark.parametrize("chat", [True, False])
