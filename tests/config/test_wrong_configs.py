@@ -365,6 +365,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "exact_match",
         "give it another `name`",
     ),
+    "a reward called like the mean of all": (
+        ["rewards=[{function: exact_match, name: mean}]"],
+        "rewards.0.name",
+        "mean",
+        "the metric reward/mean is of all rewards together",
+    ),
     "two judges without names": (
         [f"rewards=[{JUDGE}}}, {JUDGE}}}]"],
         "rewards.1.kind",

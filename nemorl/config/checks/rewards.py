@@ -12,6 +12,8 @@ from nemorl.errors import Violation
 from .facts import generates, is_address
 from .figures import reward_names
 
+_FIGURES = ("mean", "std", "of_greedy")
+
 
 def something_is_rewarded(
     env: EnvConfig, rewards: tuple[RewardConfig, ...], algorithm: AlgorithmConfig
@@ -32,6 +34,9 @@ def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> It
     taken = set(reward_names(env, ()))
     for place, reward in enumerate(rewards):
         name = reward.metric
+        if name in _FIGURES:
+            mend = f"the metric reward/{name} is of all rewards together: give it another `name`"
+            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
         if name in taken:
             mend = f"another reward is named `{name}` already: remove one, or give it another `name`"
             yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
