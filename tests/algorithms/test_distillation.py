@@ -1,18 +1,26 @@
 """Losses of distillation against their formulas in float64, and who teaches whom."""
 
+import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nemorl.algorithms.distillation import SampledReverseKL, TopDivergence, outcomes
 from nemorl.algorithms.losses import finish_metrics
-from nemorl.algorithms.teachers import teachers_of_tasks
+from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from nemorl.config.groups import EndpointTeacherConfig, ModelTeacherConfig
+from nemorl.data.compared import Compared
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
 from nemorl.rollout.types import Task
+from nemorl.session.columns import Column
+from nemorl.session.shard import SequencePlace
 
 TOKENS, VOCABULARY, K = 7, 6, 3
 MASK = torch.tensor([False, True, True, False, False, True, True])
@@ -90,7 +98,7 @@ def test_top_divergence_and_its_gradient(config, rest):
         return sum(w * t for w, t in zip((0.1, 0.2, 0.3, 0.4), terms, strict=True)), terms
 
     whole, terms = by_hand(logits)
-    assert float(found.loss) == pytest.approx(whole, rel=1e-4)
+    assert float(found.loss.detach()) == pytest.approx(whole, rel=1e-4)
     assert float(found.sums[f"distillation/{config.name}"]) == pytest.approx(sum(terms), rel=1e-4)
     step = 1e-5
     for i, j in ((1, 0), (1, int(ids[1, 0])), (2, 3), (6, int(ids[6, 2])), (3, 1)):
@@ -172,3 +180,74 @@ def test_teachers_by_a_column():
         teachers_of_tasks(tasks, "of", ["sums"])
     with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
         teachers_of_tasks(tasks, "from", ["sums"])
+
+
+class StandInGroup:
+    """A group of processes that says of a sequence `10 * its row`, plus what tells the group from others."""
+
+    def __init__(self, mark: float) -> None:
+        self.mark = mark
+        self.loaded: list[list[SequencePlace]] = []
+        self.taken: dict[str, list[Any]] = {}
+        self.calls: list[Any] = []
+
+    async def load(self, places: list[SequencePlace], *, kind: str) -> None:
+        self.loaded.append(places)
+
+    async def logprobs(self, *, old: bool, reference: bool) -> None:
+        assert (old, reference) == (True, False)
+
+    async def top(self, k: int) -> None:
+        self.calls.append(k)
+
+    async def ask_teacher(self, config: object, name: str, taught: set[int], top_k: int | None) -> None:
+        self.calls.append((name, taught, top_k))
+
+    async def share(self, field: str) -> Column:
+        rows = [place.row for place in self.loaded[-1]]
+        return Column(tuple(((self.mark, field), 10 * row) for row in rows))
+
+    async def take(self, field: str, column: Column) -> None:
+        self.taken[field] = list(column.places)
+
+
+def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, StandInGroup, StandInGroup]:
+    """Five sequences, by the teachers: far (a server), sums, prose, sums, sums."""
+    policy, sums, prose = StandInGroup(0), StandInGroup(1), StandInGroup(2)
+    groups = {"teacher_sums": sums, "teacher_prose": prose}
+    session: Any = SimpleNamespace(
+        learner=policy, models_share_devices=shares_devices, model=groups.__getitem__
+    )
+    far = EndpointTeacherConfig(kind="endpoint", base_url="http://far/v1", model="m")
+    model = ModelTeacherConfig(model_path=Path("m"))
+    configs = {"sums": model, "prose": model, "far": far}
+    places = [SequencePlace("store", row, 7, weight=0.5, compared=Compared(row)) for row in range(5)]
+
+    async def main() -> None:
+        await policy.load(places, kind="examples")
+        teachers = Teachers(session, configs, {"sums": 2, "prose": 1}, top_k)
+        await teachers.tell(places, ["far", "sums", "prose", "sums", "sums"], "examples")
+
+    asyncio.run(main())
+    return policy, sums, prose
+
+
+@pytest.mark.parametrize("shares_devices", [True, False])
+def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
+    policy, sums, prose = told(None, shares_devices=shares_devices)
+    assert [place.row for place in sums.loaded[0]] == [1, 3, 4, 1]  # filled up to a multiple of two
+    assert [place.weight for place in sums.loaded[0]] == [0.5, 0.5, 0.5, 0]
+    assert [place.row for place in prose.loaded[0]] == [2]
+    assert policy.calls == [("far", {0}, None)]
+    own, asked = "old_logprobs", "reference_logprobs"
+    assert policy.taken == {
+        asked: [((0, asked), 0), ((1, own), 10), ((2, own), 20), ((1, own), 30), ((1, own), 40)]
+    }
+
+
+def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
+    policy, sums, _ = told(8, shares_devices=False)
+    assert sums.calls == [8]
+    assert policy.calls == [("far", {0}, 8)]
+    assert policy.taken.keys() == {"top_ids", "top_logprobs"}
+    assert policy.taken["top_ids"][:2] == [((0, "top_ids"), 0), ((1, "top_ids"), 10)]
