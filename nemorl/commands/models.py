@@ -106,6 +106,6 @@ def _import(arguments: Namespace) -> None:
 
 
 def _export(arguments: Namespace) -> None:
-    from nemorl.algorithms.run import export_checkpoint
+    from nemorl.algorithms.export import export_checkpoint
 
     export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form, arguments.model)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from nemorl.algorithms.export import export_checkpoint
 from nemorl.algorithms.origin import ORIGIN_FILE, Origin
-from nemorl.algorithms.run import export_checkpoint
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore
 from tests.config.experiments import GRPO, write

@@ -53,7 +53,7 @@ def experiment(tmp_path: Path) -> Path:
 
 @dataclass
 class Trainer:
-    """Stands in for `nemorl.algorithms.run`: remembers its calls and fails on demand."""
+    """Stands in for `nemorl.algorithms.run` and `.export`: remembers its calls and fails on demand."""
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     failure: BaseException | None = None
@@ -87,8 +87,9 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """What the commands find in place of the real one."""
     stand_in = Trainer()
-    module = ModuleType("nemorl.algorithms.run")
-    for name in ("train", "evaluate", "export_checkpoint"):
-        setattr(module, name, getattr(stand_in, name))
-    monkeypatch.setitem(sys.modules, "nemorl.algorithms.run", module)
+    for module, names in (("run", ("train", "evaluate")), ("export", ("export_checkpoint",))):
+        replaced = ModuleType(f"nemorl.algorithms.{module}")
+        for name in names:
+            setattr(replaced, name, getattr(stand_in, name))
+        monkeypatch.setitem(sys.modules, replaced.__name__, replaced)
     return stand_in
