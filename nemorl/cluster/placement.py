@@ -31,31 +31,32 @@ class WorkerRequest:
 
     group: str
     count: int
-    gpus: int = 0  # of each process
+    gpus: int = 0  # that each process works on
     for_children: bool = False  # the GPUs are for actors that each process starts in its own place
-    guests: int = 0  # groups that live in the same places
-    host: str | None = None  # of a guest: the group in whose places it lives, rank by rank
-    beside: str | None = None  # a group on as many of whose ranks' GPUs each process works, if that is there
+    beside: str | None = None  # a group in the places of whose ranks, one for each GPU, they live, if it runs
+    lent: bool = False  # of what is beside another: Ray lends it a part of the GPU; else it is told its names
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Ray's resources of one place: of a process and its guests."""
-        cpus = {"CPU": 1.0 + self.guests}
-        return {**cpus, "GPU": float(self.gpus)} if self.gpus else cpus
+        """Ray's resources of one process, and of its place if it has one of its own."""
+        return {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
+
+    def neighbours(self, rank: int) -> range:
+        """The ranks that it is beside."""
+        size = self.gpus or 1
+        return range(rank * size, (rank + 1) * size)
 
     def __str__(self) -> str:
         name = f"{self.count} {self.group} worker{'s' * (self.count > 1)}"
-        if self.host is not None:
-            return f"{name} (in places of the {self.host})"
-        each = f"{1 + self.guests} CPU" + (f" and {self.gpus} GPU" if self.gpus else "")
-        return f"{name} ({each}{f', those of {self.beside}' if self.beside else ''} each)"
+        each = "1 CPU" + (f" and {self.gpus} GPU" if self.gpus else "")
+        return f"{name} ({each} each{f', in places of {self.beside} workers' if self.beside else ''})"
 
 
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """The processes of an experiment. Ranks of models and of engines get a GPU each, if any.
 
-    Those of generation are not there where the policy samples by itself. Engines that share the policy's
-    devices are beside it, an engine of n ranks beside n ranks of the policy.
+    Those of generation are not there where the policy samples by itself. What shares the policy's devices is
+    beside it: models rank by rank, an engine of n ranks beside n ranks of the policy.
     """
     gpus = 1 if experiment.cluster.gpus_per_node else 0
     policy, *others = models_of(experiment)
@@ -64,7 +65,8 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
             model.name,
             model.config.layout.world_size,
             gpus,
-            host="policy" if model.on_policy_devices else None,
+            beside="policy" if model.on_policy_devices else None,
+            lent=model.on_policy_devices,
         )
         for model in others
     ]
@@ -81,9 +83,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     if not experiment.generation.has_engines:
         engines = []
     return (
-        WorkerRequest(
-            "policy", policy.config.layout.world_size, gpus, guests=sum(m.host is not None for m in models)
-        ),
+        WorkerRequest("policy", policy.config.layout.world_size, gpus),
         *models,
         *engines,
         WorkerRequest("rollout", experiment.cluster.rollout_workers),
@@ -121,18 +121,22 @@ class Placement:
         request = self.requests[group]
         if request.beside not in self.requests:
             return ()
-        return tuple(_neighbours(request, rank) for rank in range(request.count))
+        return tuple(request.neighbours(rank) for rank in range(request.count))
 
     def options(self, group: str, rank: int) -> dict[str, Any]:
         """Ray's options for the actor of one rank."""
-        request = self.requests[group]
-        host = self.requests[request.host or group]
-        bundle = self.bundles[host.group][rank]
+        bundle = self.bundles[group][rank]
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        gpus: float = 0 if request.for_children or self.beside(group) else request.gpus
-        if host.guests:  # Ray lends a device to several processes by fractions of it
-            gpus = gpus / (1 + host.guests)
-        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
+        return {"num_cpus": 1, "num_gpus": self._gpus(self.requests[group]), "scheduling_strategy": strategy}
+
+    def _gpus(self, request: WorkerRequest) -> float:
+        """What Ray gives a process: a device that is lent to several goes to them by fractions of it."""
+        beside = request.beside in self.requests
+        if request.for_children or (beside and not request.lent):
+            return 0
+        lender = request.beside if beside else request.group
+        borrowers = sum(other.lent and other.beside == lender for other in self.requests.values())
+        return request.gpus / (1 + borrowers)
 
     def release(self) -> None:
         """Give the places back; workers that still live there are ended."""
@@ -208,7 +212,7 @@ def assigned_bundles(
     for request in requests:
         if request.beside in bundles:
             theirs = bundles[request.beside]
-            places = [[theirs[n] for n in _neighbours(request, rank)] for rank in range(request.count)]
+            places = [[theirs[n] for n in request.neighbours(rank)] for rank in range(request.count)]
             for rank, own_places in enumerate(places):
                 if len({node_of[bundle] for bundle in own_places}) > 1:
                     raise _divided(request, rank)
@@ -219,15 +223,11 @@ def assigned_bundles(
 def _with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
     """Those that are in nobody else's."""
     there = {request.group for request in requests}
-    return [request for request in requests if request.host is None and request.beside not in there]
-
-
-def _neighbours(request: WorkerRequest, rank: int) -> range:
-    return range(rank * request.gpus, (rank + 1) * request.gpus)
+    return [request for request in requests if request.beside not in there]
 
 
 def _divided(request: WorkerRequest, rank: int) -> PlacementFailed:
-    ranks = _neighbours(request, rank)
+    ranks = request.neighbours(rank)
     return PlacementFailed(
         f"{request.group} rank {rank} uses the GPUs of {request.beside} ranks {ranks[0]} to {ranks[-1]}, and "
         "these are on several machines: take engines of fewer ranks, or set cluster.placement to STRICT_PACK."

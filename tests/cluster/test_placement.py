@@ -55,11 +55,13 @@ def test_a_critic_has_places_of_its_own_or_shares_the_policys():
     together = worker_requests(Experiment.model_validate({**experiment, "critic": critic}))
     assert wanted_bundles(together[:2]) == [{"CPU": 2.0, "GPU": 1.0}] * 6
     requests = {request.group: request for request in together}
-    placement = Placement(PlacementGroup.empty(), {"policy": (3, 4, 5, 6, 7, 8)}, requests)
+    bundles = assigned_bundles(together, dict(enumerate("babbaa" + "c" * 9)))
+    assert [bundles["policy"][:3], bundles["critic"]] == [(1, 4, 5), (1, 4)]
+    placement = Placement(PlacementGroup.empty(), bundles, requests)
     options = placement.options("critic", 1)
     assert options["num_gpus"] == placement.options("policy", 1)["num_gpus"] == 0.5
     assert options["scheduling_strategy"].placement_group_bundle_index == 4
-    assert str(requests["critic"]) == "2 critic workers (in places of the policy)"
+    assert str(requests["critic"]) == "2 critic workers (1 CPU and 1 GPU each, in places of policy workers)"
 
 
 @pytest.mark.parametrize(("backend", "own_gpus"), [("vllm", 4), ("trtllm", 0)])
