@@ -212,7 +212,7 @@ class StandInGroup:
 
 
 def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, StandInGroup, StandInGroup]:
-    """Five sequences, by the teachers: far (a server), sums, prose, sums, sums."""
+    """Five sequences, by the teachers: sums, prose, sums, far (a server), sums."""
     policy, sums, prose = StandInGroup(0), StandInGroup(1), StandInGroup(2)
     groups = {"teacher_sums": sums, "teacher_prose": prose}
     session: Any = SimpleNamespace(
@@ -226,7 +226,7 @@ def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, Stan
     async def main() -> None:
         await policy.load(places, kind="examples")
         teachers = Teachers(session, configs, {"sums": 2, "prose": 1}, top_k)
-        await teachers.tell(places, ["far", "sums", "prose", "sums", "sums"], "examples")
+        await teachers.tell(places, ["sums", "prose", "sums", "far", "sums"], "examples")
 
     asyncio.run(main())
     return policy, sums, prose
@@ -235,19 +235,19 @@ def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, Stan
 @pytest.mark.parametrize("shares_devices", [True, False])
 def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
     policy, sums, prose = told(None, shares_devices=shares_devices)
-    assert [place.row for place in sums.loaded[0]] == [1, 3, 4, 1]  # filled up to a multiple of two
+    assert [place.row for place in sums.loaded[0]] == [0, 2, 4, 0]  # filled up to a multiple of two
     assert [place.weight for place in sums.loaded[0]] == [0.5, 0.5, 0.5, 0]
-    assert [place.row for place in prose.loaded[0]] == [2]
-    assert policy.calls == [("far", {0}, None)]
+    assert [place.row for place in prose.loaded[0]] == [1]
+    assert policy.calls == [("far", {3}, None)]
     own, asked = "old_logprobs", "reference_logprobs"
     assert policy.taken == {
-        asked: [((0, asked), 0), ((1, own), 10), ((2, own), 20), ((1, own), 30), ((1, own), 40)]
+        asked: [((1, own), 0), ((2, own), 10), ((1, own), 20), ((0, asked), 30), ((1, own), 40)]
     }
 
 
 def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
     policy, sums, _ = told(8, shares_devices=False)
     assert sums.calls == [8]
-    assert policy.calls == [("far", {0}, 8)]
+    assert policy.calls == [("far", {3}, 8)]
     assert policy.taken.keys() == {"top_ids", "top_logprobs"}
-    assert policy.taken["top_ids"][:2] == [((0, "top_ids"), 0), ((1, "top_ids"), 10)]
+    assert policy.taken["top_ids"][:2] == [((1, "top_ids"), 0), ((2, "top_ids"), 10)]

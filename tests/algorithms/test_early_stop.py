@@ -1,11 +1,17 @@
 """When a run ends early, over steps, and over a resume."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from nemorl.algorithms.checkpoints import Progress
 from nemorl.algorithms.early_stop import EarlyStop
+from nemorl.algorithms.run import _why_finished
 from nemorl.config.algorithm import EarlyStopConfig
+from nemorl.megatron.checkpoint_store import Found
 
 ACCURACY = "validation/accuracy"
 
@@ -48,3 +54,23 @@ def test_a_resumed_run_waits_on() -> None:
     resumed = EarlyStop(first.config, first.best, first.waited)
     assert resumed.hear({ACCURACY: 0.4})
     assert "validation/accuracy has not got better than 0.4 in 2 measurements" in str(resumed)
+
+
+@pytest.mark.parametrize(
+    ("step", "waited", "patience", "why"),
+    [
+        (7, 1, 2, ""),
+        (7, 2, 2, "To train on, raise algorithm.early_stop.patience: the run ends here"),
+        (7, 2, 3, ""),
+        (10, 0, 2, "To train on, raise algorithm.num_steps, 10"),
+    ],
+)
+def test_what_is_left_of_a_resumed_run(
+    tmp_path: Path, step: int, waited: int, patience: int, why: str
+) -> None:
+    Progress(step=step, best_value=0.4, waited=waited).write(tmp_path)
+    config = EarlyStopConfig(metric=ACCURACY, patience=patience)
+    experiment: Any = SimpleNamespace(algorithm=SimpleNamespace(num_steps=10, early_stop=config))
+    said = _why_finished(experiment, Found(step, tmp_path, {}, ()))
+    assert said.startswith(why)
+    assert bool(said) == bool(why)
