@@ -88,12 +88,19 @@ def temp_dir() -> Iterator[Path]:
         yield Path(folder)
 
 
+def listeners(process: psutil.Process) -> list[str]:
+    """The addresses it listens on; none of a process that has ended meanwhile."""
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
+        return [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    return []
+
+
 def test_all_listeners_of_a_local_ray_are_on_the_loopback_interface(
     runtime: ClusterRuntime, policy: WorkerGroup
 ):
     assert runtime.local
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    listening = [address for process in processes for address in listeners(process)]
     assert len(listening) > 5
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
