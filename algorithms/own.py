@@ -1,5 +1,6 @@
 """Functions of your own in place of built-in parts: found by their import path."""
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -25,3 +26,9 @@ def find(what: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise OwnPartError(f"{what} `{name}`: {module} has no function {attribute}")
     return function  # type: ignore[no-any-return]
+
+
+def num_positional(function: Callable[..., Any]) -> int:
+    """How many positional arguments a function has by name."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())

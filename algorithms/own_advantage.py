@@ -10,7 +10,7 @@ from nemorl.data.batches import Advantage
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.types import StopReason
 
-from .own import OwnPartError, find
+from .own import OwnPartError, find, num_positional
 
 F = TypeVar("F", bound=Callable[..., Sequence[Sequence[Advantage]]])
 
@@ -24,12 +24,7 @@ def advantage(function: F) -> F:
     trajectories that count, and returns a list for each of them: a number for each trajectory, or a tuple
     with one for each of its turns. It must be pure. Raises OwnPartError.
     """
-    positional = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if not positional:
+    if not num_positional(function):
         raise OwnPartError(
             f"advantage `{function.__qualname__}`: it takes no positional argument; it is called as {_WANTED}"
         )

@@ -157,7 +157,7 @@ def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Te
     mean = total / count
     squares = sum_over_ranks((advantages[mask].double() - mean).square().sum())
     deviation = torch.sqrt(squares / (count - 1) + WHITENING_EPSILON)
-    return ((advantages.double() - mean) / deviation * mask).float()
+    return (torch.div(advantages.double() - mean, deviation) * mask).float()
 
 
 def kl_of_tokens(batch: PackedBatch, kl: KLConfig) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.own import OwnPartError, find
+from nemorl.algorithms.own import OwnPartError, find, num_positional
 from nemorl.config.algorithm import CustomLossConfig
 from nemorl.data.packed import PackedBatch
 
@@ -27,15 +27,11 @@ def policy_loss(function: F) -> F:
     and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
     every rank that computes losses. Raises OwnPartError.
     """
-    positional = [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(positional) < 4:
+    given = num_positional(function)
+    if given < 4:
         raise _error(
             function.__qualname__,
-            f"it takes {len(positional)} positional arguments: a policy loss is called as {_WANTED}",
+            f"it takes {given} positional arguments: a policy loss is called as {_WANTED}",
         )
     return function
 

@@ -1,44 +1,30 @@
 """The driver's handle on a model: batches laid over its ranks, one call for every stage."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence, Set
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence, Set
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
 from nemorl.config.groups import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
 from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
-from nemorl.megatron.checkpoint_store import FileRecord
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
 from nemorl.models.shape import ModelShape
 
 from .columns import Column, Field, column_of, column_shards
-from .device_turns import DeviceTurns
+from .held_model import GRACE_SECONDS, HeldModel
 from .shard import SequencePlace, make_shards
 
-# Beyond the deadline of sampling itself, which names the groups that did not finish.
-_GRACE_SECONDS = 30.0
 
-
-class ModelGroup:
-    """All ranks of a model as one: the policy's, a critic's. Belongs to one event loop."""
+class ModelGroup(HeldModel):
+    """A model as it computes: the policy, a critic, a reference, a teacher."""
 
     def __init__(
         self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig, *, trains: bool
     ) -> None:
-        self.group = group
-        self.trains = trains
-        self._config = config
-        self._deadlines = deadlines
-        self.turns: DeviceTurns | None = None  # of groups that share devices
-        self._is_away = False
+        super().__init__(group, config, deadlines, trains=trains)
         self._hidden_size = ModelShape.load(self._config.model_path, self._config.head).hidden_size
         self._plan: BatchPlan | None = None
         self._lengths: list[int] = []  # tokens of the loaded sequences
@@ -172,7 +158,7 @@ class ModelGroup:
             top_k,
             seconds,
             stage="teachers",
-            deadline_seconds=seconds + _GRACE_SECONDS,
+            deadline_seconds=seconds + GRACE_SECONDS,
             axis="rank",
         )
 
@@ -218,96 +204,6 @@ class ModelGroup:
         found = dict(zip(chain(*plan.ranks), chain(*sums), strict=True))
         return [found[place] for place in range(len(found))]
 
-    async def leave(self) -> None:
-        """Leave the devices as far as `offload` says. What needs them later takes them back by itself."""
-        wanted = self._config.offload
-        if (wanted.weights or wanted.optimizer) and not self._is_away:
-            self._is_away = True
-            await self.group.call_async("offload", stage="offload", deadline_seconds=self._deadlines.refit)
-
-    async def settle(self) -> None:
-        """Undo `leave`."""
-        if self._is_away:
-            await self.group.call_async("onload", stage="onload", deadline_seconds=self._deadlines.refit)
-            self._is_away = False
-
-    async def come_back(self) -> None:
-        """Take the devices; the groups that share them leave, as far as theirs says."""
-        if self.turns is None:
-            await self.settle()
-        else:
-            await self.turns.give_to(self)
-
-    async def give_devices_away(self) -> None:
-        """Let generation have the devices: all that live there leave."""
-        if self.turns is None:
-            await self.leave()
-        else:
-            await self.turns.give_to(None)
-
-    async def gpus(self) -> list[tuple[str, ...]]:
-        """Of each rank, by the names that CUDA_VISIBLE_DEVICES takes; none on a CPU."""
-        return await self.group.call_async("gpus", stage="start", deadline_seconds=self._deadlines.start)
-
-    @property
-    def samplers(self) -> list[Worker]:
-        """Of a policy that samples by itself: who answers requests, one for each data-parallel copy."""
-        return [self.group.workers[rank].serving() for rank in self.group.mesh.output_ranks]
-
-    @asynccontextmanager
-    async def sampling(self, version: int) -> AsyncIterator[None]:
-        """Inside, the policy samples by itself; its weights are of `version`. It does nothing else there."""
-        seconds = self._deadlines.generation + _GRACE_SECONDS
-        serving = asyncio.ensure_future(
-            self.group.call_async("serve", version, stage="generation", deadline_seconds=seconds)
-        )
-        try:
-            yield
-        finally:
-            with suppress(ClusterError):  # what ended a rank ended `serve` too, which tells of it
-                await asyncio.gather(
-                    *(
-                        worker.call_async("stop_serving", stage="generation", deadline_seconds=seconds)
-                        for worker in self.samplers
-                    )
-                )
-            await serving
-
-    async def save(self, folder: Path) -> list[FileRecord]:
-        """Write model, optimizer, schedule and random states into a folder."""
-        await self.come_back()
-        return _together(await self._checkpoint("save_checkpoint", folder.absolute()))
-
-    async def copy_for_checkpoint(self) -> None:
-        """Copy all that aside, in the memory of the ranks."""
-        await self.come_back()
-        await self._checkpoint("copy_for_checkpoint")
-
-    async def write_copy(self, folder: Path) -> list[FileRecord]:
-        """Write what was copied, while the ranks do other work; ends before anything is copied again."""
-        records = await self.group.call_beside_async(
-            "write_copy",
-            folder.absolute(),
-            stage="checkpoint",
-            deadline_seconds=self._deadlines.checkpoint,
-        )
-        return _together(records)
-
-    async def restore(self, folder: Path) -> None:
-        """Take all that from a folder."""
-        await self.come_back()
-        await self._checkpoint("load_checkpoint", folder.absolute())
-
-    async def header(self) -> dict[str, str]:
-        """Device, layout and kernels in use."""
-        found = await self.group.call_async("header", stage="start", deadline_seconds=self._deadlines.start)
-        return found[0]  # type: ignore[no-any-return]
-
-    async def _checkpoint(self, method: str, *args: Path) -> list[Any]:
-        return await self.group.call_async(
-            method, *args, stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
-        )
-
     def _batches(self) -> list[list[list[int]]]:
         """[rank][micro-batch] of all minibatches together."""
         plan = self._loaded()
@@ -320,7 +216,3 @@ class ModelGroup:
         if self._plan is None:
             raise RuntimeError("no batch was loaded: call load before logprobs and train")
         return self._plan
-
-
-def _together(records: Sequence[tuple[FileRecord, ...]]) -> list[FileRecord]:
-    return [record for of_rank in records for record in of_rank]
