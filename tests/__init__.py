@@ -1,0 +1,1 @@
+"""Tests; a package, so that folders of tests can be packages of it."""
