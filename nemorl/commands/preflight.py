@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from nemorl.commands.own_parts import own_part_violations
 from nemorl.commands.reward_functions import reward_violations
 from nemorl.config.endpoint import EndpointConfig
@@ -35,9 +37,11 @@ def prepare(
     measuring: bool = True,
     serving: bool = False,
     new_run: bool = False,
+    resumes: bool = False,
 ) -> Ready:
-    """Load and check an experiment; `new_run` wants its run folder to be free, `measuring` without training
-    wants tasks to measure on, `serving` an address to listen on, also where the experiment names none.
+    """Load and check an experiment; `new_run` wants its run folder to be free, `resumes` the algorithm of the
+    run in it, `measuring` without training wants tasks to measure on, `serving` an address to listen on, also
+    where the experiment names none.
 
     Raises `ConfigError` with everything that is wrong.
     """
@@ -49,6 +53,8 @@ def prepare(
         yield from reward_violations(experiment)
         yield from own_part_violations(experiment)
         yield from _run_folder(experiment, new_run)
+        if resumes:
+            yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
             yield from address_violations(experiment.generation, listening)
@@ -73,6 +79,25 @@ def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
         yield Violation("run_dir", str(run_dir), mend)
     elif (problem := _not_writable(run_dir)) is not None:
         yield Violation("run_dir", str(run_dir), problem)
+
+
+def _other_algorithm(experiment: Experiment) -> Iterator[Violation]:
+    """Another algorithm than the one that wrote the checkpoints would leave models of theirs behind."""
+    paths, algorithm = RunPaths(experiment.run_dir), experiment.algorithm
+    if not any(paths.checkpoints.glob("step_*")):  # the run begins anew
+        return
+    try:
+        then = yaml.safe_load(paths.config.read_text(encoding="utf-8"))["algorithm"]
+        name, had_critic = then["name"], then.get("critic") is not None
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return  # the folder does not tell any more; what a checkpoint lacks is refused when it is read
+    mend = "or begin a new run in another run_dir from an export of its weights (`nemorl models export`)"
+    if name != algorithm.name:
+        there = f"the run in {paths.root} was trained with `{name}`, and goes on with it only"
+        yield Violation("algorithm.name", algorithm.name, f"{there}: set `{name}`, {mend}")
+    elif had_critic and not algorithm.keeps_critic:
+        there = f"the run in {paths.root} was trained with a critic, and goes on with one only"
+        yield Violation("algorithm.critic", None, f"{there}: set the advantage back, {mend}")
 
 
 def _not_writable(run_dir: Path) -> str | None:

@@ -26,7 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     new_run = not arguments.resume and not arguments.dry_run
-    ready = prepare(arguments.config, arguments.overrides, read_machine(), new_run=new_run)
+    ready = prepare(
+        arguments.config, arguments.overrides, read_machine(), new_run=new_run, resumes=arguments.resume
+    )
     if arguments.dry_run:
         show(ready)
         return 0

@@ -284,4 +284,6 @@ def _num_moments(policy: PolicyConfig) -> int:
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:
     """Most tokens of one optimizer step that a data-parallel rank may see."""
-    return -(-algorithm.sequences_per_update // policy.layout.data_parallel_size) * policy.max_sequence_length
+    # A step without any is refused by another check, of which nothing is known here.
+    sequences = max(1, algorithm.sequences_per_update)
+    return -(-sequences // policy.layout.data_parallel_size) * policy.max_sequence_length

@@ -34,6 +34,34 @@ def test_overrides_and_options_come_in_any_order(
     assert trainer.calls == [("resume", 3)]
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ("ppo", "ppo", ()),
+        ("ppo", "grpo", ("algorithm.name = grpo", "was trained with `ppo`", "set `ppo`, or begin a new run")),
+        ("sft", "grpo", ("algorithm.name = grpo", "was trained with `sft`")),
+        ("grpo with a critic", "grpo", ("algorithm.critic = null", "was trained with a critic")),
+    ],
+)
+def test_a_run_goes_on_with_its_own_algorithm(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, then: str, now: str, said: tuple[str, ...]
+) -> None:
+    run_dir = experiment.parent / "runs/sums"
+    run_dir.mkdir(parents=True)
+    critic = None if then in ("sft", "grpo") else {"warmup_steps": 0}
+    algorithm = {"name": then.partition(" ")[0], "critic": critic}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump({"algorithm": algorithm}), encoding="utf-8")
+    arguments = ("train", experiment, "--resume", f"algorithm.name={now}")
+
+    assert nemorl(*arguments).status == 0  # without a checkpoint it begins anew
+    (run_dir / "checkpoints/step_00000002").mkdir(parents=True)
+    outcome = nemorl(*arguments)
+
+    assert outcome.status == (2 if said else 0), outcome.err
+    assert all(part in outcome.err for part in said)
+    assert len(trainer.calls) == (1 if said else 2)
+
+
 def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
     outcome = nemorl("train", experiment, "algorithm.num_steps=0", "policy.layout.tensor_parallel_size=3")
 
@@ -44,6 +72,14 @@ def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, exper
         "      a value at least 1 is wanted",
     ]
     assert trainer.calls == []
+
+
+def test_more_minibatches_than_trajectories(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("check", experiment, "algorithm.num_minibatches=513")
+
+    assert outcome.status == 2
+    assert "algorithm.num_minibatches = 513" in outcome.err
+    assert "it must divide the 32 trajectories (4 prompts x 8 generations) of a step" in outcome.err
 
 
 def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experiment: Path) -> None:
