@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemorl.config.checks.facts import datasets
-from nemorl.config.data import JsonlDataset
+from nemorl.config.checks.facts import held_out
+from nemorl.config.data import DatasetConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_openai import OpenAIGenerationConfig
 from nemorl.config.rewards import ServiceRewardBase
@@ -25,9 +25,10 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
         for problem in weight_problems(model):
             yield Violation("policy.model_path", str(model), problem)
     yield from _tokenizer(experiment)
-    for path, dataset in datasets(experiment.data):
-        if isinstance(dataset, JsonlDataset):
-            yield from _jsonl(path, dataset)
+    for path, dataset in (("data.train", experiment.data.train), *held_out(experiment.data)):
+        file = getattr(dataset, "path", None)
+        if file is not None:
+            yield from _json_lines(path, dataset, file)
     if experiment.logger.tensorboard and not _installed("tensorboard"):
         mend = (
             "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
@@ -46,6 +47,37 @@ def head_violations(model: Path) -> Iterator[Violation]:
             "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
         )
         yield Violation("policy.model_path", str(model), mend)
+
+
+def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> Iterator[Violation]:
+    """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
+
+    Special tokens are not compared: models of one family often name them anew. A folder without a
+    tokenizer does not tell.
+    """
+    policy = experiment.policy.tokenizer.path or experiment.policy.model_path
+    of_policy, of_model = _tokens(policy / "tokenizer.json"), _tokens(model / "tokenizer.json")
+    other = next((n for n in sorted(of_policy.keys() & of_model) if of_policy[n] != of_model[n]), None)
+    if other is not None:
+        mend = (
+            f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
+            f"{of_policy[other]!r} in {policy}: name a model with the policy's tokenizer"
+        )
+        yield Violation(f"{section}.model_path", str(model), mend)
+
+
+def _tokens(file: Path) -> dict[int, str]:
+    """The ordinary tokens by id; none where the file does not tell."""
+    if not _is_tokenizer(file):
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab") or {}
+    if isinstance(vocabulary, list):  # with scores, as Unigram has it
+        tokens = {place: entry[0] for place, entry in enumerate(vocabulary)}
+    else:
+        tokens = {number: token for token, number in vocabulary.items()}
+    special = {token["id"] for token in content.get("added_tokens") or ()}
+    return {number: token for number, token in tokens.items() if number not in special}
 
 
 def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
@@ -122,27 +154,28 @@ def _has_template(folder: Path) -> bool:
     return bool(settings.get("chat_template"))
 
 
-def _jsonl(path: str, dataset: JsonlDataset) -> Iterator[Violation]:
+def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Violation]:
     """The first task stands for the others: it shows a wrong file and wrong keys."""
+    field = f"{path}.path"
     try:
-        with dataset.path.open(encoding="utf-8") as lines:
-            first = json.loads(next((line for line in lines if line.strip()), ""))
+        with file.open(encoding="utf-8") as lines:
+            line = next((line for line in lines if line.strip()), None)
+        first = json.loads(line) if line is not None else None
     except OSError as error:
-        yield Violation(f"{path}.path", str(dataset.path), f"the file cannot be read: {error.strerror}")
+        mend = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
+        yield Violation(field, str(file), mend)
         return
     except ValueError:
-        yield Violation(
-            f"{path}.path", str(dataset.path), "the first task is not JSON: one object a line is wanted"
-        )
+        yield Violation(field, str(file), "the first task is not JSON: one object a line is wanted")
+        return
+    if line is None:
+        yield Violation(field, str(file), "the file is empty: one JSON object a line is wanted")
         return
     if not isinstance(first, dict):
-        yield Violation(
-            f"{path}.path", str(dataset.path), "the first task is not a JSON object, with keys and values"
-        )
+        yield Violation(field, str(file), "the first task is not a JSON object, with keys and values")
         return
-    for field, key in (("prompt_key", dataset.prompt_key), ("answer_key", dataset.answer_key)):
-        if key is not None and key not in first:
+    for name in type(dataset).model_fields:
+        key = getattr(dataset, name)
+        if name.endswith("_key") and key is not None and key not in first:
             known = ", ".join(f"`{name}`" for name in first) or "no key at all"
-            yield Violation(
-                f"{path}.{field}", key, f"the first task of {dataset.path} has no such key, but {known}"
-            )
+            yield Violation(f"{path}.{name}", key, f"the first task of {file} has no such key, but {known}")

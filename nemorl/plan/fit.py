@@ -17,7 +17,7 @@ from nemorl.models.layout_rules import layout_violations, norms_are_fused, recom
 from nemorl.models.moe_rules import moe_violations
 from nemorl.models.shape import ModelShape
 
-from .files import file_violations, head_violations
+from .files import file_violations, head_violations, tokenizer_violations
 from .machine import Machine
 from .memory import ProcessMemory, estimate_memory
 from .room import is_this_machine, memory_violations
@@ -99,6 +99,8 @@ def models_beside(
         mend = None if model.scores else _vocabulary_mend(experiment, shape, of_policy)
         if mend is not None:
             refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
+        elif not model.scores and config.model_path != experiment.policy.model_path:
+            refused += tokenizer_violations(experiment, model.section, config.model_path)
         found.append((model, shape))
     return found, refused
 

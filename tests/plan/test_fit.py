@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from nemorl.config.data import DatasetConfig
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
 from nemorl.plan.files import file_violations
@@ -232,7 +234,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
         ('{"prompt": "1+1="}', "data.train.answer_key", "but `prompt`"),
         ('["1+1=", "2"]', "data.train.path", "not a JSON object"),
         ("prompt,answer", "data.train.path", "not JSON"),
-        ("", "data.train.path", "not JSON"),
+        ("", "data.train.path", "the file is empty: one JSON object a line is wanted"),
     ],
 )
 def test_the_first_task_shows_wrong_files_and_keys(
@@ -245,6 +247,37 @@ def test_the_first_task_shows_wrong_files_and_keys(
 
     assert [violation.field for violation in violations] == ([field] if field else [])
     assert all(mend in violation.mend for violation in violations)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "line", "field"),
+    [
+        ("train", "conversations", '{"messages": []}', None),
+        ("train", "conversations", '{"turns": []}', "messages_key"),
+        ("train", "preference", '{"prompt": "a", "chosen": "b", "rejected": "c"}', None),
+        ("train", "preference", '{"prompt": "a", "chosen": "b"}', "rejected_key"),
+        ("train", "feedback", "", "path"),
+        ("train", "steps", '{"prompt": "a", "labels": []}', "steps_key"),
+        ("train", "steps", None, "path"),
+        ("validation", "jsonl", None, "path"),
+        ("validation_sets.more", "jsonl", "", "path"),
+        ("validation_sets.more", "jsonl", None, "path"),
+    ],
+)
+def test_every_file_of_data_is_looked_at(
+    configure: Configure, tmp_path: Path, place: str, kind: str, line: str | None, field: str | None
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    if line is not None:
+        file.write_text(line, encoding="utf-8")
+    experiment = configure()
+    dataset = TypeAdapter(DatasetConfig).validate_python({"name": kind, "path": file})
+    name, _, further = place.partition(".")
+    data = experiment.data.model_copy(update={name: {further: dataset} if further else dataset})
+
+    violations = list(file_violations(experiment.model_copy(update={"data": data})))
+
+    assert [violation.field for violation in violations] == ([f"data.{place}.{field}"] if field else [])
 
 
 SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, gpus=())

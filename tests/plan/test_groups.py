@@ -1,5 +1,6 @@
 """Models beside the policy in the plan of a run."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,38 @@ def test_a_critic_reads_the_policys_tokens(configure: Configure, tmp_path: Path)
     (violation,) = plan_run(configure(*PPO, f"critic={{model_path: {other}}}"), ROOMY).violations
     assert violation.field == "critic.model_path"
     assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in violation.mend
+
+
+def vocabulary(*tokens: str, special: int = 0) -> str:
+    words = {token: number for number, token in enumerate(tokens)}
+    added = [{"id": number, "content": tokens[number]} for number in range(special)]
+    return json.dumps({"model": {"vocab": words}, "added_tokens": added})
+
+
+@pytest.mark.parametrize("section", ["critic", "reference"])
+@pytest.mark.parametrize(
+    ("theirs", "sound"),
+    [
+        (vocabulary("<pad>", "0", "1"), True),
+        (vocabulary("<s>", "0", "1", special=1), True),  # a special token has another name
+        (vocabulary("<pad>", "0", "1", "2", "3"), True),  # further tokens, which the policy never says
+        (vocabulary("<pad>", "0", "!"), False),
+        (json.dumps({"model": {"vocab": [["<pad>", 0.0], ["0", -1.0], ["!", -2.0]]}}), False),
+    ],
+    ids=["the same", "special tokens", "more", "another", "another with scores"],
+)
+def test_models_beside_the_policy_spell_its_tokens(
+    configure: Configure, model: Path, tmp_path: Path, section: str, theirs: str, sound: bool
+) -> None:
+    other = write_model(tmp_path / "other", vocab_size=1200)  # large enough for the policy's ids
+    (model / "tokenizer.json").write_text(vocabulary("<pad>", "0", "1", special=1), encoding="utf-8")
+    (other / "tokenizer.json").write_text(theirs, encoding="utf-8")
+    violations = plan_run(configure(*PPO, f"{section}={{model_path: {other}}}"), ROOMY).violations
+    assert [violation.field for violation in violations] == [f"{section}.model_path"] * (not sound)
+    if not sound:
+        assert violations[0].value == str(other)
+        assert "token 2 is '!' there and '1' in" in violations[0].mend
+        assert "name a model with the policy's tokenizer" in violations[0].mend
 
 
 def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure: Configure) -> None:
