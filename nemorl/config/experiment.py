@@ -36,7 +36,10 @@ class Experiment(Config):
     algorithm: AlgorithmConfig
     """What is optimised."""
     critic: CriticConfig | None = None
-    """The critic of an algorithm that has one; null is as the policy, in processes of its own."""
+    """The critic of an algorithm that has one; null is as the policy, in processes of its own.
+
+    Whether there is one says `algorithm.critic`.
+    """
     reference: ReferenceConfig | None = None
     """The reference policy in processes of its own; null keeps its weights in the policy's."""
     teachers: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], TeacherConfig] = Field(

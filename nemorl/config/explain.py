@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from nemorl.errors import ABSENT, Violation
 
+from .base import Config
 from .schema import describe, help_text, locate, names, sections_at, tag
 from .yaml_tree import FieldPath, dotted
 
@@ -25,6 +26,11 @@ _WANTED = {
     "tuple": "a list is wanted, such as `[1, 2]`",
     "dict": "a mapping is wanted",
     "model": "a section with fields of its own is wanted",
+}
+# What null is written for, and how to say it.
+_SWITCHED_OFF = {
+    "generation": "where nothing is sampled no engine is started",
+    "algorithm.validation": "it is off with `period: null, at_start: false, at_end: false`, its defaults",
 }
 _BOUNDS = {
     "greater_than": ("more than", "gt"),
@@ -64,18 +70,32 @@ def _violation(details: ErrorDetails) -> Violation:
         case _ if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
             return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
+        case _ if value is None and kind.startswith("model") and _has_default(details):
+            off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
+            mend = f"this section cannot be null: leave it out to have its defaults{off}"
+            return Violation(field, value, mend + _help(details))
         case _:
             wanted = _WANTED.get(kind.split("_")[0], details["msg"])
             return Violation(field, value, wanted + _help(details))
 
 
-def _help(details: ErrorDetails) -> str:
-    """The help of the field that an error is about, in the variant that was chosen."""
+def _has_default(details: ErrorDetails) -> bool:
+    owners, name = _owners(details)
+    return any(name in owner.model_fields and not owner.model_fields[name].is_required() for owner in owners)
+
+
+def _owners(details: ErrorDetails) -> tuple[tuple[type[Config], ...], str]:
+    """The sections that may hold the field that an error is about, in the variant chosen, and its name."""
     location = details["loc"]
     while location and isinstance(location[-1], int):
         location = location[:-1]
     _, owners = locate(location[:-1])
-    name = str(location[-1])
+    return owners, str(location[-1])
+
+
+def _help(details: ErrorDetails) -> str:
+    """The help of the field that an error is about."""
+    owners, name = _owners(details)
     text = next((help_text(owner, name) for owner in owners if name in owner.model_fields), "")
     return f": {text}" if text else ""
 

@@ -18,6 +18,11 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
         "algorithm.critic",
         "`gae` is made of a critic's values: remove this null",
     ),
+    "values without a critic, which no name brings": (
+        ["algorithm.advantage.name=gae"],
+        "algorithm.critic",
+        "`gae` is made of a critic's values: set `algorithm.critic: {}`, or take `name: ppo`",
+    ),
     "a critic that nobody asks": (
         [*PPO, "algorithm.advantage={name: group}"],
         "algorithm.critic",
@@ -77,6 +82,17 @@ def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, mend: s
     (violation,) = violations_of(write(tmp_path), *overrides)
     assert violation.field == field
     assert mend in violation.mend
+
+
+@pytest.mark.parametrize("override", ["critic=null", "algorithm.name=ppo"], ids=["null", "left out"])
+def test_a_critic_of_which_nothing_is_said_is_there(tmp_path: Path, override: str) -> None:
+    _, critic = models_of(load_experiment(write(tmp_path), [*PPO, override]))
+    assert (critic.name, critic.trains, critic.config.head) == ("critic", True, "scalar")
+
+
+def test_the_mend_for_values_without_a_critic_is_sound(tmp_path: Path) -> None:
+    gae = ["algorithm.advantage.name=gae", "algorithm.critic={}"]
+    assert load_experiment(write(tmp_path), gae).algorithm.keeps_critic
 
 
 def test_what_a_critic_does_not_say_is_as_the_policy_has_it(tmp_path: Path) -> None:

@@ -125,6 +125,19 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         4,
         "a list is wanted",
     ),
+    "null for an engine": (
+        ["generation=null"],
+        "generation",
+        None,
+        "leave it out to have its defaults; where nothing is sampled no engine is started: The engine",
+    ),
+    "null for a validation": (
+        ["algorithm.validation=null"],
+        "algorithm.validation",
+        None,
+        "it is off with `period: null, at_start: false, at_end: false`, its defaults: Measuring",
+    ),
+    "null for a section that must be": (["policy=null"], "policy", None, "a section with fields of its own"),
     "a value for a section": (["policy.layout=2"], "policy.layout", 2, "a section with fields of its own"),
     "an empty stop string": (
         ["generation.stop_strings=['']"],

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineConfig
+from nemorl.config.algorithm.presets import presets
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
 from nemorl.config.base import Config
 from nemorl.config.generation import GenerationConfig
@@ -32,7 +33,9 @@ def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) ->
         advantage = algorithm.advantage
         needs = isinstance(advantage, TokenAdvantageBase) and advantage.needs_values
         if needs and algorithm.critic is None:
-            mend = f"the advantage `{advantage.name}` is made of a critic's values: remove this null"
+            of_name = "critic" in presets()[algorithm.name].settings  # without the null there would be one
+            change = "remove this null" if of_name else "set `algorithm.critic: {}`, or take `name: ppo`"
+            mend = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
             yield Violation("algorithm.critic", None, f"{mend}, or take `token_returns` or `group`")
             return
         if not needs and algorithm.critic is not None:
