@@ -1,9 +1,12 @@
 """Policy losses of one's own: found by their path, tried on a tiny batch, and learnt with."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
@@ -13,6 +16,7 @@ from nemorl.config.algorithm import ClipLossConfig, CustomLossConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import current, ragged
 
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 HERE = "tests.algorithms.test_own_loss"
 
 
@@ -53,6 +57,15 @@ def worded(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor
     return TokenLoss(-logprobs * advantages, figures={"own/share": 0.5})  # type: ignore[dict-item]
 
 
+def ending(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    raise SystemExit("I have seen enough")
+
+
+def short(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
+    """Sound on the tiny batch alone."""
+    return TokenLoss((-logprobs * advantages)[:5])
+
+
 def three(batch: PackedBatch, logprobs: Tensor, advantages: Tensor) -> TokenLoss:
     return TokenLoss(-logprobs * advantages)
 
@@ -65,6 +78,15 @@ def test_a_sound_loss_is_taken() -> None:
     try_out(own("unclipped", scale=2.0))
 
 
+def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(# my_losses\.py\n.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"`loss: (\{.*?\}\})`", page)
+    (tmp_path / "my_losses.py").write_text(example, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    try_out(CustomLossConfig.model_validate(yaml.safe_load(section)))
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -73,11 +95,12 @@ def test_a_sound_loss_is_taken() -> None:
         (own("unclipped", scales=2.0), "unexpected keyword argument 'scales'"),
         (own("three"), "too many positional arguments"),
         (own("plain_tensor"), "it returned Tensor: return a TokenLoss"),
-        (own("summed"), r"its loss has the shape \[\] of \[5\]"),
+        (own("summed"), r"its loss has the shape \[\] instead of \[5\]"),
         (own("worded"), "its figure own/share is of the type float"),
         (own("detached"), "no gradient reaches the logprobs"),
         (own("flat"), "its gradient is 0 at every sampled token"),
         (own("infinite"), "its loss is not finite"),
+        (own("ending"), "on a tiny batch it raised SystemExit: I have seen enough"),
         (own("padded"), "on a tiny batch it raised IndexError"),
     ],
     ids=lambda value: value.function.partition(":")[2] if isinstance(value, CustomLossConfig) else "",
@@ -86,6 +109,22 @@ def test_what_cannot_be_learnt_with_is_refused(config: CustomLossConfig, problem
     with pytest.raises(OwnPartError, match=problem) as refused:
         try_out(config)
     assert config.function in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("short", r"the shape \[5\] instead of \[\d+\]"),
+        ("ending", "it raised SystemExit: I have seen enough"),
+    ],
+)
+def test_what_goes_wrong_in_training_only_names_the_function(name: str, problem: str) -> None:
+    batch = ragged(0)
+    assert batch.num_tokens > 5
+    if name == "short":
+        try_out(own(name))
+    with pytest.raises(OwnPartError, match=rf"`{HERE}:{name}`: .*{problem}.*\(algorithm.loss.function\)"):
+        PolicyLoss(own(name))(batch, current(batch, 0), torch.rand(batch.num_tokens))
 
 
 def test_the_mark_checks_the_signature_where_it_stands() -> None:
