@@ -18,6 +18,7 @@ from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
 from .placement import Placement, WorkerRequest, available_cores, reserve, wanted_bundles
+from .ray_start import start_apart
 from .temporary import FOLDERS, hold, remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ class ClusterRuntime:
         remove_abandoned(parent)
         self._temp_dir = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
         self._lock = hold(self._temp_dir)
-        ray.init(
+        start_apart(
+            self.config.deadlines.start,
             address="local",
             num_cpus=max(available_cores(), sum(int(b["CPU"]) for b in wanted_bundles(self.requests))),
             object_store_memory=self.config.object_store_megabytes * 2**20,

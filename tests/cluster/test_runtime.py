@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from nemorl.cluster.errors import ClusterUnavailable
 from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.ray_start import start_apart
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.temporary import remove_abandoned
 from nemorl.config.run import ClusterConfig
@@ -139,13 +141,15 @@ def test_kill_9_of_a_driver_ends_its_ray_and_its_workers(tmp_path: Path, temp_di
     assert ray_folders(temp_dir) == []
 
 
-@pytest.mark.parametrize(("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_driver_ends_everything_and_cleans_up(
-    tmp_path: Path, temp_dir: Path, number: signal.Signals, whole_group: bool
+    tmp_path: Path, temp_dir: Path, number: signal.Signals
 ):
-    """Ctrl-C reaches all processes of the terminal, SIGTERM (Slurm's) the driver alone."""
+    """Ctrl-C, `timeout` and schedulers signal the whole group, in which the driver is alone."""
     with driver(tmp_path, 600.0, TMPDIR=str(temp_dir)) as interrupted:
-        (os.killpg if whole_group else os.kill)(interrupted.process.pid, number)
+        groups = {os.getpgid(member.pid) for member in interrupted.descendants}
+        assert interrupted.process.pid not in groups
+        os.killpg(interrupted.process.pid, number)
         assert interrupted.process.wait(timeout=120) != 0  # seconds, and more where the machine is busy
         assert interrupted.survivors(60) == []
         assert ray_folders(temp_dir) == []
@@ -165,3 +169,31 @@ def test_an_address_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, addre
     with pytest.raises(ClusterUnavailable, match=re.escape(message)), ClusterRuntime(ClusterConfig(), []):
         pass
     assert time.monotonic() - start < 15
+
+
+def test_a_ray_that_is_late_is_tried_once_more_and_then_told(monkeypatch: pytest.MonkeyPatch):
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def late(**options: object) -> None:
+        begun.append(services.ConsolePopen(["sleep", "600"]))
+        raise Exception("The current node timed out during startup.")  # the class that Ray raises
+
+    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the tests' own Ray
+    with pytest.raises(
+        ClusterUnavailable, match=r"stage 'start': tried 2 times in 0 s .* load of \d+ on \d+"
+    ):
+        start_apart(60.0)
+    with pytest.raises(ClusterUnavailable, match=r"tried once in 0 s \(cluster.deadlines.start = 1e-09\)"):
+        start_apart(1e-9)
+    assert [process.returncode for process in begun] == [-signal.SIGKILL] * 3
+
+
+def test_a_ray_that_cannot_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
+    def refuse(**options: object) -> None:
+        raise ValueError("The requested object store memory size\nis greater")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the tests' own Ray
+    with pytest.raises(ClusterUnavailable, match=r"Ray does not start: The requested .* size is greater"):
+        start_apart(60.0)
