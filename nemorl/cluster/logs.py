@@ -3,12 +3,16 @@
 import faulthandler
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 START_OF_LOG = "--- worker"
 TAIL_BYTES = 16384
+# `file.py:12: UserWarning: text`, below which Python shows the line of the source, indented.
+PYTHON_WARNING = re.compile(r"\S.*:\d+: (\w+\.)*\w*Warning: ")
 
 
 def log_path(run_dir: Path, group: str, rank: int) -> Path:
@@ -46,7 +50,10 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
 
 
 def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
-    """The end of a worker's log, of its latest start only. Says so when the file cannot be read from here."""
+    """The end of a worker's log, of its latest start only, without Python's warnings, which end no process.
+
+    Says so when the file cannot be read from here.
+    """
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -54,4 +61,14 @@ def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
     except OSError as error:
         return (f"({path} cannot be read on this machine: {error.strerror})",)
     starts = [i for i, line in enumerate(lines) if line.startswith(START_OF_LOG)]
-    return tuple(lines[starts[-1] + 1 if starts else 0 :][-count:])
+    said = lines[starts[-1] + 1 if starts else 0 :]
+    return tuple(_without_warnings(said))[-count:]
+
+
+def _without_warnings(lines: Sequence[str]) -> Iterator[str]:
+    warned = False
+    for line in lines:
+        source = warned and line.startswith("  ")
+        warned = PYTHON_WARNING.match(line) is not None
+        if not (warned or source):
+            yield line

@@ -28,6 +28,25 @@ def test_the_last_lines_are_those_of_the_latest_start(tmp_path: Path):
     assert last_lines(log, 50) == tuple(map(str, range(30)))
 
 
+def test_the_last_lines_leave_out_the_warnings_of_python(tmp_path: Path):
+    log = tmp_path / "policy-0.log"
+    log.write_text(
+        "loaded\n"
+        "/lib/torch/x.py:12: UserWarning: a kernel is missing\n"
+        "  warnings.warn(\n"
+        "/lib/y.py:3: DeprecationWarning: old\n"
+        "Traceback (most recent call last):\n"
+        '  File "a.py", line 3\n'
+        "2026-01-01 WARNING nemorl.policy: the norm is nan\n"
+    )
+    assert last_lines(log) == (
+        "loaded",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 3',
+        "2026-01-01 WARNING nemorl.policy: the norm is nan",
+    )
+
+
 def test_a_log_on_another_machine_is_not_an_error(tmp_path: Path):
     assert last_lines(tmp_path / "absent.log") == (
         f"({tmp_path}/absent.log cannot be read on this machine: No such file or directory)",
