@@ -64,7 +64,7 @@ def try_out(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
         own_advantages(config)(groups)
     except OwnPartError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OwnPartError(
             f"advantage `{config.function}`: on two small groups it raised {type(error).__name__}: {error}"
         ) from error

@@ -23,7 +23,7 @@ from nemorl.config.algorithm import (
 from nemorl.data.packed import PackedBatch
 
 from .covariance import Choice, choose, clip_cov, kl_cov
-from .custom import own_loss, policy_loss, try_out
+from .custom import called, policy_loss, try_out
 from .sequence_level import gmpo, gspo, gspo_token
 from .token_level import cispo, clip, reinforce, sapo
 from .tokens import MAX_LOG_RATIO, TokenLoss, bounded_exp, log_ratio
@@ -71,4 +71,4 @@ def token_loss(
         case KlCovLossConfig():
             return kl_cov(*given, config, choice)
         case CustomLossConfig():
-            return own_loss(config)(*given, **config.arguments)
+            return called(config, *given)

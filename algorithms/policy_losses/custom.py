@@ -61,7 +61,7 @@ def try_out(config: CustomLossConfig) -> None:
         ) from error
     try:
         found = function(*given, **arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _error(
             name, f"on a tiny batch it raised {type(error).__name__}: {error}; let it take packed tensors [N]"
         ) from error
@@ -70,18 +70,24 @@ def try_out(config: CustomLossConfig) -> None:
         raise _error(name, problem)
 
 
+def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:
+    """The loss of a batch; `tensors` are logprobs, old and advantages, [N] each.
+
+    Raises OwnPartError where the function does not answer with tensors of that shape, or calls for the end.
+    """
+    try:
+        found = own_loss(config)(batch, *tensors, **config.arguments)
+    except SystemExit as error:  # which would end the worker without a word
+        raise _error(config.function, f"it raised SystemExit: {error} (algorithm.loss.function)") from error
+    if problem := _form(found, tensors[0]):
+        raise _error(config.function, f"{problem} (algorithm.loss.function)")
+    return found
+
+
 def _problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
-    if not isinstance(found, TokenLoss):
-        return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
-    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.figures.items()}}
-    if found.ratio is not None:
-        parts["ratio"] = found.ratio
-    for what, values in parts.items():
-        if not isinstance(values, Tensor):
-            return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
-        if values.shape != logprobs.shape:
-            shape = list(values.shape)
-            return f"its {what} has the shape {shape} of {list(logprobs.shape)}: give a value for each token"
+    if problem := _form(found, logprobs):
+        return problem
+    assert isinstance(found, TokenLoss)
     if not bool(found.loss[mask].isfinite().all()):
         return (
             "its loss is not finite where logprobs are near the old ones: look for logarithms and divisions"
@@ -93,6 +99,21 @@ def _problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
     (gradient,) = torch.autograd.grad(found.loss[mask].sum(), logprobs, allow_unused=True)
     if gradient is None or not bool(gradient[mask].any()):
         return "its gradient is 0 at every sampled token: compute the loss from `logprobs`"
+    return None
+
+
+def _form(found: object, logprobs: Tensor) -> str | None:
+    if not isinstance(found, TokenLoss):
+        return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
+    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.figures.items()}}
+    if found.ratio is not None:
+        parts["ratio"] = found.ratio
+    for what, values in parts.items():
+        if not isinstance(values, Tensor):
+            return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
+        if values.shape != logprobs.shape:
+            shape, wanted = list(values.shape), list(logprobs.shape)
+            return f"its {what} has the shape {shape} instead of {wanted}: give a value for each token"
     return None
 
 

@@ -20,6 +20,11 @@ def centred(groups, scale=1.0):
     return found
 
 
+def ending(groups):
+    """The end of the process."""
+    raise SystemExit(3)
+
+
 def forgetful(groups):
     """Nothing at all."""
     return []
@@ -31,6 +36,7 @@ def forgetful(groups):
     [
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {scale: 2}}", None),
         ("advantage={name: custom, function: 'my_parts:forgetful'}", "returned 0 values for 2 groups"),
+        ("advantage={name: custom, function: 'my_parts:ending'}", "it raised SystemExit: 3"),
         ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
         ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
