@@ -5,9 +5,11 @@ beyond that it imports when it runs.
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,13 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.traceback:
             raise
-        complain(f"nemorl {arguments.command} failed: {error}")
+        complain(f"nemorl {arguments.command} failed: {error}{_mend(error)}")
         return ExitCode.FAILED
     except KeyboardInterrupt:
         if arguments.traceback:
             raise
         complain(f"nemorl {arguments.command} was interrupted")
         return ExitCode.INTERRUPTED
+
+
+def _mend(error: OSError) -> str:
+    """For a full disk that no writer has put in words, as of a library's own files."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return (
+        f". Full is the disk of the run folder or of temporary files ({tempfile.gettempdir()}, /dev/shm): "
+        "make room, or set TMPDIR to another folder; a run then goes on with --resume"
+    )
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -10,7 +10,7 @@ with Observer(folder, experiment.logger, total_steps=200) as observer:
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -120,6 +120,11 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Else logging prints a traceback for every line."""
+
+    def close(self) -> None:
+        """Close the file; what did not fit hides no error that says so."""
+        with suppress(OSError):
+            super().close()
 
 
 class _LogHandlers:

@@ -1,6 +1,7 @@
 """Services that draw the figures beside our own files."""
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -28,13 +29,18 @@ class TensorBoardTracker:
     """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        """Steps after `resumed_step` that are already there are hidden, since they come again."""
+        """Steps after `resumed_step` that are already there are hidden, since they come again.
+
+        Raises `WriteError`.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        self._writer = SummaryWriter(
-            str(folder), purge_step=None if resumed_step is None else resumed_step + 1
-        )
+        purge_step = None if resumed_step is None else resumed_step + 1
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        except OSError as error:
+            raise write_failed(folder, error) from error
 
     def log(self, metrics: StepMetrics) -> None:
         """One scalar for each figure."""
@@ -46,8 +52,9 @@ class TensorBoardTracker:
             raise write_failed(self._folder, error) from error
 
     def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+        """Close the event file. Each step is flushed, so what cannot be written now was told before."""
+        with suppress(OSError):
+            self._writer.close()
 
 
 def check_trackers(config: LoggerConfig) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.run import LoggerConfig
+from nemorl.observe.errors import WriteError
 from nemorl.observe.metrics import Change, read_metrics
 from nemorl.observe.observer import Observer
 from nemorl.observe.run_folder import RunFolder, read_header
@@ -83,6 +84,16 @@ def test_a_report_without_room_is_a_warning_and_a_log_without_room_is_silent(run
     assert "report.html could not be written: File too large" in printed
     assert f"`nemorl report {run_dir}` tries again" in printed
     assert "reward/mean: 0.25 before, 0.75 after" in printed
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_names_the_file_also_where_the_log_does_not_fit(run_dir, capsys):
+    folder, config = RunFolder.create(run_dir, CONFIG), LoggerConfig(console="plain")
+    with files_end_at(20_000), Observer(folder, config, total_steps=1) as observer:
+        for _ in range(30):  # the last of which stay in the buffer of the log
+            logging.getLogger("nemorl.somewhere").info("x" * 1000)
+        with pytest.raises(WriteError, match=r"samples.jsonl could not be written: File too large; .* MB"):
+            observer.samples([make_sample(1, completion="x" * 30_000)])
     assert capsys.readouterr().err == ""
 
 
