@@ -52,12 +52,14 @@ def head_violations(model: Path) -> Iterator[Violation]:
 def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> Iterator[Violation]:
     """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
 
-    Special tokens are not compared: models of one family often name them anew. A folder without a
-    tokenizer does not tell.
+    Tokens that were added to both vocabularies may differ: models of one family often name their special
+    ones anew. A folder without a tokenizer does not tell.
     """
     policy = experiment.policy.tokenizer.path or experiment.policy.model_path
-    of_policy, of_model = _tokens(policy / "tokenizer.json"), _tokens(model / "tokenizer.json")
-    other = next((n for n in sorted(of_policy.keys() & of_model) if of_policy[n] != of_model[n]), None)
+    of_policy, added_here = _tokens(policy / "tokenizer.json")
+    of_model, added_there = _tokens(model / "tokenizer.json")
+    compared = sorted((of_policy.keys() & of_model) - (added_here & added_there))
+    other = next((number for number in compared if of_policy[number] != of_model[number]), None)
     if other is not None:
         mend = (
             f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
@@ -66,18 +68,18 @@ def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> I
         yield Violation(f"{section}.model_path", str(model), mend)
 
 
-def _tokens(file: Path) -> dict[int, str]:
-    """The ordinary tokens by id; none where the file does not tell."""
+def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
+    """All tokens by id, and which of them were added; none where the file does not tell."""
     if not _is_tokenizer(file):
-        return {}
+        return {}, set()
     content = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = content["model"].get("vocab") or {}
     if isinstance(vocabulary, list):  # with scores, as Unigram has it
         tokens = {place: entry[0] for place, entry in enumerate(vocabulary)}
     else:
         tokens = {number: token for token, number in vocabulary.items()}
-    special = {token["id"] for token in content.get("added_tokens") or ()}
-    return {number: token for number, token in tokens.items() if number not in special}
+    added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+    return tokens | added, set(added)
 
 
 def _engine_packages(experiment: Experiment) -> Iterator[Violation]:

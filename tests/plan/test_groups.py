@@ -79,9 +79,10 @@ def vocabulary(*tokens: str, special: int = 0) -> str:
         (vocabulary("<s>", "0", "1", special=1), True),  # a special token has another name
         (vocabulary("<pad>", "0", "1", "2", "3"), True),  # further tokens, which the policy never says
         (vocabulary("<pad>", "0", "!"), False),
+        (vocabulary("<pad>", "0", "!", special=3), False),
         (json.dumps({"model": {"vocab": [["<pad>", 0.0], ["0", -1.0], ["!", -2.0]]}}), False),
     ],
-    ids=["the same", "special tokens", "more", "another", "another with scores"],
+    ids=["the same", "special tokens", "more", "another", "a special one", "another with scores"],
 )
 def test_models_beside_the_policy_spell_its_tokens(
     configure: Configure, model: Path, tmp_path: Path, section: str, theirs: str, sound: bool
