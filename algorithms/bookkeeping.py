@@ -82,7 +82,7 @@ class Bookkeeper:
                     await self._checkpoints.settle()
 
     def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        """Gradient norm, rate, skipped updates and tokens of a step's updates."""
+        """Gradient norm, rate, tokens and updates of a step; `skipped_updates` is of the whole run."""
         self._skipped += sum(u.skipped for u in updates)
         loads = [u.experts.figures() for u in updates if u.experts is not None]
         return {
@@ -90,6 +90,8 @@ class Bookkeeper:
             "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
             "lr": updates[-1].lr,
             "skipped_updates": float(self._skipped),
+            "updates/all": float(len(updates)),
+            "updates/skipped": float(sum(u.skipped for u in updates)),
             "tokens/trained": float(sum(u.num_tokens for u in updates)),
             "packing/padding": 1 - sum(u.num_tokens for u in updates) / sum(u.num_computed for u in updates),
         }
@@ -103,6 +105,16 @@ class Bookkeeper:
         steps = read_metrics(self._observer.folder.paths.metrics)
         names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
         names += ["rewards/accuracy", "accuracy"]
+        updates, skipped = (
+            int(sum(step.values.get(f"updates/{which}", 0) for step in steps)) for which in ("all", "skipped")
+        )
+        if skipped:
+            logger.warning(
+                "%d of %d updates were skipped because their gradients were not finite: %s.",
+                skipped,
+                updates,
+                "the run has learnt nothing" if skipped == updates else "nothing was learnt from them",
+            )
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
     @cached_property

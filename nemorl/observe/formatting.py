@@ -105,6 +105,21 @@ def describe_step(metrics: StepMetrics) -> str:
     )
 
 
+def describe_losses(metrics: StepMetrics) -> str | None:
+    """What a step lost: trajectories with an error, and updates with gradients that are not finite."""
+    found = {key: value for key, value in metrics.values.items() if value > 0}
+    parts = [
+        f"{key} {format_number(value)}"
+        for key, value in found.items()
+        if key == "errors" or key.startswith("reward_errors/")
+    ]
+    if skipped := found.get("updates/skipped"):
+        parts.append(f"skipped {format_number(skipped)} of {format_number(found['updates/all'])} updates")
+    if skipped := found.get("critic/skipped_updates"):
+        parts.append(f"critic skipped {format_number(skipped)} updates")
+    return ", ".join(parts) or None
+
+
 def describe_validation(metrics: StepMetrics) -> str | None:
     """The figures of the validation after a step, if there was one."""
     found = {

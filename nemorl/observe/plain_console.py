@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from .formatting import describe_step, describe_validation, format_number, format_progress, format_seconds
+from .formatting import (
+    describe_losses,
+    describe_step,
+    describe_validation,
+    format_number,
+    format_progress,
+    format_seconds,
+)
 from .metrics import Change, StepMetrics
 from .stages import Stage
 
@@ -44,10 +51,11 @@ class PlainConsole:
             self._line(f"{name:<{width}}  {value}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """One line of figures, and one for the validation."""
+        """One line of figures, with what was lost at its end, and one for the validation."""
         place = f"step {metrics.step}/{self._total_steps}"
-        if figures := describe_step(metrics):
-            self._line(f"{place}: {figures}")
+        figures = [text for text in (describe_step(metrics), describe_losses(metrics)) if text]
+        if figures:
+            self._line(f"{place}: {', '.join(figures)}")
         if validation := describe_validation(metrics):
             self._line(f"{place}, validation: {validation}")
 

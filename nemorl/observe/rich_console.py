@@ -15,6 +15,7 @@ from rich.text import Text
 from .formatting import (
     Column,
     choose_columns,
+    describe_losses,
     describe_validation,
     format_number,
     format_progress,
@@ -90,6 +91,8 @@ class BarConsole:
             self._print(f"{'step':>{width}}{table_header(columns)}", "bold")
         if any(column.key in metrics.values for column in self._columns if column.key != "time/step"):
             self._print(f"{place:>{width}}{table_row(self._columns, metrics.values)}")
+        if lost := describe_losses(metrics):
+            self._print(f"{place:>{width}}  lost: {lost}", "yellow")
         if validation := describe_validation(metrics):
             self._print(f"{place:>{width}}  validation: {validation}", "cyan")
 

@@ -12,7 +12,8 @@ from nemorl.algorithms import evaluate
 from nemorl.algorithms.bookkeeping import Bookkeeper
 from nemorl.algorithms.checkpoints import Progress
 from nemorl.config.load import load_experiment
-from nemorl.observe.metrics import StepMetrics
+from nemorl.megatron.stats import TrainStats
+from nemorl.observe.metrics import MetricsWriter, StepMetrics
 from nemorl.observe.stages import Stages
 from tests.algorithms.test_figures import group, trajectory
 from tests.config.experiments import write
@@ -93,3 +94,29 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     (progress,) = saved
     assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
     assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))
+
+
+def test_a_run_that_skipped_updates_says_so_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    observer: Any = SimpleNamespace(
+        folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)), summary=lambda changes: None
+    )
+    nobody: Any = None
+    books = Bookkeeper(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
+
+    def told(*skipped: bool) -> list[str]:
+        caplog.clear()
+        metrics.unlink(missing_ok=True)
+        with MetricsWriter(metrics) as writer:
+            for step, each in enumerate(skipped, start=1):
+                update = TrainStats({}, {}, 1.0, 1e-3, each, num_tokens=1, num_computed=1, experts=None)
+                writer.write(StepMetrics(step, step, books.optimizer_figures([update, update])))
+        books.summarize()
+        return caplog.messages
+
+    why = "updates were skipped because their gradients were not finite"
+    assert told(False, False) == []
+    assert told(False, True) == [f"2 of 4 {why}: nothing was learnt from them."]
+    assert told(True, True) == [f"4 of 4 {why}: the run has learnt nothing."]

@@ -44,6 +44,34 @@ def test_a_step_is_a_line_that_explains_itself(screen):
     ]
 
 
+LOST = StepMetrics(
+    3,
+    3,
+    {
+        "reward/mean": 0.5,
+        "errors": 2.0,
+        "reward_errors/judge": 1.0,
+        "reward_errors/format": 0.0,
+        "updates/all": 4.0,
+        "updates/skipped": 1.0,
+        "critic/skipped_updates": 0.0,
+    },
+)
+LOSSES = "errors 2, reward_errors/judge 1, skipped 1 of 4 updates"
+
+
+def test_what_a_step_lost_is_on_its_line(screen):
+    PlainConsole(screen, total_steps=20).step(LOST)
+    assert screen.getvalue().splitlines() == [f"step 3/20: reward 0.5, {LOSSES}"]
+
+
+def test_what_a_step_lost_is_below_its_row(screen):
+    console = BarConsole(terminal(screen), total_steps=20)
+    console.step(LOST)
+    console.close()
+    assert f"3/20  lost: {LOSSES}" in text_of(screen)
+
+
 def test_quick_stages_are_silent_and_slow_ones_speak_less_and_less(screen):
     console = PlainConsole(screen, total_steps=1, slow_seconds=0.05)
     stages = Stages([console])

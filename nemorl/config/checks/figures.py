@@ -21,7 +21,15 @@ from nemorl.config.rewards import FunctionRewardConfig, RewardConfig
 
 from .offline_figures import offline_figures, picked_figures
 
-_UPDATES = {"grad_norm", "lr", "skipped_updates", "tokens/trained", "throughput/tokens_per_second"}
+_UPDATES = {
+    "grad_norm",
+    "lr",
+    "skipped_updates",
+    "updates/all",
+    "updates/skipped",
+    "tokens/trained",
+    "throughput/tokens_per_second",
+}
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
 # Of models with experts; which model it is stands in a folder that the checks of a config do not open.
 _EXPERTS = {"experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"}
