@@ -57,9 +57,7 @@ class Work:
         """Random tokens of these lengths."""
         drawn = np.random.default_rng(self.seed)
         return [
-            Example(
-                drawn.integers(0, self.vocab_size, length).astype(np.int32), np.arange(length) >= prompt
-            )
+            Example(drawn.integers(0, self.vocab_size, length).astype(np.int32), np.arange(length) >= prompt)
             for prompt, length in zip(self.prompts, self.lengths, strict=True)
         ]
 
