@@ -118,8 +118,8 @@ def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
         "filters/dropped_mean_reward": 1, "filters/least_varied": 2, "filters/truncated": 0,
     }  # fmt: skip
     config = online(3, 3, filters=filters)
-    paid = (FunctionRewardConfig(function="f"),)
-    assert batch.figures.keys() <= figures(config, SingleTurnEnvConfig(), paid)
+    rewards = (FunctionRewardConfig(function="f"),)
+    assert batch.figures.keys() <= figures(config, SingleTurnEnvConfig(), rewards)
 
 
 def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -> None:
