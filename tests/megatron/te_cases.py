@@ -146,5 +146,5 @@ def live_with(
     batches: Sequence[PackedBatch],
 ) -> Life:
     """`live` with kernels that a CPU would not be given."""
-    with mock.patch("nemorl.megatron.worker.choose", return_value=kernels):
+    with mock.patch("nemorl.megatron.model_rank.choose", return_value=kernels):
         return live(rank, world_size, rendezvous, config, batches, 3)
