@@ -44,6 +44,10 @@ class WorkerDied(ClusterError):
         self.group, self.rank, self.stage = group, rank, stage
         self.reason, self.log, self.last_lines = reason, log, last_lines
 
+    def told_by(self, error: BaseException | None) -> bool:
+        """Whether an error is of this death, or of what somebody made of it."""
+        return f"{self.group} rank {self.rank} died in stage" in str(error)
+
     def __str__(self) -> str:
         told = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
         return (

@@ -203,7 +203,7 @@ class WorkerGroup:
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
             except ClusterError as error:
-                if not _tells_of(error, after):
+                if not (isinstance(error, WorkerDied) and error.told_by(after)):
                     logger.warning("%s", error)
         self._end("it was shut down")
 
@@ -252,15 +252,6 @@ class WorkerGroup:
         self._ended = reason
         for worker in self.workers:
             ray.kill(worker.actor)
-
-
-def _tells_of(death: ClusterError, error: BaseException | None) -> bool:
-    """Whether an error is of this death, or of what a worker made of it."""
-    return (
-        isinstance(death, WorkerDied)
-        and error is not None
-        and f"{death.group} rank {death.rank} died in stage" in str(error)
-    )
 
 
 def blocking(waiting: Coroutine[Any, Any, T]) -> T:

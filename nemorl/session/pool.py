@@ -50,6 +50,7 @@ class GenerationPool:
         self._layout_changed: Callable[[], None] = _nothing
         self._lock = asyncio.Lock()  # held while the engines must not change
         self._losses: list[tuple[str, str]] = []  # replica and cause
+        self._num_told = 0  # of the losses
         self._own_weights = True  # engines sample with those they loaded, so that a new one may join at once
         self._health = HealthChecks(group, deadlines)
         self._restarts = Restarts(group, start_seconds=deadlines.start, pause_seconds=deadlines.health)
@@ -66,6 +67,14 @@ class GenerationPool:
     def hopeless(self) -> bool:
         """Whether no engine answers, and none is coming."""
         return not self.group.workers and not self._restarts.expected
+
+    def tell_losses(self) -> None:
+        """Warn of each loss once. Where no engine is left, an error that names them all is likely to follow,
+        so the pool itself does not tell of the last one before another engine has come.
+        """
+        for name, cause in self._losses[self._num_told :]:
+            logger.warning("%s is lost: %s", name, cause)
+        self._num_told = len(self._losses)
 
     def serve(self, routers: Routers) -> None:
         """Tell these routers of engines that come back."""
@@ -97,6 +106,8 @@ class GenerationPool:
             lost = await self._check()
             if self._own_weights:
                 await self._announce(self._admit())
+            if self.group.workers:
+                self.tell_losses()
             return lost
 
     @asynccontextmanager
@@ -119,6 +130,8 @@ class GenerationPool:
         await self._restarts.forbid()
         async with self._lock:
             await self._on_each([*self.group.workers, *self._restarts.ready], "sleep", 1)
+            if self.group.workers:
+                self.tell_losses()
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
         await self._on_each(self.group.workers, "wake", tags)
@@ -237,7 +250,6 @@ class GenerationPool:
 
     def _lose(self, worker: Worker, cause: str) -> None:
         name, cause = _name(worker), self._health.take_cause(worker, cause)
-        logger.warning("%s is lost: %s", name, cause)
         self._losses.append((name, cause))
         self.group.drop(worker)
         self._restarts.forget(worker)
@@ -248,6 +260,7 @@ class GenerationPool:
     def _some_left(self) -> None:
         if not self.group.workers:
             raise NoReplicaLeft(dict(self._losses))
+        self.tell_losses()
 
     def _admit(self) -> list[Worker]:
         """Let engines that have started again take part in the refit."""
@@ -259,6 +272,8 @@ class GenerationPool:
 
     async def _announce(self, came: list[Worker]) -> None:
         """Let requests go to engines that came back and have the weights in use."""
+        if came:
+            self.tell_losses()
         for worker in came:
             logger.warning("generation replica %d was started again and samples", worker.rank)
             self._num_restarted += 1

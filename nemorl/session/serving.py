@@ -91,6 +91,7 @@ async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> N
             pool.check_watch()
             if pool.hopeless:
                 raise NoReplicaLeft(dict(pool.losses))
+            pool.tell_losses()  # at once: nothing else tells those who serve why nobody answers
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from nemorl.cluster.errors import WorkerDied
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
@@ -101,7 +102,8 @@ class Session:
                 try:
                     lost = await pool.lost_in_refit()
                 except NoReplicaLeft as nobody:  # maybe a consequence
-                    nobody.add_note(f"The refit to version {version} ended with: {error}")
+                    if not (isinstance(error, WorkerDied) and error.told_by(nobody)):
+                        nobody.add_note(f"The refit to version {version} ended with: {error}")
                     raise
                 if not lost:
                     raise

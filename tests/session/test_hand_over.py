@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from nemorl.cluster.errors import WorkerDied
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.session.session import Session
 from nemorl.weights.exchange import RefitStats
@@ -18,12 +20,13 @@ class Exchange:
     """Fails as often as it is told."""
 
     failures: int
+    error: Exception = RefitFailed("generation rank 1 died")
     versions: list[int] = field(default_factory=list)
 
     def refit(self, version: int) -> RefitStats:
         self.versions.append(version)
         if len(self.versions) <= self.failures:
-            raise RefitFailed("generation rank 1 died")
+            raise self.error
         return RefitStats(version, 1.0, 0.5, 10**9, 10**9, 4, extra_bytes=0, kept_bytes=0)
 
 
@@ -70,3 +73,14 @@ def test_where_no_engine_is_left_the_refit_says_what_it_failed_of() -> None:
     with pytest.raises(NoReplicaLeft) as caught:
         hand_over(Exchange(failures=9), Pool([]))
     assert caught.value.__notes__ == ["The refit to version 3 ended with: generation rank 1 died"]
+
+
+def test_a_death_that_the_error_tells_of_is_not_told_again_in_its_note() -> None:
+    class Bereft(Pool):
+        async def lost_in_refit(self) -> bool:
+            raise NoReplicaLeft({"generation replica 1": str(death)})
+
+    death = WorkerDied("generation", 1, "refit", "killed", Path("generation-1.log"), ())
+    with pytest.raises(NoReplicaLeft) as caught:
+        hand_over(Exchange(failures=9, error=death), Bereft([]))
+    assert not hasattr(caught.value, "__notes__")

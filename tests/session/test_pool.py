@@ -15,6 +15,7 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
+from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Router, RouterFigures
 from nemorl.generation.types import EngineHealth
 from nemorl.models.create import create_arithmetic_model
@@ -226,6 +227,48 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
         group.workers = ()
         assert (await pool.figures())["generation/restarts_failed"] == failures
         assert pool.hopeless
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_loss_is_told_once_and_the_last_one_by_the_error(caplog):
+    def told() -> list[str]:
+        messages = [record.message for record in caplog.records if " is lost: " in record.message]
+        caplog.clear()
+        return messages
+
+    async def main() -> None:
+        group = Engines(Engine(0, dead=True), last := Engine(1), failures=9)
+        pool = pool_of(group)
+        await pool.check()
+        assert told() == ["generation replica 0 is lost: the process vanished"]
+        last.dead = True
+        await pool.check()
+        assert told() == []
+        with pytest.raises(NoReplicaLeft, match="replica 1: the process vanished"):
+            async with pool.refitting():
+                pass
+        assert told() == []
+        pool.tell_losses()  # as who serves does, whom no error reaches while an engine is being started
+        pool.tell_losses()
+        assert told() == ["generation replica 1 is lost: the process vanished"]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_last_engine_that_comes_back_is_told_to_have_been_lost(caplog):
+    async def main() -> None:
+        pool = pool_of(Engines(Engine(0, dead=True)))
+        pool.serve(RouterHere(Router([])))
+        await pool.check()
+        await until_ready(pool, 1)
+        await pool.check()
+        assert [record.message for record in caplog.records] == [
+            "generation replica 0 is lost: the process vanished",
+            "generation replica 0 was started again and samples",
+        ]
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
