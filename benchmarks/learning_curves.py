@@ -11,7 +11,6 @@ The reward of a step is the share of right answers among its 512. TRL is in the 
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import OUT, publish, table_of
+from trl_side import train_with_trl
 
 from nemorl.config.load import load_experiment
 from nemorl.data.datasets import load_tasks
@@ -59,14 +59,10 @@ def trl_curve(seed: int, steps: int) -> list[float]:
     return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def train_with_trl(seed: int, steps: int) -> list[float]:
+def trl_rewards(seed: int, steps: int) -> list[float]:
     """One run of TRL, in this process."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     experiment = load_experiment(CONFIG, [f"seed={seed}"])
     tasks = load_tasks(experiment.data.train, experiment.data)
     order = TaskOrder(len(tasks), seed, experiment.data.shuffle)
@@ -82,15 +78,17 @@ def train_with_trl(seed: int, steps: int) -> list[float]:
             if "reward" in logs:
                 rewards.append(float(logs["reward"]))
 
-    config = GRPOConfig(
+    train_with_trl(
+        MODEL,
+        rows,
+        right,
+        samples=SAMPLES,
+        prompts=PROMPTS,
+        new_tokens=NEW_TOKENS,
+        callback=Listener(),
         output_dir=str(OUT / "trl-curve"),
-        use_cpu=True,
-        bf16=False,
         seed=seed,
         max_steps=steps,
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=NEW_TOKENS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=WARMUP,
@@ -99,20 +97,7 @@ def train_with_trl(seed: int, steps: int) -> list[float]:
         beta=0.0,
         loss_type="dapo",
         temperature=1.0,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
     )
-    GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(MODEL),
-        reward_funcs=right,
-        train_dataset=Dataset.from_list(rows),
-        args=config,
-        callbacks=[Listener()],
-    ).train()
     return rewards
 
 
@@ -151,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     if arguments.trl:
-        curve = train_with_trl(arguments.seeds[0], arguments.steps)
+        curve = trl_rewards(arguments.seeds[0], arguments.steps)
         arguments.trl.write_text(json.dumps(curve), encoding="utf-8")
         return
     sides: dict[str, Curves] = {"nemorl": {}, "TRL": {}}

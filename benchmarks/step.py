@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 from common import OUT, Timing, publish, table_of
+from trl_side import train_with_trl
 
 from nemorl.observe.metrics import read_metrics
 
@@ -79,12 +80,8 @@ def run_trl(model: Path, number: int, steps: int) -> Steps:
 def trl_round(model: Path, steps: int) -> Steps:
     """One round of TRL, in this process."""
     import reasoning_gym
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     tasks = reasoning_gym.create_dataset(TASK, size=500, seed=SEED, **OPTIONS)
     rows = [{"prompt": [{"role": "user", "content": t["question"]}], "index": i} for i, t in enumerate(tasks)]
     measured: Steps = []
@@ -104,29 +101,18 @@ def trl_round(model: Path, steps: int) -> Steps:
             if "completions/mean_length" in logs:
                 measured[-1]["tokens/generated"] = logs["completions/mean_length"] * PROMPTS * SAMPLES
 
-    config = GRPOConfig(
+    train_with_trl(
+        model,
+        rows,
+        reward,
+        samples=SAMPLES,
+        prompts=PROMPTS,
+        new_tokens=NEW_TOKENS,
+        callback=Clock(),
         output_dir=str(OUT / "trl"),
-        use_cpu=True,
-        bf16=False,
         max_steps=steps + 1,
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
-        max_completion_length=NEW_TOKENS,
         learning_rate=1e-6,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
     )
-    GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        reward_funcs=reward,
-        train_dataset=Dataset.from_list(rows),
-        args=config,
-        callbacks=[Clock()],
-    ).train()
     return measured[1:]
 
 

@@ -25,6 +25,7 @@ from nemorl.session.pool import GenerationPool
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
+DEADLINES = DeadlineConfig(health=3.0, start=120.0)
 
 
 @dataclass
@@ -73,86 +74,105 @@ async def until_back(pool: GenerationPool, number: int) -> None:
         await asyncio.sleep(0.2)
 
 
-def test_engines_die_hang_and_come_back(tmp_path, monkeypatch):
+@dataclass
+class Scene:
+    """Two real engines under a pool, and what they sample undisturbed."""
+
+    group: WorkerGroup
+    router: Router
+    here: RouterHere
+    pool: GenerationPool
+    changes: list[int] = field(default_factory=list)  # engines after each
+    expected: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    async def begin(cls, group: WorkerGroup) -> "Scene":
+        router = Router([ray_replica(worker) for worker in group.workers], progress_tokens=16)
+        scene = cls(group, router, RouterHere(router), GenerationPool(group, DEADLINES))
+        scene.pool.serve(scene.here)
+        scene.pool.on_change(lambda: scene.changes.append(len(group.workers)))
+        scene.expected = await scene.sample("undisturbed")
+        return scene
+
+    async def sample(self, series: str) -> list[list[int]]:
+        prompts = [prompt % 10 for prompt in Prompts(1).several(8, 4, 8)]
+        asked = [request(p, f"{series}{i}", max_new_tokens=TOKENS, seed=i) for i, p in enumerate(prompts)]
+        return [c.tokens.tolist() for c in await asyncio.gather(*map(self.router.generate, asked))]
+
+    async def signal_amid_work(self, worker: Worker, number: int) -> asyncio.Task[list[list[int]]]:
+        disturbed = asyncio.create_task(self.sample(f"signal {number}"))
+        await until_running(worker)
+        os.kill(process_of(worker), number)
+        return disturbed
+
+    async def one_is_killed(self) -> None:
+        """Nobody has asked the pool yet: the router sees it by itself."""
+        disturbed = await self.signal_amid_work(self.group.workers[0], signal.SIGKILL)
+        assert differing(await disturbed, self.expected) <= 1
+        assert self.router.living == ["generation replica 1"]
+        assert "the process vanished" in self.router.lost["generation replica 0"]
+        assert await self.pool.check() == 1
+        assert [name for name, _ in self.pool.losses] == ["generation replica 0"]
+        figures = await self.pool.figures()
+        assert figures["generation/replicas"] == figures["generation/replicas_lost"] == 1
+        assert 1 < figures["generation/requests_moved"] <= 9
+        await until_back(self.pool, 2)
+        assert (self.here.came, self.router.lost) == ([0], {})
+        assert (await self.pool.figures())["generation/replicas_restarted"] == 1
+
+    async def one_is_stopped(self) -> None:
+        """It answers nothing: the pool gives it up, and the router goes on from what it has."""
+        disturbed = await self.signal_amid_work(self.group.workers[1], signal.SIGSTOP)
+        assert await self.pool.check() == 1
+        assert differing(await disturbed, self.expected) <= 1
+        assert "does not respond; its process is stopped" in self.pool.losses[1][1]
+        assert self.changes == [1, 2, 1]  # left, came, left
+
+    async def a_refit_takes_it_in(self) -> None:
+        """It is announced only when it has the weights."""
+        await until_ready(self.pool, 1)
+        async with self.pool.refitting():
+            assert [w.rank for w in self.group.workers] == [0, 1]
+            assert self.here.came == [0]
+        assert self.here.came == [0, 1]
+        assert differing(await self.sample("whole again"), self.expected) <= 1
+
+    async def a_router_gives_one_up(self) -> None:
+        """It does not stand idle, however well it feels."""
+        self.router.lose("generation replica 0", "the router's own reason")
+        assert await self.pool.check() == 1
+        assert self.pool.losses[2] == ("generation replica 0", "the router's own reason")
+        assert [w.rank for w in self.group.workers] == [1]
+
+
+def test_engines_die_hang_and_come_back(tmp_path):
     model = tmp_path / "model"
     create_arithmetic_model(model, hidden=64, ffn=128, layers=4, heads=4, kv_heads=2)
-    deadlines = DeadlineConfig(health=3.0, start=120.0)
     one = {
         "model_path": model, "config": TorchGenerationConfig(max_batch_size=64), "device": "cpu",
         "threads": 1, "tokenizer_path": model, "max_sequence_length": 256, "precision": "float32",
         "commit_seconds": 10.0,
     }  # fmt: skip
-    prompts = [prompt % 10 for prompt in Prompts(1).several(8, 4, 8)]
 
-    async def sample(router: Router, series: str) -> list[list[int]]:
-        asked = [request(p, f"{series}{i}", max_new_tokens=TOKENS, seed=i) for i, p in enumerate(prompts)]
-        return [c.tokens.tolist() for c in await asyncio.gather(*map(router.generate, asked))]
-
-    async def main(placement) -> None:
+    async def main(runtime: ClusterRuntime) -> None:
         group = await WorkerGroup.start_async(
             "generation",
             "nemorl.session.generation_host:GenerationHost",
             [{**one, "rank": rank} for rank in range(2)],
-            placement=placement, threads=1, run_dir=tmp_path, deadline_seconds=120, concurrent=True,
+            placement=await runtime.reserve(), threads=1, run_dir=tmp_path, deadline_seconds=120,
+            concurrent=True,
         )  # fmt: skip
-        router = Router([ray_replica(worker) for worker in group.workers], progress_tokens=16)
-        here, changes = RouterHere(router), []
-        pool = GenerationPool(group, deadlines)
-        pool.serve(here)
-        pool.on_change(lambda: changes.append(len(group.workers)))
-        expected = await sample(router, "undisturbed")
-
-        # Killed in the middle of its work: nobody has asked the pool yet, the router sees it by itself.
-        first = group.workers[0]
-        disturbed = asyncio.create_task(sample(router, "killed"))
-        await until_running(first)
-        os.kill(process_of(first), signal.SIGKILL)
-        assert differing(await disturbed, expected) <= 1
-        assert router.living == ["generation replica 1"]
-        assert "the process vanished" in router.lost["generation replica 0"]
-        assert await pool.check() == 1
-        assert [name for name, _ in pool.losses] == ["generation replica 0"]
-        figures = await pool.figures()
-        assert figures["generation/replicas"] == figures["generation/replicas_lost"] == 1
-        assert 1 < figures["generation/requests_moved"] <= 9
-        await until_back(pool, 2)
-        assert (here.came, router.lost) == ([0], {})
-        assert (await pool.figures())["generation/replicas_restarted"] == 1
-
-        # Stopped, so that it answers nothing: the pool gives it up, and the router goes on from what it has.
-        second = group.workers[1]
-        disturbed = asyncio.create_task(sample(router, "stopped"))
-        await until_running(second)
-        os.kill(process_of(second), signal.SIGSTOP)
-        assert await pool.check() == 1
-        assert differing(await disturbed, expected) <= 1
-        assert "does not respond; its process is stopped" in pool.losses[1][1]
-        assert changes == [1, 2, 1]  # left, came, left
-
-        # A refit takes in what was started again, and announces it only when it has the weights.
-        await until_ready(pool, 1)
-        async with pool.refitting():
-            assert [w.rank for w in group.workers] == [0, 1]
-            assert here.came == [0]
-        assert here.came == [0, 1]
-        assert differing(await sample(router, "whole again"), expected) <= 1
-
-        # What a router has given up does not stand idle, however well it feels.
-        router.lose("generation replica 0", "the router's own reason")
-        assert await pool.check() == 1
-        assert pool.losses[2] == ("generation replica 0", "the router's own reason")
-        assert [w.rank for w in group.workers] == [1]
-        await pool.close()
+        scene = await Scene.begin(group)
+        await scene.one_is_killed()
+        await scene.one_is_stopped()
+        await scene.a_refit_takes_it_in()
+        await scene.a_router_gives_one_up()
+        await scene.pool.close()
         await group.shutdown_async()
 
-    with ClusterRuntime(
-        ClusterConfig(object_store_megabytes=100), [WorkerRequest("generation", 2)]
-    ) as runtime:
-
-        async def with_places() -> None:
-            await main(await runtime.reserve())
-
-        asyncio.run(with_places())
+    requests = [WorkerRequest("generation", 2)]
+    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
+        asyncio.run(main(runtime))
 
 
 @dataclass(eq=False)
