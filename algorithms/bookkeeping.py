@@ -81,17 +81,27 @@ class Bookkeeper:
                 if last:
                     await self._checkpoints.settle()
 
-    def optimizer_figures(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        """Gradient norm, rate, tokens and updates of a step; `skipped_updates` is of the whole run."""
+    def optimizer_figures(self, updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
+        """Gradient norm, rate, tokens and updates of a step; `skipped_updates` is of the whole run.
+
+        `left_out` updates were not made, because none of their trajectories trains: like those without a
+        gradient they are empty, and where there are no others the figures are counts alone.
+        """
         self._skipped += sum(u.skipped for u in updates)
+        counts = {
+            "skipped_updates": float(self._skipped),
+            "updates/all": float(len(updates) + left_out),
+            "updates/skipped": float(sum(u.skipped for u in updates)),
+            "updates/empty": float(sum(u.empty for u in updates) + left_out),
+        }
+        if not updates:
+            return counts
         loads = [u.experts.figures() for u in updates if u.experts is not None]
         return {
             **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
             "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
             "lr": updates[-1].lr,
-            "skipped_updates": float(self._skipped),
-            "updates/all": float(len(updates)),
-            "updates/skipped": float(sum(u.skipped for u in updates)),
+            **counts,
             "tokens/trained": float(sum(u.num_tokens for u in updates)),
             "packing/padding": 1 - sum(u.num_tokens for u in updates) / sum(u.num_computed for u in updates),
         }
@@ -105,16 +115,18 @@ class Bookkeeper:
         steps = read_metrics(self._observer.folder.paths.metrics)
         names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
         names += ["rewards/accuracy", "accuracy"]
-        updates, skipped = (
-            int(sum(step.values.get(f"updates/{which}", 0) for step in steps)) for which in ("all", "skipped")
+        updates, skipped, empty = (
+            int(sum(step.values.get(f"updates/{which}", 0) for step in steps))
+            for which in ("all", "skipped", "empty")
         )
-        if skipped:
-            logger.warning(
-                "%d of %d updates were skipped because their gradients were not finite: %s.",
-                skipped,
-                updates,
-                "the run has learnt nothing" if skipped == updates else "nothing was learnt from them",
-            )
+        lost = (
+            (skipped, "were skipped because their gradients were not finite"),
+            (empty, "had nothing to learn from: filters, errors, equal rewards or masks left no gradient"),
+        )
+        for count, why in lost:
+            if count:
+                nothing = "the run has learnt nothing" if count == updates else "they changed no weight"
+                logger.warning("%d of %d updates %s; %s.", count, updates, why, nothing)
         return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
 
     @cached_property

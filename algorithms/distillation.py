@@ -191,12 +191,15 @@ class DistilledLearning:
     multiple: int  # of sequences into which a batch is laid over ranks and stages
 
     async def load(self, groups: Sequence[GroupSummary]) -> None:
-        """Lay what trains over the policy's ranks."""
+        """Lay what trains over the policy's ranks; filters and errors may leave nothing."""
         members = [(group, t) for group in groups for t in group.trajectories]
         weights = sequence_weights(
             [t.num_sampled if t.trains else 0 for _, t in members], self.config.aggregation
         )
         self._versions = versions_of(groups)
+        self._trains = bool(weights.any())
+        if not self._trains:
+            return
         places = [
             SequencePlace(
                 group.reference, t.row, t.num_tokens if weight > 0 else STAND_IN_TOKENS, weight=weight
@@ -213,6 +216,8 @@ class DistilledLearning:
     async def logprobs(self, step: int) -> dict[str, float]:
         """The teachers'; and the gap between engine and trainer, where it is measured before an update."""
         gap = {}
+        if not self._trains:
+            return gap
         with self.observer.stage("logprobs"):
             if self.gate.due(step):
                 gap = gap_figures(await self.session.learner.logprobs(old=True, reference=False))
@@ -229,7 +234,9 @@ class DistilledLearning:
         return {}
 
     async def train(self, step: int) -> dict[str, float]:
-        """The update."""
+        """The update, if anything trains."""
+        if not self._trains:
+            return self.books.optimizer_figures([], left_out=1)
         with self.observer.stage("training", total=1, unit="updates") as stage:
             update = await self.session.learner.train(distillation_loss(self.config.loss))
             stage.advance(tokens=update.num_tokens)

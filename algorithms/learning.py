@@ -42,10 +42,16 @@ class Learning:
     gate: LogprobGate
 
     async def load(self, groups: Sequence[GroupSummary]) -> None:
-        """Score the groups and lay their trajectories over the ranks of all models."""
+        """Score the groups and lay their trajectories over the ranks of all models.
+
+        Filters and errors may leave nothing that trains: then no model is asked for anything.
+        """
         self._groups = groups
         self._places = self.scorer.score(groups)
         self._versions = versions_of(groups)
+        self._minibatches = training_minibatches(self._places, self.config.num_minibatches)
+        if not self._minibatches:
+            return
         with self.observer.stage("loading"):
             await asyncio.gather(*(self._load(name) for name in self.session.models))
 
@@ -55,6 +61,8 @@ class Learning:
         A single update sees the weights that sampled, so its own logprobs are the old ones and tell the gap.
         """
         policy, gap = self.session.learner, {}
+        if not self._minibatches:
+            return gap
         with self.observer.stage("logprobs"):
             if self.config.needs_old_logprobs or self.gate.due(step):
                 gap = gap_figures(await policy.logprobs(old=True, reference=False))
@@ -67,7 +75,7 @@ class Learning:
 
     async def values(self) -> None:
         """The critic's, handed to the policy."""
-        if self.config.keeps_critic:
+        if self.config.keeps_critic and self._minibatches:
             with self.observer.stage("values"):
                 critic = self.session.model("critic")
                 await critic.values()
@@ -76,7 +84,7 @@ class Learning:
     async def advantages(self) -> dict[str, float]:
         """Those that depend on more than rewards: of single tokens, or less the divergence; their figures."""
         policy, estimator = self.session.learner, self.scorer.token_estimator
-        if estimator is None and not self.config.kl_in_reward:
+        if not self._minibatches or (estimator is None and not self.config.kl_in_reward):
             return {}
         with self.observer.stage("advantages"):
             if estimator is None:
@@ -91,12 +99,12 @@ class Learning:
             return figures
 
     async def train(self, step: int) -> dict[str, float]:
-        """The updates of policy and critic; figures are means over them."""
+        """The updates of policy and critic, of minibatches of which anything trains; figures are means."""
         critic = self.config.critic
         loss = replace(self.scorer.loss, entropy_coefficient=self.books.entropy.weight)
         learns = {"policy": loss} if critic is None or step > critic.warmup_steps else {}
         losses: dict[str, Loss] = {**({} if critic is None else {"critic": ValueLoss(critic)}), **learns}
-        total = len(losses) * self.config.updates_per_step
+        total = len(losses) * self.config.num_epochs * len(self._minibatches)
         with self.observer.stage("training", total=total, unit="updates") as stage:
             if self.session.models_share_devices:
                 updates = {name: await self._updates(name, loss, stage) for name, loss in losses.items()}
@@ -104,18 +112,21 @@ class Learning:
                 found = await asyncio.gather(*(self._updates(*item, stage) for item in losses.items()))
                 updates = dict(zip(losses, found, strict=True))
         figures = {} if "policy" not in updates else self._of_policy(updates["policy"])
-        return figures if "critic" not in updates else figures | _of_critic(updates["critic"])
+        return figures | _of_critic(updates.get("critic", []))
 
     async def _updates(self, name: str, loss: Loss, stage: Stage) -> list[TrainStats]:
-        """All updates of a model in a step: the batch's minibatches, as often as there are epochs."""
+        """All updates of a model in a step: the minibatches that train, as often as there are epochs."""
         updates = []
         for _ in range(self.config.num_epochs):
-            for minibatch in range(self.config.num_minibatches):
+            for minibatch in self._minibatches:
                 updates.append(await self.session.model(name).train(loss, minibatch))
                 stage.advance(tokens=updates[-1].num_tokens if name == "policy" else 0)
         return updates
 
     def _of_policy(self, updates: Sequence[TrainStats]) -> dict[str, float]:
+        left_out = self.config.updates_per_step - len(updates)
+        if not updates:
+            return self.books.optimizer_figures(updates, left_out)
         figures = [finish_metrics(u.sums, u.maxima) for u in updates]
         values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]}
         values |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}
@@ -124,7 +135,7 @@ class Learning:
         self._check_gap(values)
         values |= self.books.entropy.hear(values["entropy"])
         packing = self.session.learner.packing_figures()
-        return values | self.books.optimizer_figures(updates) | packing
+        return values | self.books.optimizer_figures(updates, left_out) | packing
 
     async def _reference_logprobs(self) -> None:
         policy = self.session.learner
@@ -147,7 +158,16 @@ class Learning:
         self.gate.check(figures, self._versions, self.books.done)
 
 
+def training_minibatches(places: Sequence[SequencePlace], num_minibatches: int) -> list[int]:
+    """Those of equal runs of a batch in which at least one sequence trains."""
+    size = len(places) // num_minibatches
+    runs = (places[start : start + size] for start in range(0, len(places), size))
+    return [number for number, run in enumerate(runs) if any(place.weight > 0 for place in run)]
+
+
 def _of_critic(updates: Sequence[TrainStats]) -> dict[str, float]:
+    if not updates:
+        return {}
     return {
         **value_figures([u.sums for u in updates]),
         "critic/grad_norm": sum(u.grad_norm for u in updates) / len(updates),

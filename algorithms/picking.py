@@ -102,7 +102,7 @@ class PickedLearning:
         """The updates; a batch in which nothing was picked leaves the weights as they are."""
         picked = {"picked": self._share}
         if not self._num_picked:
-            return picked
+            return picked | self.books.optimizer_figures([], left_out=self.config.num_epochs)
         updates = []
         with self.observer.stage("training", total=self.config.num_epochs, unit="updates") as stage:
             for _ in range(self.config.num_epochs):

@@ -33,7 +33,8 @@ class StepResult:
 
     grad_norm: float  # before clipping, over all parameters
     lr: float  # the rate of this step
-    skipped: bool  # the norm was not finite, so nothing was changed
+    skipped: bool = False  # the norm was not finite, so nothing was changed
+    empty: bool = False  # the norm was 0, so nothing was changed
 
 
 @dataclass
@@ -45,7 +46,7 @@ class OptimizerProgress:
 
 
 class PolicyOptimizer:
-    """Steps Megatron's optimizer unless the gradients are not finite."""
+    """Steps Megatron's optimizer unless the gradients are not finite, or all 0."""
 
     def __init__(
         self,
@@ -76,8 +77,10 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """One update from the gradients in the model's buffers.
 
-        A non-finite norm leaves weights and optimizer state untouched; the norm is global, so all ranks
-        agree. Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row.
+        A norm that is not finite leaves weights and optimizer state untouched; it is global, so all ranks
+        agree. Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row. So
+        does a norm of 0, as where no advantage differs from 0 or a correction left out every token: momentum
+        and weight decay would move the weights though nothing was learnt.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
@@ -85,6 +88,8 @@ class PolicyOptimizer:
         if not math.isfinite(norm):
             self._skip(norm)
             return StepResult(norm, lr, skipped=True)
+        if norm == 0:
+            return StepResult(norm, lr, empty=True)
         if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
             coefficient = self._config.max_grad_norm / (torch.tensor(norm) + 1e-6)
             for part in self._main.values():
@@ -94,7 +99,7 @@ class PolicyOptimizer:
         self.megatron.step_with_ready_grads()
         self.progress.updates += 1
         self.progress.skipped_in_a_row = 0
-        return StepResult(norm, lr, skipped=False)
+        return StepResult(norm, lr)
 
     def weights_changed(self) -> None:
         """Take the model's weights as the new float32 weights, after loading them from outside."""

@@ -56,6 +56,7 @@ class TrainStats:
     grad_norm: float  # before clipping
     lr: float
     skipped: bool  # the gradients were not finite: nothing was changed
+    empty: bool  # the gradients were all 0: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
     num_computed: int  # the same with padding
     experts: ExpertLoad | None = None  # of models that have any

@@ -111,7 +111,15 @@ class PolicyWorker(ModelRank):
         moe = self._shape.moe
         experts = self._routers.load(moe.num_experts, self._device) if moe else None
         return TrainStats(
-            sums, maxima, step.grad_norm, step.lr, step.skipped, num_tokens, num_computed, experts
+            sums,
+            maxima,
+            step.grad_norm,
+            step.lr,
+            step.skipped,
+            step.empty,
+            num_tokens,
+            num_computed,
+            experts,
         )
 
     def evaluate(self, loss: Loss, micro_batches: list[list[int]]) -> Evaluation:

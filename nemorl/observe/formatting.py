@@ -106,7 +106,7 @@ def describe_step(metrics: StepMetrics) -> str:
 
 
 def describe_losses(metrics: StepMetrics) -> str | None:
-    """What a step lost: trajectories with an error, and updates with gradients that are not finite."""
+    """What a step lost: trajectories with an error, and updates whose gradients are not finite, or all 0."""
     found = {key: value for key, value in metrics.values.items() if value > 0}
     parts = [
         f"{key} {format_number(value)}"
@@ -115,6 +115,10 @@ def describe_losses(metrics: StepMetrics) -> str | None:
     ]
     if skipped := found.get("updates/skipped"):
         parts.append(f"skipped {format_number(skipped)} of {format_number(found['updates/all'])} updates")
+    if empty := found.get("updates/empty"):
+        parts.append(
+            f"nothing to learn in {format_number(empty)} of {format_number(found['updates/all'])} updates"
+        )
     if skipped := found.get("critic/skipped_updates"):
         parts.append(f"critic skipped {format_number(skipped)} updates")
     return ", ".join(parts) or None

@@ -96,9 +96,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))
 
 
-def test_a_run_that_skipped_updates_says_so_at_its_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = tmp_path / "metrics.jsonl"
     observer: Any = SimpleNamespace(
         folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)), summary=lambda changes: None
@@ -106,17 +104,23 @@ def test_a_run_that_skipped_updates_says_so_at_its_end(
     nobody: Any = None
     books = Bookkeeper(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
 
-    def told(*skipped: bool) -> list[str]:
+    def told(*steps: tuple[str, ...], left_out: int = 0) -> list[str]:
         caplog.clear()
         metrics.unlink(missing_ok=True)
         with MetricsWriter(metrics) as writer:
-            for step, each in enumerate(skipped, start=1):
-                update = TrainStats({}, {}, 1.0, 1e-3, each, num_tokens=1, num_computed=1, experts=None)
-                writer.write(StepMetrics(step, step, books.optimizer_figures([update, update])))
+            for step, kinds in enumerate(steps, start=1):
+                updates = [
+                    TrainStats({}, {}, 1.0, 1e-3, kind == "nan", kind == "zero", num_tokens=1, num_computed=1)
+                    for kind in kinds
+                ]
+                writer.write(StepMetrics(step, step, books.optimizer_figures(updates, left_out)))
         books.summarize()
         return caplog.messages
 
-    why = "updates were skipped because their gradients were not finite"
-    assert told(False, False) == []
-    assert told(False, True) == [f"2 of 4 {why}: nothing was learnt from them."]
-    assert told(True, True) == [f"4 of 4 {why}: the run has learnt nothing."]
+    skipped = "updates were skipped because their gradients were not finite"
+    empty = "updates had nothing to learn from: filters, errors, equal rewards or masks left no gradient"
+    assert told(("one",), ("one",)) == []
+    assert told(("one", "one"), ("nan", "nan")) == [f"2 of 4 {skipped}; they changed no weight."]
+    assert told(("nan",), ("nan",)) == [f"2 of 2 {skipped}; the run has learnt nothing."]
+    assert told(("one", "zero"), left_out=2) == [f"3 of 4 {empty}; they changed no weight."]
+    assert told((), (), left_out=1) == [f"2 of 2 {empty}; the run has learnt nothing."]

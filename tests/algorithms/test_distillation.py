@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemorl.algorithms.distillation import SampledReverseKL, TopDivergence, outcomes
+from nemorl.algorithms.distillation import (
+    DistilledLearning,
+    SampledReverseKL,
+    TopDivergence,
+    outcomes,
+)
 from nemorl.algorithms.losses import finish_metrics
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
@@ -21,6 +26,7 @@ from nemorl.errors import RunError
 from nemorl.rollout.types import Task
 from nemorl.session.columns import Column
 from nemorl.session.shard import SequencePlace
+from tests.algorithms.groups import failed, group
 
 TOKENS, VOCABULARY, K = 7, 6, 3
 MASK = torch.tensor([False, True, True, False, False, True, True])
@@ -251,3 +257,16 @@ def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
     assert policy.calls == [("far", {3}, 8)]
     assert policy.taken.keys() == {"top_ids", "top_logprobs"}
     assert policy.taken["top_ids"][:2] == [((1, "top_ids"), 0), ((2, "top_ids"), 10)]
+
+
+def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
+    books: Any = SimpleNamespace(optimizer_figures=lambda updates, left_out: {"left out": left_out})
+    config: Any = SimpleNamespace(aggregation="token-mean")
+    nobody: Any = None
+    learning = DistilledLearning(config, nobody, nobody, books, nobody, nobody, ["sums"], multiple=1)
+
+    async def step() -> dict[str, float]:
+        await learning.load([group(0, failed(0), failed(1))])
+        return await learning.logprobs(1) | await learning.train(1)
+
+    assert asyncio.run(step()) == {"left out": 1}

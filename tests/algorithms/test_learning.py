@@ -13,6 +13,7 @@ from nemorl.algorithms.scoring import Scorer
 from nemorl.algorithms.value_loss import ValueLoss
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.megatron.stats import LogprobStats, TrainStats
+from nemorl.rollout.groups import GroupSummary
 from nemorl.session.shard import SequencePlace
 from tests.algorithms.groups import failed, group, trajectory
 
@@ -64,13 +65,15 @@ class Model:
         self.log.append(f"{self.name} trains {minibatch}")
         sums = VALUES if isinstance(loss, ValueLoss) else POLICY
         maxima = {} if isinstance(loss, ValueLoss) else {"logprob_gap/max": 0.0}
-        return TrainStats(dict(sums), maxima, 1.0, 0.1, False, 9, 9)
+        return TrainStats(dict(sums), maxima, 1.0, 0.1, False, False, 9, 9)
 
     def packing_figures(self) -> dict[str, float]:
         return {}
 
 
-def step_of(names: Sequence[str], step: int = 1, **fields: Any) -> tuple[list[str], dict[str, Model], Any]:
+def step_of(
+    names: Sequence[str], step: int = 1, groups: Sequence[GroupSummary] = GROUPS, **fields: Any
+) -> tuple[list[str], dict[str, Model], Any]:
     """One step of an algorithm over models of these names: what was asked, the models and the figures."""
     counts = {"num_steps": 9, "num_prompts_per_step": 2, "num_generations_per_prompt": 2}
     config = OnlineConfig.model_validate({**counts, **fields})
@@ -81,18 +84,22 @@ def step_of(names: Sequence[str], step: int = 1, **fields: Any) -> tuple[list[st
     )
     observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
     entropy = SimpleNamespace(weight=0.0, hear=lambda _: {})
-    books: Any = SimpleNamespace(done=0, optimizer_figures=lambda _: {}, entropy=entropy)
+    books: Any = SimpleNamespace(done=0, optimizer_figures=counted, entropy=entropy)
     gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
     learning = Learning(config, Scorer(config), session, observer, books, gate)
 
     async def run() -> dict[str, float]:
-        await learning.load(GROUPS)
+        await learning.load(groups)
         figures = await learning.logprobs(step)
         await learning.values()
         return figures | await learning.advantages() | await learning.train(step)
 
     figures = asyncio.run(run())
     return log, models, figures
+
+
+def counted(updates: Sequence[TrainStats], left_out: int) -> dict[str, float]:
+    return {"updates": len(updates), "left out": left_out}
 
 
 def ignore(*_: Any, **__: Any) -> None:
@@ -167,3 +174,21 @@ def test_divergence_in_the_reward_of_a_group() -> None:
 def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
     log, _, _ = step_of(["policy"], name="grpo")
     assert log == ["policy load", "policy trains 0"]
+
+
+NOTHING = [group(0, failed(0), failed(1)), group(1, failed(0), failed(1))]
+
+
+def test_where_nothing_trains_no_model_is_asked_for_anything() -> None:
+    """As after filters that leave no group: no optimizer steps, so neither momentum nor decay moves."""
+    for kl in ({}, {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}):
+        log, _, figures = step_of(["policy", "critic"], step=3, groups=NOTHING, name="ppo", kl=kl)
+        assert (log, figures) == ([], {"updates": 0, "left out": 1})
+
+
+def test_minibatches_of_which_nothing_trains_are_left_out() -> None:
+    groups = [group(0, trajectory(1.0, 0, 4), failed(1)), NOTHING[1]]
+    fields = {"num_minibatches": 2, "num_epochs": 3, "advantage": {"name": "reinforce"}}
+    log, _, figures = step_of(["policy"], groups=groups, name="grpo", **fields)
+    assert [entry for entry in log if "trains" in entry] == ["policy trains 0"] * 3
+    assert (figures["updates"], figures["left out"], figures["loss/policy"]) == (3, 3, 0.5)

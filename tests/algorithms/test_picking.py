@@ -127,11 +127,12 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
 
 def test_a_batch_without_a_pair_changes_nothing() -> None:
     config: Any = SimpleNamespace(num_epochs=1, keeps_reference=True, min_reward=5.0)
-    learning = PickedLearning(config, None, None, None, multiple=2)  # type: ignore[arg-type]
+    books: Any = SimpleNamespace(optimizer_figures=lambda updates, left_out: {"left out": left_out})
+    learning = PickedLearning(config, None, None, books, multiple=2)  # type: ignore[arg-type]
 
     async def step() -> dict[str, float]:
         await learning.load([group(0, trajectory(0.5, 0), trajectory(1.0, 1))])
         await learning.logprobs(1)
         return await learning.train(1)
 
-    assert asyncio.run(step()) == {"picked": 0.0}
+    assert asyncio.run(step()) == {"picked": 0.0, "left out": 1}

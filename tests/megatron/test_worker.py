@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.algorithms.losses import CrossEntropyLoss
+from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
+from nemorl.config.algorithm import ClipLossConfig, MaskedCorrectionConfig
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.optimizer import TooManySkippedSteps
 from tests.megatron.cases import LOSS, partition, start_worker
@@ -199,3 +200,21 @@ def test_a_wrong_number_of_processes_is_refused(pool, model):
     wanted = r"wants 4 processes \(2 TP x 1 PP x 1 CP x 2 DP\) but 2 were started"
     with pytest.raises(AssertionError, match=wanted):
         pool.run(2, learn_by_heart, config)
+
+
+def test_a_step_without_any_gradient_changes_nothing(worker):
+    """As where a correction left out every token: neither momentum nor decay moves, and no rate is used."""
+    policy = worker(optimizer={"name": "adam", "lr": 0.1, "weight_decay": 0.1}, schedule={"warmup_steps": 5})
+    policy.load_batch(ragged_batch())
+    assert not policy.train(LOSS, ALL).empty
+    weights = {name: p.clone() for name, p in policy.parameters().items()}
+    moments = {name: shard.values.clone() for name, shard in policy.optimizer.shards("exp_avg").items()}
+    policy.load_batch(replace(ragged_batch(), logprobs=torch.full_like(ragged_batch().logprobs, -30.0)))
+    masked = PolicyLoss(ClipLossConfig(), correction=MaskedCorrectionConfig(name="mis"))
+    stats = policy.train(masked, ALL)
+    assert (stats.empty, stats.skipped, stats.grad_norm) == (True, False, 0.0)
+    assert stats.sums["tokens"] == ragged_batch().loss_mask.sum()
+    assert all(torch.equal(p, weights[name]) for name, p in policy.parameters().items())
+    after = policy.optimizer.shards("exp_avg")
+    assert all(torch.equal(shard.values, moments[name]) for name, shard in after.items())
+    assert policy.optimizer.progress.updates == 1

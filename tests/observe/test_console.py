@@ -54,10 +54,11 @@ LOST = StepMetrics(
         "reward_errors/format": 0.0,
         "updates/all": 4.0,
         "updates/skipped": 1.0,
+        "updates/empty": 2.0,
         "critic/skipped_updates": 0.0,
     },
 )
-LOSSES = "errors 2, reward_errors/judge 1, skipped 1 of 4 updates"
+LOSSES = "errors 2, reward_errors/judge 1, skipped 1 of 4 updates, nothing to learn in 2 of 4 updates"
 
 
 def test_what_a_step_lost_is_on_its_line(screen):

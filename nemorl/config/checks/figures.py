@@ -27,6 +27,7 @@ _UPDATES = {
     "skipped_updates",
     "updates/all",
     "updates/skipped",
+    "updates/empty",
     "tokens/trained",
     "throughput/tokens_per_second",
 }
