@@ -1,17 +1,20 @@
 """Does every algorithm learn: does its own figure move the right way on the tiny arithmetic model?
 
-Trains each experiment of configs/algorithms and configs/offline, which begin where the first half of
-`make quickstart` ends (made here where it is missing), and compares the figure that the algorithm is about
-before its first step and after its last one. Held-out figures are of 400 tasks; those of sampled answers have
-a standard error of at most 0.025 on either side.
+Trains an experiment for each algorithm, from where the first half of `make quickstart` ends (made here where
+it is missing); SFT and distillation begin with random weights. The figure that an algorithm is about is
+compared before its first step and after its last one. Held-out figures are of 400 tasks; standard errors are
+those of the intervals that a run writes (docs/evaluation.md), else of a share of as many tasks. The tasks are
+the same before and after, which the errors make no use of. Runs that have ended are not repeated: remove
+runs/bench_algorithms to begin anew.
 """
 
 import argparse
+import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -19,59 +22,91 @@ from statistics import median
 from common import publish, table_of
 from rich.console import Console
 
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm.picked import PickedBase
+from nemorl.config.data import ArithmeticDataset
+from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.observe.metrics import StepMetrics, read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+FOLDERS = ("quickstart", "algorithms", "offline", "distillation")
 START = Path("runs/quickstart/sft/hf")
+RUNS = Path("runs/bench_algorithms")
+QUANTILE = 1.96  # of the intervals: 95 %
 
-# The figure that an algorithm is about, and whether it should rise; the first that a run has counts.
-FIGURES = (
-    ("validation/accuracy", True),
-    ("validation/kl", False),
-    ("distillation/kl", False),
-    ("pairs/accuracy", True),
-    ("reward/mean", True),
-)
+# What an algorithm is about, where it is more than the share of held-out tasks that a sample passes.
+ACCURACY = "validation/accuracy"
+OF_PAIRS = (ACCURACY, "validation/rewards/accuracy")
+OWN = {
+    "pass_at_k": ("validation/pass@4",),
+    "gdpo": ("validation/reward/chained_sums_turn", "validation/reward/chained_sums"),
+    "mt_grpo": (ACCURACY, "validation/reward/chained_sums_turn"),
+    "sft": (ACCURACY, "validation/loss"),
+    "on_policy_distillation": (ACCURACY, "distillation/reverse_kl"),
+    "gkd": (ACCURACY, "distillation/jsd"),
+    "distillation": (ACCURACY, "distillation/forward_kl"),
+    **dict.fromkeys(
+        ("dpo", "cdpo", "robust_dpo", "ipo", "hinge", "slic", "simpo", "cpo", "orpo", "apo_zero", "apo_down"),
+        OF_PAIRS,
+    ),
+    "kto": OF_PAIRS,
+}
+FALLING = ("loss", "kl", "jsd")  # how the names of figures end that should fall
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one run showed."""
+    """What one run showed of one figure."""
 
     algorithm: str
     figure: str
     before: float
     after: float
+    standard_errors: tuple[float, float] | None  # of before and after; None of what is no share of tasks
     better: bool
     steps: int
     seconds_of_a_step: float  # median
+    seconds: float  # all steps and validations
+
+    @property
+    def change_in_standard_errors(self) -> float | None:
+        """How far beyond chance, as if the two sides had different tasks."""
+        if self.standard_errors is None:
+            return None
+        return (self.after - self.before) / math.hypot(*self.standard_errors)
 
 
-def experiments(names: list[str]) -> Iterator[Path]:
-    """The files to run: all, or those of the given algorithms."""
-    files = [*sorted((CONFIGS / "algorithms").glob("*.yaml")), *sorted((CONFIGS / "offline").glob("*.yaml"))]
-    files.insert(0, CONFIGS / "quickstart" / "grpo.yaml")
-    unknown = set(names) - {algorithm_of(file) for file in files}
+def experiments(names: Sequence[str]) -> dict[str, Path]:
+    """The files to run by what the table calls them: all, or those of the given names."""
+    files = [file for folder in FOLDERS for file in sorted((CONFIGS / folder).glob("*.yaml"))]
+    found = {file.stem: file for file in files}
+    unknown = set(names) - found.keys()
     if unknown:
         raise SystemExit(f"no experiment of {', '.join(sorted(unknown))} in {CONFIGS}")
-    return (file for file in files if not names or algorithm_of(file) in names)
+    return {name: file for name, file in found.items() if not names or name in names}
 
 
-def algorithm_of(file: Path) -> str:
-    """How the table calls it."""
-    return "grpo" if file.parent.name == "quickstart" else file.stem
+def run(name: str, file: Path, steps: int) -> list[Learnt]:
+    """Train it in a process of its own, unless an earlier call has, and read what it wrote.
 
-
-def run(file: Path, steps: int) -> Learnt:
-    """Train it in a process of its own, unless an earlier call has, and read what it wrote."""
-    name = algorithm_of(file)
-    run_dir = Path("runs/bench_algorithms") / name
+    What samples to learn from its rewards takes `steps`, others the number of their file. Raises RuntimeError
+    when the run fails or does not write its figures.
+    """
+    experiment = load_experiment(file)
+    algorithm = experiment.algorithm
+    if not isinstance(algorithm, OnlineConfig | PickedBase):
+        steps = algorithm.num_steps
+    run_dir = RUNS / name
     metrics = run_dir / "metrics.jsonl"
-    if metrics.exists() and (lines := read_metrics(metrics)) and lines[-1].step == steps:
-        return _learnt(name, lines)
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if not (metrics.exists() and (lines := read_metrics(metrics)) and lines[-1].step == steps):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        _train(name, file, run_dir, steps)
+    return list(_learnt(name, experiment, read_metrics(metrics)))
+
+
+def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
     overrides = [
         f"run_dir={run_dir}",
         f"algorithm.num_steps={steps}",
@@ -89,51 +124,121 @@ def run(file: Path, steps: int) -> Learnt:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if ended.returncode:
-        raise SystemExit(f"{name} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
-    return _learnt(name, read_metrics(metrics))
+        raise RuntimeError(f"{name} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
 
 
-def _learnt(name: str, lines: list[StepMetrics]) -> Learnt:
-    seconds = median(line.values["time/step"] for line in lines if "time/step" in line.values)
-    for figure, rises in FIGURES:
-        seen = [line.values[figure] for line in lines if figure in line.values]
-        if len(seen) > 1:
-            better = seen[-1] > seen[0] if rises else seen[-1] < seen[0]
-            return Learnt(name, figure, seen[0], seen[-1], better, lines[-1].step, seconds)
-    raise SystemExit(f"{name} wrote none of {', '.join(figure for figure, _ in FIGURES)} twice")
+def _learnt(name: str, experiment: Experiment, lines: Sequence[StepMetrics]) -> Iterator[Learnt]:
+    times = [line.values["time/step"] for line in lines if "time/step" in line.values]
+    for figure in OWN.get(name) or OWN.get(experiment.algorithm.name) or (ACCURACY,):
+        seen = [line.values for line in lines if figure in line.values]
+        if len(seen) < 2:
+            raise RuntimeError(f"{name} has not written {figure} twice")
+        before, after = seen[0][figure], seen[-1][figure]
+        falls = figure.endswith(FALLING)
+        errors = tuple(
+            _standard_error(values, figure, _held_out(experiment)) for values in (seen[0], seen[-1])
+        )
+        yield Learnt(
+            algorithm=name,
+            figure=figure.removeprefix("validation/"),
+            before=before,
+            after=after,
+            standard_errors=None if falls else errors,
+            better=after < before if falls else after > before,
+            steps=lines[-1].step,
+            seconds_of_a_step=median(times),
+            seconds=sum(times),
+        )
+
+
+def _standard_error(values: Mapping[str, float], figure: str, tasks: int) -> float:
+    """Of the mean over tasks of a share."""
+    if f"{figure}_low" in values:
+        return (values[f"{figure}_high"] - values[f"{figure}_low"]) / (2 * QUANTILE)
+    return math.sqrt(values[figure] * (1 - values[figure]) / tasks)
+
+
+def _held_out(experiment: Experiment) -> int:
+    """Tasks of a validation."""
+    dataset = experiment.data.validation
+    assert isinstance(dataset, ArithmeticDataset), "these experiments are about sums"
+    return dataset.size
+
+
+def row_of(one: Learnt) -> dict[str, object]:
+    """How the table shows it."""
+    errors = one.standard_errors
+    change = one.change_in_standard_errors
+    return {
+        "algorithm": one.algorithm,
+        "figure": one.figure,
+        "before": _with_error(one.before, errors and errors[0]),
+        "after": _with_error(one.after, errors and errors[1]),
+        "change in standard errors": "" if change is None else f"{change:+.1f}",
+        "moved the right way": str(one.better).lower(),
+        "steps": one.steps,
+        "s a step": one.seconds_of_a_step,
+        "seconds": round(one.seconds),
+    }
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.4g}" if error is None else f"{value:.3f} ± {error:.3f}"
+
+
+def markdown_of(rows: Sequence[dict[str, object]]) -> str:
+    """The table as docs/results has it."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def main() -> None:
-    """Train, compare, and print a table."""
+    """Train, compare, and print a table; exit 1 where a run failed or a figure moved the wrong way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algorithms", nargs="+", default=[], help="only these")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="of those that sample (default 40)")
     options = parser.parse_args()
     os.chdir(ROOT)
     if not START.exists():
         cli = [sys.executable, "-m", "nemorl.cli"]
         subprocess.run([*cli, "models", "create", "arithmetic", "models/arithmetic"], check=True)
         subprocess.run([*cli, "train", "configs/quickstart/sft.yaml"], check=True)
-    files = list(experiments(options.algorithms))
-    progress, found = Console(stderr=True), []
-    for file in files:
+    files = experiments(options.algorithms)
+    for file in files.values():
         load_experiment(file)  # what cannot run is told before the first one has run
-    for number, file in enumerate(files, 1):
-        found.append(run(file, options.steps))
-        progress.print(f"{number} of {len(files)}: {found[-1]}")
-    rows = [
-        {
-            "algorithm": one.algorithm,
-            "figure": one.figure.removeprefix("validation/"),
-            "before": one.before,
-            "after": one.after,
-            "moved": "right" if one.better else "WRONG",
-            "s a step": one.seconds_of_a_step,
-        }
-        for one in found
-    ]
-    title = f"{options.steps} steps on sums of two digits"
-    publish("algorithms", {"learnt": [asdict(one) for one in found]}, table_of(title, rows))
+    found, failed = _run_all(files, options.steps)
+    rows = [row_of(one) for one in found]
+    if rows:
+        path = publish(
+            "algorithms",
+            {"command": "make bench-algorithms", "learnt": [asdict(one) for one in found], "failed": failed},
+            table_of(f"{options.steps} steps on sums of two digits", rows),
+        )
+        path.with_suffix(".md").write_text(markdown_of(rows), encoding="utf-8")
+    wrong = sorted({one.algorithm for one in found if not one.better})
+    if failed or wrong:
+        raise SystemExit(
+            f"failed: {', '.join(failed) or 'none'}; moved the wrong way: {', '.join(wrong) or 'none'}"
+        )
+
+
+def _run_all(files: Mapping[str, Path], steps: int) -> tuple[list[Learnt], list[str]]:
+    """What was learnt, and the names of the runs that failed, which do not keep others from theirs."""
+    progress = Console(stderr=True)
+    found: list[Learnt] = []
+    failed: list[str] = []
+    for number, (name, file) in enumerate(files.items(), 1):
+        try:
+            learnt = run(name, file, steps)
+        except RuntimeError as error:
+            failed.append(name)
+            progress.print(f"{number} of {len(files)}: {error}", markup=False)
+            continue
+        found += learnt
+        for one in learnt:
+            progress.print(f"{number} of {len(files)}: {one}", markup=False)
+    return found, failed
 
 
 if __name__ == "__main__":

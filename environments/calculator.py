@@ -68,8 +68,7 @@ class CalculatorFactory:
 
     def __init__(self, config: CalculatorEnvConfig) -> None:
         self._pays_calls = config.call_weight != 0
-        of_calls = {CALL_REWARD: config.call_weight} if self._pays_calls else {}
-        self.reward_weights = {REWARD: config.weight, **of_calls}
+        self.reward_weights = config.reward_weights
         self._max_turns = config.max_turns
 
     def create(self) -> CalculatorEnvironment:

@@ -36,7 +36,7 @@ class MathFactory:
     """Makes `MathEnvironment`s that share one scoring process."""
 
     def __init__(self, config: MathEnvConfig) -> None:
-        self.reward_weights = {"math": config.weight}
+        self.reward_weights = config.reward_weights
         self._scoring = ScoringProcess("math_verify", SECONDS)
 
     def create(self) -> MathEnvironment:

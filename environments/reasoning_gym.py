@@ -52,7 +52,7 @@ class ReasoningGymFactory:
     """Makes `ReasoningGymEnvironment`s that share one scoring process."""
 
     def __init__(self, config: ReasoningGymEnvConfig) -> None:
-        self.reward_weights = {"reasoning_gym": config.weight}
+        self.reward_weights = config.reward_weights
         self._answer_tag = config.answer_tag
         self._scoring = ScoringProcess("reasoning_gym", SECONDS)
 

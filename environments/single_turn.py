@@ -23,7 +23,7 @@ class SingleTurnFactory:
     """Makes `SingleTurnEnvironment`s."""
 
     def __init__(self, config: SingleTurnEnvConfig) -> None:
-        self.reward_weights: dict[str, float] = {}
+        self.reward_weights = config.reward_weights
 
     def create(self) -> SingleTurnEnvironment:
         """An environment for one trajectory."""

@@ -5,8 +5,8 @@
     norm(x) = (x - mean) / (std + epsilon) over the group; the outcome is all else that was paid
 
 So a useful call of a tool is not blamed for a wrong answer, nor a useless one praised for a right one. It
-wants an environment that pays turns, such as `calculator` with `call_weight`. With `advantage.discount` a
-turn also earns what later turns are paid.
+wants an environment that pays turns, such as `calculator` with `call_weight`, or `chained_sums`. With
+`advantage.discount` a turn also earns what later turns are paid.
 """
 
 from nemorl.config.algorithm.presets import Preset

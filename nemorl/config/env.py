@@ -12,6 +12,11 @@ class SingleTurnEnvConfig(Config):
 
     name: Literal["single_turn"] = "single_turn"
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that it pays itself, by name: none."""
+        return {}
+
 
 class MathEnvConfig(Config):
     """One answer, compared with the task's by the math-verify library."""
@@ -19,6 +24,11 @@ class MathEnvConfig(Config):
     name: Literal["math"]
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that it pays itself, by name."""
+        return {self.name: self.weight}
 
 
 class ReasoningGymEnvConfig(Config):
@@ -29,6 +39,11 @@ class ReasoningGymEnvConfig(Config):
     """Score what stands in `<answer>...</answer>`, an empty answer if missing; null scores the whole text."""
     weight: float = 1.0
     """Weight of the reward `reasoning_gym` in the sum."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that it pays itself, by name."""
+        return {self.name: self.weight}
 
 
 class CalculatorEnvConfig(Config):
@@ -42,9 +57,32 @@ class CalculatorEnvConfig(Config):
     call_weight: float = 0.0
     """Weight of the reward `calculator_call`, which pays each turn whose call the calculator can work out."""
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that it pays itself, by name."""
+        of_calls = {"calculator_call": self.call_weight} if self.call_weight else {}
+        return {self.name: self.weight, **of_calls}
+
+
+class ChainedSumsEnvConfig(Config):
+    """Several turns that a tiny model can do: sums of which each goes on from the answer before it."""
+
+    name: Literal["chained_sums"]
+    num_sums: int = Field(2, ge=2)
+    """Turns of the policy, a sum each."""
+    weight: float = 1.0
+    """Weight of the reward `chained_sums`, which pays the last sum."""
+    turn_weight: float = Field(1.0, gt=0)
+    """Weight of the reward `chained_sums_turn`, which pays each sum before the last one."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Of the rewards that it pays itself, by name."""
+        return {self.name: self.weight, "chained_sums_turn": self.turn_weight}
+
 
 EnvConfig = Annotated[
-    SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig | CalculatorEnvConfig,
+    SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig | CalculatorEnvConfig | ChainedSumsEnvConfig,
     Field(discriminator="name"),
     default_variant(SingleTurnEnvConfig),
 ]

@@ -12,6 +12,7 @@ FACTORIES = {
     "math": "nemorl.environments.math_answers:MathFactory",
     "reasoning_gym": "nemorl.environments.reasoning_gym:ReasoningGymFactory",
     "calculator": "nemorl.environments.calculator:CalculatorFactory",
+    "chained_sums": "nemorl.environments.chained_sums:ChainedSumsFactory",
 }
 
 

@@ -88,6 +88,17 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "turn",
         "give env.call_weight",
     ),
+    "a chain of sums from what is none": (
+        [
+            "data.train={name: reasoning_gym, task: chain_sum}",
+            "env={name: chained_sums}",
+            "rewards=[]",
+            "algorithm.name=mt_grpo",
+        ],
+        "data.train.name",
+        "reasoning_gym",
+        "the environment `chained_sums` goes on from `arithmetic` datasets only",
+    ),
     "a function that is no path": (
         ["algorithm.advantage={name: custom, function: centred}"],
         "algorithm.advantage.function",
@@ -160,6 +171,7 @@ RIGHT: dict[str, list[str]] = {
     "several rewards": ["algorithm.name=gdpo", TWO_REWARDS],
     "a group of one against a greedy sample": ["algorithm.name=remax", ALONE],
     "turns that are paid": [*AGENT, "env.call_weight=0.1", "algorithm.name=mt_grpo"],
+    "sums that are paid": ["env={name: chained_sums}", "rewards=[]", "algorithm.name=gdpo"],
     "a share of groups by one reward": ["algorithm.filters={keep_most_varied: 0.5, reward: exact_match}"],
     "tasks neither too hard nor too easy": [
         "algorithm.filters={min_mean_reward: 0.1, max_mean_reward: 0.9, refill: {at_cap: stop}}"

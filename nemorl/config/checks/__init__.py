@@ -79,6 +79,7 @@ CHECKS: tuple[Check, ...] = (
     data.answers_to_learn,
     data.answers_to_compare,
     data.reasoning_gym_belongs_together,
+    data.chained_sums_begin_with_one,
     data.validation_shares_no_task,
     rewards.something_is_rewarded,
     rewards.reward_names_differ,

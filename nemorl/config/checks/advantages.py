@@ -23,7 +23,7 @@ from nemorl.config.env import (
 from nemorl.config.rewards import RewardConfig
 from nemorl.errors import Violation
 
-from .figures import pays_calls, reward_names
+from .figures import reward_names
 
 _WITHIN_A_GROUP = (
     GroupAdvantageConfig,
@@ -97,7 +97,7 @@ def turns_to_compare(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Vio
     """Advantages of turns are for conversations with several."""
     if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
         return
-    if isinstance(env, CalculatorEnvConfig) and not pays_calls(env):
+    if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
         mend = "no turn before the last one is paid for: give env.call_weight, or take the advantage `group`"
         yield Violation("algorithm.advantage.name", "turn", mend)
     if isinstance(env, _ONE_TURN):

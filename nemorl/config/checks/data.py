@@ -9,7 +9,13 @@ from nemorl.config.data import (
     JsonlDataset,
     ReasoningGymDataset,
 )
-from nemorl.config.env import CalculatorEnvConfig, EnvConfig, MathEnvConfig, ReasoningGymEnvConfig
+from nemorl.config.env import (
+    CalculatorEnvConfig,
+    ChainedSumsEnvConfig,
+    EnvConfig,
+    MathEnvConfig,
+    ReasoningGymEnvConfig,
+)
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 
@@ -82,6 +88,18 @@ def reasoning_gym_belongs_together(
     for path, dataset in acted_on(data, algorithm):
         if not isinstance(dataset, ReasoningGymDataset):
             mend = "the environment `reasoning_gym` scores tasks of `reasoning_gym` datasets only: change one"
+            yield Violation(f"{path}.name", dataset.name, mend)
+
+
+def chained_sums_begin_with_one(
+    env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """Its first sum is the task's."""
+    if not isinstance(env, ChainedSumsEnvConfig):
+        return
+    for path, dataset in acted_on(data, algorithm):
+        if not isinstance(dataset, ArithmeticDataset):
+            mend = "the environment `chained_sums` goes on from `arithmetic` datasets only: change one"
             yield Violation(f"{path}.name", dataset.name, mend)
 
 

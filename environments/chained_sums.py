@@ -1,0 +1,72 @@
+"""Several turns that a tiny model can do: each sum goes on from the answer to the one before.
+
+    task     12+34=
+    policy   046
+    env      46+12=
+    policy   058
+
+The next sum adds one of the task's two numbers, by turns, to the last digits of what was answered, right or
+wrong, so that each turn can be paid by itself. The reward `chained_sums` is 1 or 0 for the last sum,
+`chained_sums_turn` for each before it. An answer with more or fewer digits than a sum has ends it all.
+"""
+
+import re
+
+from nemorl.config.env import ChainedSumsEnvConfig
+from nemorl.rollout.types import Action, Message, Step, Task
+
+REWARD = "chained_sums"
+TURN_REWARD = "chained_sums_turn"
+_SUM = re.compile(r"(\d+)\+(\d+)=")
+
+
+class ChainedSumsEnvironment:
+    """One chain of sums."""
+
+    def __init__(self, num_sums: int) -> None:
+        self._num_sums = num_sums
+        self._asked = 0  # sums so far
+        self._numbers = ("", "")  # of the task
+        self._sum = ("", "")  # that is to be answered
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """The task's own opening. Raises ValueError for a task that is no sum."""
+        found = _SUM.fullmatch(str(task.columns.get("prompt")))
+        if found is None:
+            raise ValueError(
+                f"task {task.index} is no sum such as 12+34=: set `data` to an arithmetic dataset"
+            )
+        self._numbers = self._sum = (found[1], found[2])
+        self._asked = 1
+        return task.messages
+
+    async def step(self, action: Action) -> Step:
+        """Compare, and ask for the next sum."""
+        left, right = self._sum
+        digits = len(left)
+        paid = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
+        if self._asked == self._num_sums:
+            return Step(rewards={REWARD: paid})
+        if not re.fullmatch(rf"[0-9]{{{digits + 1}}}", action.text):
+            return Step(rewards={TURN_REWARD: 0.0, REWARD: 0.0})
+        self._sum = (action.text[-digits:], self._numbers[(self._asked - 1) % 2])
+        self._asked += 1
+        return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: paid}, done=False)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class ChainedSumsFactory:
+    """Makes `ChainedSumsEnvironment`s."""
+
+    def __init__(self, config: ChainedSumsEnvConfig) -> None:
+        self.reward_weights = config.reward_weights
+        self._num_sums = config.num_sums
+
+    def create(self) -> ChainedSumsEnvironment:
+        """An environment for one trajectory."""
+        return ChainedSumsEnvironment(self._num_sums)
+
+    async def close(self) -> None:
+        """Nothing is shared."""
