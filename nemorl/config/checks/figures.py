@@ -1,7 +1,6 @@
 """The figures that a run writes into metrics.jsonl, by name."""
 
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from nemorl.config.algorithm import (
     AdaptiveEntropyConfig,
@@ -16,7 +15,7 @@ from nemorl.config.algorithm import (
 from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.algorithm.picked import PickedBase
 from nemorl.config.data import DataConfig
-from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
+from nemorl.config.env import EnvConfig
 from nemorl.config.rewards import FunctionRewardConfig, RewardConfig
 
 from .offline_figures import offline_figures, picked_figures
@@ -139,23 +138,12 @@ def _filters(filters: FiltersConfig) -> Iterator[str]:
 
 def reward_weights(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
     """The factor of each reward in the sum, by its name."""
-    weights = [] if isinstance(env, SingleTurnEnvConfig) else [env.weight]
-    if pays_calls(env):
-        weights.append(env.call_weight)
-    return dict(zip(reward_names(env, rewards), [*weights, *(r.weight for r in rewards)], strict=True))
-
-
-def pays_calls(env: EnvConfig) -> TypeGuard[CalculatorEnvConfig]:
-    """Whether turns before the last one are paid."""
-    return isinstance(env, CalculatorEnvConfig) and env.call_weight != 0
+    return env.reward_weights | {reward.metric: reward.weight for reward in rewards}
 
 
 def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[str]:
-    """What each reward is called in figures: an environment by its name, others by their own."""
-    if not isinstance(env, SingleTurnEnvConfig):
-        yield env.name
-    if pays_calls(env):
-        yield "calculator_call"
+    """What each reward is called in figures."""
+    yield from env.reward_weights
     yield from (reward.metric for reward in rewards)
 
 
