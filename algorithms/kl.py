@@ -50,21 +50,24 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", 
 def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Tensor | None = None) -> Tensor:
     """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
 
-    `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none).
+    `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped
+    token has no gradient, with `straight_through` too: otherwise the clamp would change nothing but a figure
+    there, which is what it does in verl's `k3+`, whose gradient is had by no `max_value`.
 
     With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
     taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
     of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
     (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`). The gradient of k2, and of
-    `straight_through`, is right by itself and the ratio weighs it as a constant.
+    `straight_through`, is right by itself and the ratio weighs it as a constant. Of a clamped k1 or k3 what
+    is left is the ratio's own gradient, `max_value` times it.
     """
     estimate = kl_divergence(logprobs, reference, config.estimator)
-    if config.max_value is not None:
-        estimate = estimate.clamp(-config.max_value, config.max_value)
     right_by_itself = config.estimator == "k2" or config.straight_through
     if config.straight_through:
         pull = kl_divergence(logprobs, reference, "k2")
         estimate = estimate.detach() + (pull - pull.detach())
+    if config.max_value is not None:
+        estimate = estimate.clamp(-config.max_value, config.max_value)
     if not config.importance_weighted:
         return estimate
     assert ratio is not None, "a divergence that is weighed by the ratio wants one"

@@ -58,6 +58,21 @@ def test_estimates_are_clamped_where_asked() -> None:
     assert [g == 0 for g in gradient.tolist()] == [e == 0.5 or e == 0 for e in expected]
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_clamped_tokens_have_no_gradient_of_k2_either(estimator: Any, weighted: bool) -> None:
+    """`max_value` with `straight_through`: where the estimate is clamped the token teaches nothing."""
+    policy = torch.tensor(POLICY, requires_grad=True)
+    chosen = config(estimator=estimator, straight_through=True, max_value=0.45, importance_weighted=weighted)
+    ratio = torch.full_like(policy, 2.0) if weighted else None
+    penalty = kl_penalty(policy, torch.tensor(REFERENCE), chosen, ratio)
+    (gradient,) = torch.autograd.grad(penalty.sum(), policy)
+    for p, q, value, slope in zip(POLICY, REFERENCE, penalty.tolist(), gradient.tolist(), strict=True):
+        estimate, factor = by_formula(estimator, p, q), 2.0 if weighted else 1.0
+        assert value == pytest.approx(factor * min(max(estimate, -0.45), 0.45), rel=1e-5, abs=1e-6)
+        assert slope == pytest.approx(0.0 if abs(estimate) > 0.45 else factor * (p - q), abs=1e-6)
+
+
 # In expectation, over a vocabulary of four, as a function of the policy's logits
 
 LOGITS = torch.tensor([0.3, -0.8, 1.1, 0.2], dtype=torch.float64)

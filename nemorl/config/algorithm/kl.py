@@ -21,4 +21,5 @@ class KLConfig(Config):
     importance_weighted: bool = False
     """In the loss: weigh by the ratio to the policy that sampled, so that stale samples do not bias it."""
     max_value: float | None = Field(None, gt=0)
-    """Clamp each token's estimate to ± this, without gradient beyond; verl and OpenRLHF: 10."""
+    """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
+    verl and OpenRLHF: 10."""
