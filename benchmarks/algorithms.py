@@ -135,15 +135,18 @@ def _learnt(name: str, experiment: Experiment, lines: Sequence[StepMetrics]) -> 
             raise RuntimeError(f"{name} has not written {figure} twice")
         before, after = seen[0][figure], seen[-1][figure]
         falls = figure.endswith(FALLING)
-        errors = tuple(
-            _standard_error(values, figure, _held_out(experiment)) for values in (seen[0], seen[-1])
+        tasks = _held_out(experiment)
+        errors = (
+            None
+            if falls
+            else (_standard_error(seen[0], figure, tasks), _standard_error(seen[-1], figure, tasks))
         )
         yield Learnt(
             algorithm=name,
             figure=figure.removeprefix("validation/"),
             before=before,
             after=after,
-            standard_errors=None if falls else errors,
+            standard_errors=errors,
             better=after < before if falls else after > before,
             steps=lines[-1].step,
             seconds_of_a_step=median(times),
