@@ -116,6 +116,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "sum",
         "mean",
     ),
+    "odds beside nothing": (
+        ["algorithm.loss={name: odds_ratio}"],
+        "algorithm.sft_coefficient",
+        0.0,
+        "give it a cross entropy beside it, as ORPO's 1",
+    ),
+    "answers that all count nothing": (
+        ["algorithm.name=kto", "algorithm.desirable_weight=0", "algorithm.undesirable_weight=0"],
+        "algorithm.desirable_weight",
+        0.0,
+        "algorithm.undesirable_weight is 0 too, so no answer counts",
+    ),
     "the same pairs to measure on": (
         [f"data.{part}={{name: preference, path: pairs.jsonl}}" for part in ("train", "validation")],
         "data.validation.path",
@@ -146,6 +158,8 @@ RIGHT: dict[str, list[str]] = {
     "pairs": [],
     "sums for single answers": ["algorithm.name=kto"],
     "pairs for single answers": ["algorithm.name=kto", "data.train={name: preference, path: pairs.jsonl}"],
+    "single answers of one kind": ["algorithm.name=kto", "algorithm.undesirable_weight=0"],
+    "odds beside a cross entropy": ["algorithm.name=orpo", "algorithm.sft_coefficient=0.5"],
     "scores": SCORES,
     "scores of steps": [*SCORES, "algorithm.loss={name: process}"],
     "margins": [

@@ -67,6 +67,7 @@ CHECKS: tuple[Check, ...] = (
     offline.head_suits_algorithm,
     offline.micro_batch_holds_pair,
     offline.preference_settings_are_used,
+    offline.preferences_teach,
     offline.validation_settings_are_used,
     sampling.training_explores,
     sampling.training_is_unfiltered,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import (
     AlgorithmConfig,
     DistillationConfig,
+    IterativePreferenceConfig,
     KtoConfig,
     OfflineBase,
     PreferenceConfig,
@@ -13,7 +14,7 @@ from nemorl.config.algorithm import (
     SftConfig,
     ValidationConfig,
 )
-from nemorl.config.algorithm.pair_loss import LogisticLossConfig
+from nemorl.config.algorithm.pair_loss import LogisticLossConfig, OddsRatioLossConfig
 from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig
 from nemorl.config.data import DataConfig, PreferenceDataset
 from nemorl.config.policy import PolicyConfig
@@ -89,6 +90,23 @@ def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -
         elif key is not None and not scale:
             mend = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
             yield Violation(f"{path}.margin_key", key, mend)
+
+
+def preferences_teach(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Odds ratios hold nothing by themselves; of judged answers some have to count."""
+    if isinstance(algorithm, PreferenceConfig | IterativePreferenceConfig):
+        if isinstance(algorithm.loss, OddsRatioLossConfig) and algorithm.sft_coefficient == 0:
+            mend = (
+                "the odds ratio has no reference, and compares two answers that may both become unlikely: "
+                "give it a cross entropy beside it, as ORPO's 1, or take another loss"
+            )
+            yield Violation("algorithm.sft_coefficient", 0.0, mend)
+    elif isinstance(algorithm, KtoConfig) and algorithm.desirable_weight == algorithm.undesirable_weight == 0:
+        mend = (
+            "algorithm.undesirable_weight is 0 too, so no answer counts: give at least one of them a weight, "
+            "as the default 1"
+        )
+        yield Violation("algorithm.desirable_weight", 0.0, mend)
 
 
 def _live_reference_is_asked(algorithm: PreferenceConfig) -> Iterator[Violation]:
