@@ -66,28 +66,39 @@ class Finding:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The command takes none."""
+    """What a health check wants, and no more."""
+    parser.add_argument("--brief", action="store_true", help="say only what is missing")
+    parser.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="fail where torch can use fewer than N GPUs"
+    )
 
 
 def run(arguments: Namespace) -> int:
-    """0 when the main job can run here."""
+    """0 when the main job can run here, and on as many GPUs as were asked for."""
     machine = read_machine()
     findings = [
         _python(),
         *map(_package, PACKAGES),
         _vllm(),
         *_hardware(machine),
+        *_cuda(len(machine.gpus), arguments.gpus),
         *_kernels("cuda" if machine.gpus else "cpu"),
         _gloo(),
     ]
+    if not arguments.brief:
+        _print(findings)
+    missing = [finding for finding in findings if finding.state is State.MISSING]
+    named = (f"{finding.what} ({finding.found})" if arguments.brief else finding.what for finding in missing)
+    say(f"not ready: {', '.join(named)}" if missing else "ready to train on this machine")
+    return ExitCode.FAILED if missing else ExitCode.WELL
+
+
+def _print(findings: list[Finding]) -> None:
     rows = table("", ["what", "state", "found", "for"])
     for finding in findings:
         cells = (finding.what, finding.state.value, finding.found, finding.use)
         rows.add_row(*map(Text, cells))
     output().print(rows, soft_wrap=False)
-    missing = [finding.what for finding in findings if finding.state is State.MISSING]
-    say(f"not ready: {', '.join(missing)}" if missing else "ready to train on this machine")
-    return ExitCode.FAILED if missing else ExitCode.WELL
 
 
 _OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
@@ -131,6 +142,24 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
     names = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)" for gpu in machine.gpus)
     state = State.GOOD if names else State.OPTIONAL
     yield Finding("NVIDIA GPUs", state, names or "none", "speed; everything runs without")
+
+
+def _cuda(listed: int, wanted: int) -> Iterator[Finding]:
+    """Whether torch can use the GPUs: a driver may list some, and be too old for the CUDA of this torch."""
+    if not listed and not wanted:
+        return
+    use = "policy and engines on GPUs"
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("CUDA", State.MISSING, f"torch cannot be imported: {error}", use)
+        return
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA"
+    found = f"{built} can use {usable} of {max(listed, wanted)} GPUs"
+    needed = wanted or (1 if torch.version.cuda else 0)
+    state = State.MISSING if usable < needed else State.GOOD if usable else State.OPTIONAL
+    yield Finding("CUDA", state, found, use)
 
 
 def _space(what: str, there: int, wanted: int, otherwise: State, use: str) -> Finding:
