@@ -119,7 +119,10 @@ def write_configuration(folder: Path, *, cpus: int, gpus: int) -> Daemons:
             ),
         )
     )
-    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu Count={gpus}\n" if gpus else "")
+    devices = [folder / f"gpu{index}" for index in range(gpus)]  # slurmd wants that the files are there
+    for device in devices:
+        device.touch()
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
     munge = [
         *(_path("munged"), "--foreground", "--force", f"--socket={folder}/munge.socket"),
         *(f"--key-file={key}", f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/munged.seed"),

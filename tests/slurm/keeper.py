@@ -141,7 +141,7 @@ class Keeper:
         ended = [name for name, process in self.running.items() if process.poll() is not None]
         words = [f"{what} within {READY_SECONDS:.0f} s"]
         for name in ended or list(self.running):
-            words += [last_words(log) for log in sorted((self.daemons.folder / "log").glob(f"{name}*"))]
+            words.append(last_words(self.daemons.folder / "log" / f"{name}.out"))
         return "; ".join(words)
 
 
