@@ -139,10 +139,8 @@ class Keeper:
 
     def _failed(self, what: str) -> str:
         ended = [name for name, process in self.running.items() if process.poll() is not None]
-        words = [f"{what} within {READY_SECONDS:.0f} s"]
-        for name in ended or list(self.running):
-            words.append(last_words(self.daemons.folder / "log" / f"{name}.out"))
-        return "; ".join(words)
+        logs = [self.daemons.folder / "log" / f"{name}.out" for name in ended or self.running]
+        return "; ".join([f"{what} within {READY_SECONDS:.0f} s", *map(last_words, logs)])
 
 
 def last_words(log: Path) -> str:
