@@ -5,6 +5,7 @@ import faulthandler
 import importlib
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import ray
 
-from .errors import ClusterError, WorkerFailed
+from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
 from .references import references_in, with_values
 
@@ -31,6 +32,7 @@ class Identity:
     group: str
     rank: int
     log: Path
+    folder: Path  # the driver's working directory, to which paths of an experiment are relative
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,17 @@ class _Host:
         self.identity = identity
         self.running: list[_Running] = []
         self.target: Any = None
+        self._unshared = [folder for folder in (identity.folder, identity.log.parent) if not folder.is_dir()]
         send_output_to(identity.log, identity.group, identity.rank)
 
     def _make_target(self, path: str, kwargs: dict[str, Any]) -> None:
+        if self._unshared:
+            raise NotShared(
+                f"{self.identity.group} rank {self.identity.rank} runs on {os.uname().nodename}, where there "
+                f"is no {' and no '.join(map(str, self._unshared))}: the working directory and run_dir have "
+                "to be on a file system that all nodes share"
+            )
+        os.chdir(self.identity.folder)
         module, _, name = path.partition(":")
         self.target = getattr(importlib.import_module(module), name)(**kwargs)
 

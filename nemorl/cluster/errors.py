@@ -17,6 +17,10 @@ class PlacementFailed(ClusterError):
     """The cluster cannot hold the workers that were asked for."""
 
 
+class NotShared(ClusterError):
+    """A node does not see a folder of the driver's."""
+
+
 class WorkerFailed(ClusterError):
     """A method of a worker raised. The traceback is in the worker's log."""
 

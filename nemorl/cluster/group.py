@@ -11,6 +11,7 @@ import ray
 from .actor import Invocation
 from .errors import ClusterError, GroupEnded, WorkerDied
 from .launch import NOTHING, Launch, host_kind, thread_environment
+from .logs import log_path
 from .mesh import Mesh
 from .placement import Placement
 from .waiting import answers
@@ -77,6 +78,7 @@ class WorkerGroup:
         host = host_kind(concurrent=concurrent, serving=serving)
         variables = {**thread_environment(threads), **placement.environment, **environment}
         launch = Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
+        log_path(launch.run_dir, name, 0).parent.mkdir(parents=True, exist_ok=True)
         group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
         invocation = Invocation("__init__", f"start {name}", deadline_seconds)
         await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)

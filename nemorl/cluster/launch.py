@@ -34,7 +34,8 @@ class Launch:
             max_restarts=0,
             **self.placement.options(self.name, rank),
         )
-        return Worker(self.name, rank, log, actor.remote(Identity(self.name, rank, log)))
+        identity = Identity(self.name, rank, log, Path.cwd())
+        return Worker(self.name, rank, log, actor.remote(identity))
 
     def make(self, worker: Worker, invocation: Invocation) -> Any:
         """Have a process make its target; a reference to the answer."""

@@ -17,8 +17,11 @@ from ray._private import ray_constants
 from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
-from .placement import Placement, WorkerRequest, available_cores, reserve, wanted_bundles
+from .nodes import wait_for_nodes
+from .placement import Placement, wanted_bundles
 from .ray_start import start_apart
+from .requests import WorkerRequest
+from .reserving import available_cores, reserve
 from .temporary import FOLDERS, hold, remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -79,10 +82,15 @@ class ClusterRuntime:
             self._lock.close()
 
     async def reserve(self) -> Placement:
-        """Places for all workers of the run. Raises `PlacementFailed`."""
+        """Places for all workers of the run, once `cluster.num_nodes` machines are there.
+
+        Raises `ClusterUnavailable` and `PlacementFailed`.
+        """
+        if not self.local:
+            await wait_for_nodes(self.config.num_nodes, self.config.deadlines.start)
         return await reserve(
             self.requests,
-            strategy=self.config.placement,
+            strategy=self.config.strategy,
             deadline_seconds=self.config.deadlines.start,
             can_grow=not self.local,
             # Collectives of the workers listen on the loopback interface too.

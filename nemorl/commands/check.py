@@ -33,7 +33,7 @@ def run(arguments: Namespace) -> int:
     refused = 0
     for path in paths:
         try:
-            ready = prepare(path, overrides, machine)
+            ready = prepare(path, overrides, machine, starts=False)
         except ConfigError as error:
             if error.source == COMMAND_LINE:  # which is the same for every file
                 raise

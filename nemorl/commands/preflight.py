@@ -17,6 +17,7 @@ from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.addresses import address_violations
 from nemorl.plan.fit import Plan, plan_run
 from nemorl.plan.machine import Machine
+from nemorl.plan.nodes import node_violations
 from nemorl.plan.room import is_this_machine
 
 
@@ -38,10 +39,11 @@ def prepare(
     serving: bool = False,
     new_run: bool = False,
     resumes: bool = False,
+    starts: bool = True,
 ) -> Ready:
     """Load and check an experiment; `new_run` wants its run folder to be free, `resumes` the algorithm of the
     run in it, `measuring` without training wants tasks to measure on, `serving` an address to listen on, also
-    where the experiment names none.
+    where the experiment names none, `starts` what a run over several nodes joins.
 
     Raises `ConfigError` with everything that is wrong.
     """
@@ -53,6 +55,8 @@ def prepare(
         yield from reward_violations(experiment)
         yield from own_part_violations(experiment)
         yield from _run_folder(experiment, new_run)
+        if starts:
+            yield from node_violations(experiment.cluster)
         if resumes:
             yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):

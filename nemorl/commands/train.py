@@ -27,7 +27,12 @@ def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     new_run = not arguments.resume and not arguments.dry_run
     ready = prepare(
-        arguments.config, arguments.overrides, read_machine(), new_run=new_run, resumes=arguments.resume
+        arguments.config,
+        arguments.overrides,
+        read_machine(),
+        new_run=new_run,
+        resumes=arguments.resume,
+        starts=not arguments.dry_run,
     )
     if arguments.dry_run:
         show(ready)

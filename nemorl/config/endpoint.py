@@ -28,7 +28,12 @@ class EndpointConfig(Config):
     @property
     def on_this_machine_only(self) -> bool:
         """Whether no other machine reaches the address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is the machine's own on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -32,11 +32,15 @@ class DeadlineConfig(Config):
 
 class ClusterConfig(Config):
     num_nodes: int = Field(1, ge=1)
-    """Machines."""
+    """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
     gpus_per_node: int = Field(0, ge=0)
     """GPUs of each machine; 0 runs everything on the CPU."""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "STRICT_PACK"
-    """Ray's strategy for placing the workers over the machines."""
+    placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "auto"
+    """Ray's strategy for placing workers over machines; `auto`: STRICT_PACK on one, PACK on several."""
+    labels: dict[str, dict[str, str]] = Field({})
+    """Labels of Ray's nodes, by group of workers (`policy`, `rollout`, …), that those for it must have."""
+    topology: dict[str, str] = Field({})
+    """By group of workers, a label of which all its nodes must have one value, such as ray.io/gpu-domain."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run turn loops, environments and rewards."""
     policy_threads: int | None = Field(None, ge=1)
@@ -45,6 +49,13 @@ class ClusterConfig(Config):
     """Shared memory that a local Ray sets aside for objects."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
+
+    @property
+    def strategy(self) -> str:
+        """The one of Ray's that `placement` stands for."""
+        if self.placement != "auto":
+            return self.placement
+        return "STRICT_PACK" if self.num_nodes == 1 else "PACK"
 
 
 class LoggerConfig(Config):

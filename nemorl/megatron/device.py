@@ -64,10 +64,10 @@ def communication_backend(kind: DeviceKind) -> str:
     return "gloo" if kind == "cpu" else "nccl"
 
 
-def use_loopback(kind: DeviceKind) -> None:
-    """Keep gloo's listeners off the network; for process groups that live on one machine."""
+def use_interface(kind: DeviceKind, name: str) -> None:
+    """Let gloo listen on one network interface, if nobody has named another."""
     if kind == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import logging
 import random
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from nemorl.config.policy import LayoutConfig
 
 from .context import ContextShare
-from .device import DeviceKind, communication_backend, use_loopback
+from .device import DeviceKind, communication_backend, use_interface
+from .meeting import LOOPBACK_INTERFACE, interface_towards, store_at
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,9 @@ def join(
 ) -> None:
     """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
 
-    `rendezvous` is a torch.distributed init method such as `file:///dev/shm/run/policy` or
-    `tcp://127.0.0.1:29500`. A collective that takes longer than `deadline_seconds` fails on every rank.
+    `rendezvous` is a file for processes of one machine, such as `file:///dev/shm/run/policy`, or a store
+    that some process serves, such as `tcp://10.0.0.1:29500/policy`; its path keeps groups apart. A collective
+    that takes longer than `deadline_seconds` fails on every rank.
     """
     if world_size != layout.world_size:
         raise ValueError(
@@ -42,12 +45,16 @@ def join(
             f"{layout.context_parallel_size} CP x {layout.data_parallel_size} DP) "
             f"but {world_size} were started"
         )
-    if rendezvous.startswith(("file:", "tcp://127.", "tcp://localhost")):
-        use_loopback(device)
     timeout = timedelta(seconds=deadline_seconds)
+    where: dict[str, Any] = {"init_method": rendezvous}
+    interface: str | None = LOOPBACK_INTERFACE
+    if rendezvous.startswith("tcp:"):
+        where, interface = {"store": store_at(rendezvous, timeout)}, interface_towards(rendezvous)
+    if interface is not None:
+        use_interface(device, interface)
     dist.init_process_group(
         communication_backend(device),
-        init_method=rendezvous,
+        **where,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

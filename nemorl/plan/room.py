@@ -23,7 +23,8 @@ _MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
 
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
     """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none."""
-    return "RAY_ADDRESS" not in os.environ and bool(machine.gpus or not experiment.cluster.gpus_per_node)
+    elsewhere = "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
+    return not elsewhere and bool(machine.gpus or not experiment.cluster.gpus_per_node)
 
 
 def memory_violations(

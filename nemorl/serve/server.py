@@ -61,12 +61,16 @@ def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextMan
 
 
 @asynccontextmanager
-async def answering(config: EndpointConfig, app_of: AppOf) -> AsyncIterator[Listening]:
+async def answering(
+    config: EndpointConfig, app_of: AppOf, inside: str | None = None
+) -> AsyncIterator[Listening]:
     """Answer requests while the block runs, by the application of a key.
 
+    `inside` is an address to listen at instead, for askers of our own, who are told the key that is made.
     Raises RunError when the address cannot be had.
     """
-    given = api_key_of(config)
+    given = api_key_of(config) if inside is None else None
+    listens = inside or config.host
     key = given or secrets.token_urlsafe(32)
     # Who goes away cancels what was asked, so that no engine samples for nobody.
     runner = web.AppRunner(
@@ -75,11 +79,11 @@ async def answering(config: EndpointConfig, app_of: AppOf) -> AsyncIterator[List
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
+            await web.TCPSite(runner, listens, config.port).start()
         except OSError as error:
             reason = error.strerror or error
             raise RunError(
-                f"generation.endpoint: cannot listen on {config.host}:{config.port}: {reason}"
+                f"generation.endpoint: cannot listen on {listens}:{config.port}: {reason}"
             ) from error
         host, port = runner.addresses[0][:2]
         shown = f"[{host}]" if ":" in host else host

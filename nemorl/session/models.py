@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.mesh import Mesh
-from nemorl.cluster.placement import threads_per_worker
+from nemorl.cluster.placement import Placement
 from nemorl.config.experiment import Experiment
 from nemorl.config.models import ModelSpec, models_of
 
@@ -23,27 +22,31 @@ class ModelStarter:
     """Starts the groups of an experiment's models."""
 
     experiment: Experiment
+    placement: Placement
     device: Literal["cpu", "cuda"]
     start_group: StartGroup  # (name, target, kwargs of each rank, **options of `WorkerGroup.start_async`)
 
-    async def start(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
-        """The groups by name, at once; without training the policy alone. Its ranks meet in the folder."""
-        learners = [model for model in models_of(self.experiment) if not model.scores]
-        models = learners if training else learners[:1]
-        own = sum(model.config.layout.world_size for model in models if not model.on_policy_devices)
-        cluster = self.experiment.cluster
-        threads = threads_per_worker(cluster.policy_threads, own, cluster.num_nodes)
-        groups = await asyncio.gather(*(self.start_model(model, rendezvous, threads) for model in models))
+    async def start(self, meeting: str, *, training: bool) -> dict[str, WorkerGroup]:
+        """The groups by name, at once; without training the policy alone. Its ranks meet at that place."""
+        models = self.learners(training=training)
+        own = [model.name for model in models if not model.on_policy_devices]
+        threads = self.placement.threads(self.experiment.cluster.policy_threads, *own)
+        groups = await asyncio.gather(*(self.start_model(model, meeting, threads) for model in models))
         return {model.name: group for model, group in zip(models, groups, strict=True)}
 
-    async def start_model(self, model: ModelSpec, rendezvous: Path, threads: int) -> WorkerGroup:
-        """The group of one model."""
+    def learners(self, *, training: bool) -> list[ModelSpec]:
+        """The models that `start` starts."""
+        learners = [model for model in models_of(self.experiment) if not model.scores]
+        return learners if training else learners[:1]
+
+    async def start_model(self, model: ModelSpec, meeting: str, threads: int) -> WorkerGroup:
+        """The group of one model; `meeting` is the place of a store (`meeting_place`)."""
         algorithm, cluster = self.experiment.algorithm, self.experiment.cluster
         deadlines, ranks = cluster.deadlines, model.config.layout.world_size
         shared: dict[str, Any] = {
             "config": model.config,
             "world_size": ranks,
-            "rendezvous": f"file://{rendezvous / model.name}",
+            "rendezvous": f"tcp://{meeting}/{model.name}",
             "device": self.device,
             "threads": threads,
             "temperature": self.experiment.generation.sampling.temperature if algorithm.online else 1.0,

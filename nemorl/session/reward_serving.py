@@ -7,13 +7,11 @@ no optimizer.
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.placement import worker_requests
+from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
@@ -66,9 +64,8 @@ async def _open(experiment: Experiment, stack: AsyncExitStack) -> RewardScorer:
     runtime = stack.enter_context(ClusterRuntime(cluster, processes))
     placement = await runtime.reserve()
     stack.callback(placement.release)
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-reward-"))
     spec = ModelSpec("policy", "policy", policy, trains=False)
-    group = await Starter(experiment, placement).model(spec, Path(folder))
+    group = await stack.enter_async_context(Starter(experiment, placement).model(spec))
     stack.push_async_callback(group.shutdown_async)
     model = ModelGroup(group, policy, cluster.deadlines, trains=False)
     return RewardScorer(model, policy.layout.fewest_units)

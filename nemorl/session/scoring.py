@@ -2,7 +2,8 @@
 
 Rollout workers score while they sample, each at its own time, and a group of processes takes one call at a
 time. Between them stands what `nemorl serve reward` is: an endpoint in the driver's process, on this machine
-and with a key of its own, which puts together what is asked at the same time.
+(or at its address in the cluster, where some ask from other nodes) and with a key of its own, which puts
+together what is asked at the same time.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from nemorl.cluster.placement import worker_requests
+from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
 from nemorl.config.endpoint import EndpointConfig

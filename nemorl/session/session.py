@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -173,8 +171,7 @@ class _Opening:
 
     async def models(self, *, training: bool) -> None:
         """The policy and, for training, the models beside it."""
-        folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-policy-"))
-        groups = await self.starter.models(Path(folder), training=training)
+        groups = await self.stack.enter_async_context(self.starter.models(training=training))
         for group in groups.values():
             self._ends(group)
         self.session.models = handles(self.experiment, groups)
@@ -206,16 +203,18 @@ class _Opening:
 
     async def reward_models(self) -> Scoring:
         """Groups of reward models, each behind an endpoint of this process."""
-        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nemorl-rewards-")))
         models = [model for model in models_of(self.experiment) if model.scores]
-        groups = await asyncio.gather(*(self.starter.model(model, folder) for model in models))
+        groups = await asyncio.gather(
+            *(self.stack.enter_async_context(self.starter.model(model)) for model in models)
+        )
+        address = self.starter.placement.driver_address("rollout")
         endpoint, deadlines = EndpointConfig(port=0), self.experiment.cluster.deadlines
         chat, listening = self.experiment.data.chat, {}
         for model, group in zip(models, groups, strict=True):
             handle = ModelGroup(self._ends(group), model.config, deadlines, trains=False)
             scorer = RewardScorer(handle, model.config.layout.fewest_units)
             app_of = reward_app(model.config, endpoint, chat=chat, score=telling(scorer))
-            at = await self.stack.enter_async_context(answering(endpoint, app_of))
+            at = await self.stack.enter_async_context(answering(endpoint, app_of, address))
             listening[model.name] = at
         return asked_by_url(self.experiment.rewards, listening, endpoint)
 

@@ -1,14 +1,14 @@
 """How each group of processes of an experiment is started."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import Placement, threads_per_worker
+from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.models import ModelSpec
@@ -17,6 +17,7 @@ from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.venue import TransportOptions
 
+from .meeting import meeting_place
 from .models import ModelStarter
 from .refit import GenerationReceivers, PolicySenders
 from .scoring import Scoring
@@ -44,28 +45,32 @@ class Starter:
         """Where models and engines compute."""
         return "cuda" if self.experiment.cluster.gpus_per_node else "cpu"
 
-    async def models(self, rendezvous: Path, *, training: bool) -> dict[str, WorkerGroup]:
-        """The policy and, for training, the models beside it, by name."""
-        return await ModelStarter(self.experiment, self.device, self._start).start(
-            rendezvous, training=training
-        )
+    @asynccontextmanager
+    async def models(self, *, training: bool) -> AsyncIterator[dict[str, WorkerGroup]]:
+        """The policy and, for training, the models beside it, by name; their place to meet ends with this."""
+        starter = self._models
+        names = [model.name for model in starter.learners(training=training)]
+        with meeting_place(self.placement.driver_address(*names)) as meeting:
+            yield await starter.start(meeting, training=training)
 
-    async def model(self, model: ModelSpec, rendezvous: Path) -> WorkerGroup:
-        """A model by itself."""
-        cluster = self.experiment.cluster
-        ranks = model.config.layout.world_size
-        threads = threads_per_worker(cluster.policy_threads, ranks, cluster.num_nodes)
-        return await ModelStarter(self.experiment, self.device, self._start).start_model(
-            model, rendezvous, threads
-        )
+    @asynccontextmanager
+    async def model(self, model: ModelSpec) -> AsyncIterator[WorkerGroup]:
+        """A model by itself, likewise."""
+        threads = self.placement.threads(self.experiment.cluster.policy_threads, model.name)
+        with meeting_place(self.placement.driver_address(model.name)) as meeting:
+            yield await self._models.start_model(model, meeting, threads)
+
+    @property
+    def _models(self) -> ModelStarter:
+        return ModelStarter(self.experiment, self.placement, self.device, self._start)
 
     async def generation(self, gpus: Sequence[tuple[str, ...]] = ()) -> WorkerGroup:
         """The engines; `gpus` are those of the ranks that they are beside, if they are.
 
-        An engine sees those of its own ranks first, and the others, from which weights come too.
+        An engine sees those of its own ranks first, and the others on its node, from which weights come too.
         """
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
-        threads = threads_per_worker(config.threads, config.replicas, cluster.num_nodes)
+        threads = self.placement.threads(config.threads, "generation")
         shared: dict[str, Any] = {
             "model_path": policy.model_path.absolute(),
             "config": config,
@@ -87,7 +92,8 @@ class Starter:
                 kwargs["bundle"] = bundle
         if gpus:
             for kwargs, neighbours in zip(ranks, self.placement.beside("generation"), strict=True):
-                others = [rank for rank in range(len(gpus)) if rank not in neighbours]
+                here = self.placement.on_node_of("generation", kwargs["rank"], "policy")
+                others = [rank for rank in here if rank not in neighbours]
                 kwargs["gpus"] = tuple(name for rank in (*neighbours, *others) for name in gpus[rank])
         return await self._start("generation", HOSTS[config.backend], ranks, **options)
 
@@ -130,7 +136,7 @@ class Starter:
             seconds,
             TransportOptions(
                 self.experiment.generation.transport,
-                self.experiment.run_dir / "weights",
+                self.experiment.run_dir.absolute() / "weights",
                 self.experiment.generation.delta,
                 self.experiment.generation.check_one_in or (1 if self.device == "cpu" else 16),
                 share_gpus=self.device == "cuda" and self.experiment.generation.shares_devices,

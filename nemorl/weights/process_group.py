@@ -117,6 +117,14 @@ class Group:
                 self.backend.recv([torch.empty(1)], rank, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
+def served_store(host: str) -> tuple[TCPStore, str]:
+    """A store that this process serves as long as it holds it, and its place, host:port with a free port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{host}:{port}"
+
+
 class GroupVenue:
     """The driver's side: the store over which members meet, and how a session ends."""
 
@@ -124,15 +132,7 @@ class GroupVenue:
         """Listen at an address of this machine, loopback when all ranks are on it."""
         self._transport = transport
         self._deadline_seconds = deadline_seconds
-        listener = socket.create_server((host, 0))
-        self._place = "{}:{}".format(*listener.getsockname()[:2])
-        self._store = TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, self._place = served_store(host)
         self._meeting = self._attempt = 0
 
     @contextmanager

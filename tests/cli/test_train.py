@@ -34,6 +34,20 @@ def test_overrides_and_options_come_in_any_order(
     assert trainer.calls == [("resume", 3)]
 
 
+def test_a_run_over_several_nodes_joins_a_ray_that_is_there(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    refused = nemorl("train", experiment, "cluster.num_nodes=2")
+    assert refused.status == 2
+    assert "cluster.num_nodes = 2" in refused.err
+    assert "nemorl slurm submit CONFIG --nodes 2" in refused.err.replace("\n      ", " ")
+    assert not trainer.calls
+    assert nemorl("check", experiment, "cluster.num_nodes=2").status == 0  # it may be for elsewhere
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert nemorl("train", experiment, "cluster.num_nodes=2").status == 0
+
+
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [

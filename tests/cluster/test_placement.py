@@ -6,22 +6,16 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster.errors import PlacementFailed
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import (
-    Placement,
-    WorkerRequest,
-    assigned_bundles,
-    available_cores,
-    reserve,
-    threads_per_worker,
-    wanted_bundles,
-    worker_requests,
-)
+from nemorl.cluster.nodes import Node
+from nemorl.cluster.placement import Placement, assigned_bundles, wanted_bundles
+from nemorl.cluster.requests import WorkerRequest, worker_requests
+from nemorl.cluster.reserving import reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
+from tests.cluster.places import on_one_node
 
 EXPERIMENT = {
     "run_dir": "runs/x",
@@ -57,7 +51,7 @@ def test_a_critic_has_places_of_its_own_or_shares_the_policys():
     requests = {request.group: request for request in together}
     bundles = assigned_bundles(together, dict(enumerate("babbaa" + "c" * 9)))
     assert [bundles["policy"][:3], bundles["critic"]] == [(1, 4, 5), (1, 4)]
-    placement = Placement(PlacementGroup.empty(), bundles, requests)
+    placement = on_one_node(bundles, together)
     options = placement.options("critic", 1)
     assert options["num_gpus"] == placement.options("policy", 1)["num_gpus"] == 0.5
     assert options["scheduling_strategy"].placement_group_bundle_index == 4
@@ -72,7 +66,7 @@ def test_an_engine_of_several_ranks_has_its_gpus_in_one_place(backend: str, own_
     experiment = Experiment.model_validate({**EXPERIMENT, "generation": generation, "cluster": cluster})
     (request,) = (wanted for wanted in worker_requests(experiment) if wanted.group == "generation")
     assert request.bundle == {"CPU": 1.0, "GPU": 4.0}
-    placement = Placement(PlacementGroup.empty(), {"generation": (6,)}, {"generation": request})
+    placement = on_one_node({"generation": (6,)}, [request])
     assert placement.options("generation", 0)["num_gpus"] == own_gpus
 
 
@@ -95,7 +89,7 @@ def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     bundles = assigned_bundles(requests, dict(enumerate("aaabab" + "a")))
     assert bundles["policy"] == (0, 1, 2, 4, 3, 5)
     assert bundles["generation"] == (0, 2, 3)
-    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in requests})
+    placement = on_one_node(bundles, requests)
     assert placement.beside("generation") == (range(2), range(2, 4), range(4, 6))
     assert [placement.options(group, 0)["num_gpus"] for group in ("policy", "generation")] == [1, 0]
 
@@ -106,16 +100,39 @@ def test_engines_without_a_policy_have_their_own_gpus():
     alone = [request for request in requests if request.group != "policy"]
     assert wanted_bundles(alone) == [{"CPU": 1.0, "GPU": 2.0}] * 3 + [{"CPU": 1.0}]
     bundles = assigned_bundles(alone, dict.fromkeys(range(4), "a"))
-    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in alone})
+    placement = on_one_node(bundles, alone)
     assert placement.beside("generation") == ()
     assert placement.options("generation", 1)["num_gpus"] == 2
 
 
-def test_threads_are_the_cores_shared_evenly():
-    assert threads_per_worker(5, workers=2, num_nodes=1) == 5
-    assert threads_per_worker(None, workers=1, num_nodes=1) == available_cores()
-    assert threads_per_worker(None, workers=1000, num_nodes=1) == 1
-    assert threads_per_worker(None, workers=4, num_nodes=4) == available_cores()
+def spread(**groups: str) -> Placement:
+    """Groups of which each rank is on the node of its letter: `a` has 8 cores, `b` has 4."""
+    known = {"a": Node("a", "a", "10.0.0.1", 8), "b": Node("b", "b", "10.0.0.2", 4)}
+    nodes = {name: tuple(known[letter] for letter in letters) for name, letters in groups.items()}
+    return Placement({}, {}, {}, nodes, driver="a")
+
+
+def test_threads_are_the_cores_of_the_fullest_node_shared_evenly():
+    placement = spread(policy="aaab", critic="b", rollout="a" * 9)
+    assert placement.threads(5, "policy") == 5
+    assert placement.threads(None, "policy") == 8 // 3
+    assert placement.threads(None, "critic") == 4
+    assert placement.threads(None, "policy", "critic") == 4 // 2
+    assert placement.threads(None, "rollout") == 1
+
+
+def test_the_driver_listens_beyond_its_machine_only_where_somebody_else_asks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    placement = spread(policy="ab", rollout="aa")
+    assert placement.driver_address("rollout") == "127.0.0.1"
+    assert placement.driver_address("policy") == "10.0.0.1"
+    assert placement.driver_address("rollout", "policy") == "10.0.0.1"
+
+
+def test_an_engine_sees_the_devices_of_its_own_node():
+    placement = spread(policy="abab", generation="ba")
+    assert placement.on_node_of("generation", 0, "policy") == (1, 3)
+    assert placement.on_node_of("generation", 1, "policy") == (0, 2)
 
 
 def test_every_rank_has_a_bundle_of_its_own(placement: Placement):

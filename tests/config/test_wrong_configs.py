@@ -663,7 +663,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         2,
         "an optimizer step has 2 sequences for the 4 stages",
     ),
-    "two machines": (["cluster.num_nodes=2"], "cluster.num_nodes", 2, "set it to 1"),
+    "a judge of whichever node": (
+        ["cluster.num_nodes=2", f"rewards=[{JUDGE}}}]"],
+        "rewards.0.url",
+        "http://127.0.0.1:9/v1",
+        "cluster.num_nodes is 2, and on each of them this address is another machine",
+    ),
     "too few GPUs": (
         ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],
         "cluster.gpus_per_node",

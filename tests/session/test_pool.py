@@ -10,7 +10,7 @@ import pytest
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import WorkerRequest
+from nemorl.cluster.requests import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
 from nemorl.config.generation import TorchGenerationConfig

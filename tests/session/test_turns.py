@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ray.util.placement_group import PlacementGroup
-
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import Placement, assigned_bundles, worker_requests
+from nemorl.cluster.placement import assigned_bundles
+from nemorl.cluster.requests import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.generation.types import EngineHealth
 from nemorl.session import start
 from nemorl.session.session import Session, _Opening
 from nemorl.session.start import Starter
 from nemorl.weights.exchange import RefitStats
+from tests.cluster.places import on_one_node
 from tests.plan.models import write_model
 
 
@@ -108,7 +108,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
     asked = experiment(tmp_path)
     requests = worker_requests(asked)
     bundles = assigned_bundles(requests, dict.fromkeys(range(20), "node"))
-    placement = Placement(PlacementGroup.empty(), bundles, {r.group: r for r in requests})
+    placement = on_one_node(bundles, requests)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:

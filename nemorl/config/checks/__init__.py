@@ -100,7 +100,7 @@ CHECKS: tuple[Check, ...] = (
     servers.servers_are_used_as_they_are,
     servers.server_address_is_whole,
     servers.endpoint_has_a_key,
-    resources.one_node,
+    servers.servers_are_reached_from_all_nodes,
     resources.kernels_want_gpus,
     resources.narrow_optimizer_has_its_kernel,
     resources.offload_wants_generation,

@@ -14,13 +14,6 @@ from nemorl.errors import Violation
 from .facts import generates
 
 
-def one_node(cluster: ClusterConfig) -> Iterator[Violation]:
-    """Weights reach generation through shared memory, and policy processes meet through a file."""
-    if cluster.num_nodes > 1:
-        mend = "this release runs on one machine, through whose memory the weights go: set it to 1"
-        yield Violation("cluster.num_nodes", cluster.num_nodes, mend)
-
-
 def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
     """Transformer Engine has kernels for GPUs only."""
     if policy.kernels == "transformer_engine" and cluster.gpus_per_node == 0:

@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.endpoint import is_loopback
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_base import GenerationBase
 from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.groups import EndpointTeacherConfig, TeacherConfig
+from nemorl.config.rewards import RewardConfig, ServiceRewardBase
+from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
 
@@ -55,6 +59,40 @@ def server_address_is_whole(generation: GenerationConfig) -> Iterator[Violation]
         mend = "/completions is added to it with each request: let it end with /v1"
     if mend is not None:
         yield Violation("generation.base_url", url, mend)
+
+
+def servers_are_reached_from_all_nodes(
+    cluster: ClusterConfig,
+    generation: GenerationConfig,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Violation]:
+    """Workers ask them, and on another node a loopback address is another machine's."""
+    if cluster.num_nodes == 1:
+        return
+    asked: dict[str, str] = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        asked["generation.base_url"] = generation.base_url
+    for name, teacher in teachers.items():
+        if isinstance(teacher, EndpointTeacherConfig):
+            asked[f"teachers.{name}.base_url"] = teacher.base_url
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, ServiceRewardBase):
+            asked[f"rewards.{place}.url"] = reward.url
+    for field, url in asked.items():
+        if is_loopback(_host(url)):
+            mend = (
+                f"cluster.num_nodes is {cluster.num_nodes}, and on each of them this address is another "
+                "machine: name the one by which all reach the server"
+            )
+            yield Violation(field, url, mend)
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:

@@ -1,0 +1,51 @@
+"""Runs over several nodes: two raylets of one Ray cluster, which share this machine."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from nemorl.observe.metrics import StepMetrics
+from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+
+SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 4}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes of different labels. Drivers of these tests are processes of their own."""
+    started = Cluster(
+        initialize_head=True,
+        head_node_args={**SHARED, "node_name": "first", "labels": {"ray.io/gpu-domain": "east"}},
+    )
+    started.add_node(**SHARED, node_name="second", labels={"ray.io/gpu-domain": "west"})
+    yield started
+    started.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that these tests start join the cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+
+
+def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tmp_path / "model")
+    changes = {
+        "algorithm": {"num_steps": 2, "validation": {"period": 2}},
+        "policy": {"layout": {"data_parallel_size": 2}},
+    }
+    spread = {"num_nodes": 2, "placement": "SPREAD"}
+    apart = write_experiment(
+        tmp_path, model, "apart", cluster=spread, generation={"transport": "gloo"}, **changes
+    )
+    status, output = finish(start("train", apart))
+    assert status == 0, output
+    monkeypatch.delenv("RAY_ADDRESS")
+    status, output = finish(start("train", write_experiment(tmp_path, model, "together", **changes)))
+    assert status == 0, output
+    for ours, theirs in zip(lines(tmp_path / "apart"), lines(tmp_path / "together"), strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
