@@ -65,7 +65,8 @@ class Learning:
             return gap
         with self.observer.stage("logprobs"):
             if self.config.needs_old_logprobs or self.gate.due(step):
-                gap = gap_figures(await policy.logprobs(old=True, reference=False))
+                by_entropy = self.config.loss.selects_by_entropy
+                gap = gap_figures(await policy.logprobs(old=True, reference=False, entropy=by_entropy))
                 self._check_gap(gap)
                 if not self.config.needs_old_logprobs:
                     await self._load("policy")  # without the old logprobs, as in every other step

@@ -18,12 +18,15 @@ from nemorl.data.packed import PackedBatch
 
 from .correction import correct
 from .kl import gap_divergence, kl_divergence, kl_penalty
-from .policy_losses import Choice, bounded_exp, choose, log_ratio, token_loss
+from .policy_losses import Choice, bounded_exp, choose, least_entropy, log_ratio, token_loss
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """`correction * policy loss + kl.coefficient * divergence - entropy_coefficient * entropy` of each token.
+
+    And `likelihood_coefficient * likelihood_weights * -logprob` (VAPO, Yue et al. 2025, arXiv 2504.05118).
+    With `loss.top_entropy_quantile` only the tokens of the highest entropy have a policy loss.
 
     Needs `advantages`. The `old` logprobs are the engine's in the bypass form of the correction, otherwise
     the batch's `old_logprobs`, or where it has none the current ones: with one update in a step the ratio is
@@ -34,16 +37,22 @@ class PolicyLoss:
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = NoCorrectionConfig()
     entropy_coefficient: float = 0.0
+    likelihood_coefficient: float = 0.0
     choice: Choice | None = None  # of losses that choose among all tokens of an update
+    least_entropy: float | None = None  # of tokens with a policy loss; None takes all
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor]) -> "PolicyLoss":
         """The loss for all micro-batches of an update, of which `batch` is this rank's part."""
+        loss = self
+        if self.config.selects_by_entropy:
+            border = least_entropy(batch, self.config.top_entropy_quantile, over_ranks)
+            loss = replace(loss, least_entropy=border)
         if not isinstance(self.config, ClipCovLossConfig | KlCovLossConfig):
-            return self
+            return loss
         old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
         assert old is not None, "a choice by covariance wants old logprobs"
-        return replace(self, choice=choose(batch, old, self.config, over_ranks))
+        return replace(loss, choice=choose(batch, old, self.config, over_ranks))
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """Sums over a micro-batch; figures that are means over tokens are divided by `finish_metrics`."""
@@ -58,6 +67,11 @@ class PolicyLoss:
             terms = terms * corrected.weight
             figures |= corrected.figures
             largest |= corrected.largest
+        if self.least_entropy is not None:
+            assert batch.old_entropies is not None, "a choice by entropy wants those before the updates"
+            chosen = batch.old_entropies >= self.least_entropy
+            terms = terms * chosen
+            figures["top_entropy_fraction"] = chosen
         policy = (batch.weights * terms).sum()
         if found.ratio is not None:
             figures |= {
@@ -82,7 +96,12 @@ class PolicyLoss:
                 terms = terms + self.kl.coefficient * penalty
         loss = (batch.weights * terms).sum()
         mask = batch.loss_mask
-        sums = {"loss/total": loss, "loss/policy": policy, "tokens": mask.sum()}
+        sums = {"loss/policy": policy, "tokens": mask.sum()}
+        if self.likelihood_coefficient > 0:
+            assert batch.likelihood_weights is not None, "the likelihood term wants its weights"
+            sums["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
+            loss = loss + self.likelihood_coefficient * sums["loss/likelihood"]
+        sums["loss/total"] = loss
         sums |= {name: (values * mask).sum() for name, values in figures.items()}
         return LossOutput(
             loss, _detached(sums), _detached({name: (v * mask).max() for name, v in largest.items()})

@@ -26,7 +26,10 @@ class Scorer:
     @property
     def loss(self) -> PolicyLoss:
         """The loss of one micro-batch."""
-        return PolicyLoss(self.config.loss, self.config.kl, self.config.correction)
+        config = self.config
+        return PolicyLoss(
+            config.loss, config.kl, config.correction, likelihood_coefficient=config.likelihood.coefficient
+        )
 
     @cached_property
     def token_estimator(self) -> TokenEstimator | None:
@@ -49,6 +52,7 @@ class Scorer:
         loss = self.config.loss
         sampled = [t.num_sampled if t.trains else 0 for _, t in members]
         weights = self._weights(sampled, loss.aggregation, loss.aggregation_length)
+        likelihoods = self._likelihoods(members)
         return [
             SequencePlace(
                 store=group.reference,
@@ -56,9 +60,10 @@ class Scorer:
                 num_tokens=t.num_tokens if weight > 0 else STAND_IN_TOKENS,
                 advantage=advantages[group.group, t.row] if advantages and weight > 0 else 0.0,
                 weight=weight,
+                likelihood=likelihood,
                 rewards=_paid(t) if self.config.estimates_tokens else None,
             )
-            for (group, t), weight in zip(members, weights, strict=True)
+            for (group, t), weight, likelihood in zip(members, weights, likelihoods, strict=True)
         ]
 
     def penalised(
@@ -98,7 +103,10 @@ class Scorer:
         sampled = {(group.reference, t.row): t.num_sampled for group in groups for t in group.trajectories}
         counts = [sampled[place.store, place.row] if place.weight > 0 else 0 for place in places]
         weights = self._weights(counts, self.config.critic.aggregation)
-        return [replace(place, weight=weight) for place, weight in zip(places, weights, strict=True)]
+        return [
+            replace(place, weight=weight, likelihood=None)
+            for place, weight in zip(places, weights, strict=True)
+        ]
 
     def _advantages(self, groups: Sequence[GroupSummary]) -> dict[tuple[int, int], Advantage]:
         """Those of the trajectories that count, by group and row; none where tokens have their own."""
@@ -126,6 +134,16 @@ class Scorer:
         parts = self.config.num_minibatches
         ordered = sorted(members, key=lambda member: not member[1].trains)
         return [member for part in range(parts) for member in ordered[part::parts]]
+
+    def _likelihoods(
+        self, members: Sequence[tuple[GroupSummary, TrajectorySummary]]
+    ) -> Sequence[float | None]:
+        """Weights that make the mean over the tokens of each optimizer step's well-paid trajectories."""
+        config = self.config.likelihood
+        if config.coefficient == 0:
+            return [None] * len(members)
+        imitated = [t.num_sampled if t.trains and t.reward >= config.min_reward else 0 for _, t in members]
+        return self._weights(imitated, "token-mean")
 
     def _weights(
         self, sampled: Sequence[int], aggregation: Aggregation, length: int | None = None

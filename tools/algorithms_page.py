@@ -16,7 +16,7 @@ from nemorl.config.base import Config
 from nemorl.config.schema import names, type_text, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
-PARTS = ("advantage", "filters", "loss", "kl", "correction", "entropy", "critic")
+PARTS = ("advantage", "filters", "loss", "kl", "correction", "entropy", "likelihood", "critic")
 
 
 def written(page: str) -> str:

@@ -22,6 +22,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.data.packed import PackedBatch
 
+from .by_entropy import least_entropy
 from .covariance import Choice, choose, clip_cov, kl_cov
 from .custom import called, policy_loss, try_out
 from .sequence_level import gmpo, gspo, gspo_token
@@ -34,6 +35,7 @@ __all__ = [
     "TokenLoss",
     "bounded_exp",
     "choose",
+    "least_entropy",
     "log_ratio",
     "policy_loss",
     "token_loss",

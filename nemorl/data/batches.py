@@ -47,6 +47,13 @@ def pack_trajectories(
     )
 
 
+def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:
+    """The batch with `likelihood_weights`: `weights` [S] hold for every trained token of a sequence."""
+    lengths = torch.diff(batch.cu_seqlens).long()
+    spread = torch.tensor(weights, dtype=torch.float32).repeat_interleave(lengths)
+    return replace(batch, likelihood_weights=spread * batch.loss_mask)
+
+
 def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
     """An advantage at each token that it holds for: [T] float32."""
     if not isinstance(advantage, tuple):

@@ -23,7 +23,9 @@ class PackedBatch:
     weights: Tensor  # [N] float32, 0 where loss_mask is False
     advantages: Tensor | None = None  # [N] float32
     logprobs: Tensor | None = None  # [N] float32, of the engine that sampled
+    likelihood_weights: Tensor | None = None  # [N] float32, as `weights`, of what a policy loss imitates
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
+    old_entropies: Tensor | None = None  # [N] float32, of its distribution before each token
     reference_logprobs: Tensor | None = None  # [N] float32
     top_ids: Tensor | None = None  # [N, k] int32, the likeliest tokens at each place by a teacher
     top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's of these; both 0 outside the mask

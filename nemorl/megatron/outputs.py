@@ -24,16 +24,25 @@ def batch_outputs(
     *,
     temperature: float,
     device: torch.device,
-) -> Tensor:
-    """What the head gives [N], on the CPU, at the wanted places of each micro-batch; 0 elsewhere."""
-    values = torch.zeros(batch.num_tokens)
-    outputs = run_outputs(chunks, made, temperature)
-    places = [micro.places[mine.cpu()] for micro, mine in zip(made, wanted, strict=True)]
-    flat = torch.zeros(sum(map(len, places)), device=device)
-    if outputs:
-        flat = torch.cat([out[mine] for out, mine in zip(outputs, wanted, strict=True)])
-    values[torch.cat(places)] = from_last_stage(flat).cpu()
-    return values
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What the head gives [N], on the CPU, at the wanted places of each micro-batch; 0 elsewhere.
+
+    And, of a vocabulary and if asked for, the entropies [N] likewise.
+    """
+    outputs = run_outputs(chunks, made, temperature, entropy=entropy)
+    places = torch.cat([micro.places[mine.cpu()] for micro, mine in zip(made, wanted, strict=True)])
+
+    def laid_out(of_micros: Sequence[Tensor]) -> Tensor:
+        flat = torch.zeros(len(places), device=device)
+        if of_micros:
+            flat = torch.cat([of_micro[mine] for of_micro, mine in zip(of_micros, wanted, strict=True)])
+        values = torch.zeros(batch.num_tokens)
+        values[places] = from_last_stage(flat).cpu()
+        return values
+
+    values = laid_out([given for given, _ in outputs])
+    return values, laid_out([spread for _, spread in outputs if spread is not None]) if entropy else None
 
 
 def batch_top(

@@ -59,9 +59,13 @@ def run_evaluation(
 
 @torch.no_grad()
 def run_outputs(
-    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], temperature: float
-) -> list[Tensor]:
-    """What the head says of each micro-batch: logprobs [N], or values [N] of a scalar head.
+    chunks: Sequence[PolicyParallel],
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """What the head says of each micro-batch: logprobs [N], or values [N] of a scalar head; entropies [N].
 
     On ranks of the last pipeline stage; nothing elsewhere.
     """
@@ -69,9 +73,9 @@ def run_outputs(
     def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
         micro, policy = next(batches), model.module
 
-        def outputs_of(hidden: Tensor, non_loss_data: bool) -> Tensor:
-            outputs: Tensor = policy.score(hidden, micro, temperature=temperature, entropy=False)[0]
-            return outputs
+        def outputs_of(hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor | None]:
+            outputs, entropies = policy.score(hidden, micro, temperature=temperature, entropy=entropy)
+            return outputs, entropies
 
         return model(micro), outputs_of
 

@@ -41,8 +41,12 @@ class PolicyWorker(ModelRank):
             )
         self._batch = batch.to(torch.device("cpu"))
 
-    def compute_logprobs(self, micro_batches: list[list[int]], *, old: bool, reference: bool) -> LogprobStats:
+    def compute_logprobs(
+        self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
+    ) -> LogprobStats:
         """Fill `old_logprobs` (of the current weights) and `reference_logprobs`, where the mask is set.
+
+        With `old` and `entropy` also `old_entropies`.
 
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
@@ -57,7 +61,10 @@ class PolicyWorker(ModelRank):
             with self._kept_reference.in_place():
                 batch = replace(batch, reference_logprobs=self._logprobs(batch, made_of))
         if old:
-            batch = replace(batch, old_logprobs=self._logprobs(batch, made))
+            logprobs, entropies = self._outputs(
+                batch, made, [micro.scored for micro in made], entropy=entropy
+            )
+            batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
         self._batch = batch
         return logprob_gap(batch, batch.old_logprobs if old else None, self._device)
 
@@ -67,7 +74,8 @@ class PolicyWorker(ModelRank):
         self._require_head("scalar", "compute_values")
         made = self._make(self.batch, micro_batches)
         everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
-        self._batch = replace(self.batch, values=self._outputs(self.batch, made, everywhere))
+        values, _ = self._outputs(self.batch, made, everywhere)
+        self._batch = replace(self.batch, values=values)
         return value_figures(self._batch, self._device)
 
     def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
@@ -154,11 +162,19 @@ class PolicyWorker(ModelRank):
 
     def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
         """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
-        return self._outputs(batch, made, [micro.scored for micro in made])
+        return self._outputs(batch, made, [micro.scored for micro in made])[0]
 
-    def _outputs(self, batch: PackedBatch, made: list[MicroBatch], wanted: list[Tensor]) -> Tensor:
+    def _outputs(
+        self, batch: PackedBatch, made: list[MicroBatch], wanted: list[Tensor], *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         return batch_outputs(
-            self._chunks, batch, made, wanted, temperature=self._temperature, device=self._device
+            self._chunks,
+            batch,
+            made,
+            wanted,
+            temperature=self._temperature,
+            device=self._device,
+            entropy=entropy,
         )
 
     def _require_head(self, head: str, method: str) -> None:

@@ -110,8 +110,11 @@ class ModelGroup(HeldModel):
             self._loaded(), self._lengths, self._config.micro_batch_tokens, self._hidden_size
         )
 
-    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
-        """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers."""
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+        """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers.
+
+        With `entropy` also `old_entropies`, which belong to the old logprobs.
+        """
         await self.come_back()
         stats = await self.group.call_sharded_async(
             "compute_logprobs",
@@ -120,6 +123,7 @@ class ModelGroup(HeldModel):
             deadline_seconds=self._deadlines.logprobs,
             old=old,
             reference=reference,
+            entropy=entropy,
         )
         return stats[0]  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemorl.cluster.placement import own_gpus
 from nemorl.config.groups import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.batches import pack_examples, pack_trajectories
+from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
 from nemorl.data.compared import with_compared
 from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
 from nemorl.data.turns import with_turns
@@ -44,6 +44,8 @@ class PolicyHost(PolicyWorker):
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; the shard's references have been resolved."""
         batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        if shard.likelihood is not None:
+            batch = with_likelihood(batch, shard.likelihood)
         if shard.rewards is not None:
             batch = with_turns(batch, shard.sequences(), shard.rewards)
         self.load_batch(batch if shard.compared is None else with_compared(batch, shard.compared))

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nemorl.data.batches import Advantage
 from nemorl.data.compared import Compared
 from nemorl.data.micro_batches import BatchPlan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class SequencePlace:
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
+    likelihood: float | None = None  # the same of its negative logprob, of losses that imitate some sequences
     rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
     compared: Compared | None = None  # of a sequence that a loss holds against others
 
@@ -33,6 +36,7 @@ class Shard:
     places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
     advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
+    likelihood: tuple[float, ...] | None = None  # [S]
     rewards: tuple[tuple[float, ...], ...] | None = None  # [S]
     compared: tuple[Compared, ...] | None = None  # [S]
 
@@ -55,22 +59,14 @@ def _shard(sequences: Sequence[SequencePlace]) -> Shard:
         places=tuple((stores[s.store], s.row) for s in sequences),
         advantages=tuple(s.advantage for s in sequences),
         weights=tuple(s.weight for s in sequences),
-        rewards=_rewards([s.rewards for s in sequences]),
-        compared=_compared([s.compared for s in sequences]),
+        likelihood=_all_or_none([s.likelihood for s in sequences], "weighed to be imitated"),
+        rewards=_all_or_none([s.rewards for s in sequences], "paid"),
+        compared=_all_or_none([s.compared for s in sequences], "compared"),
     )
 
 
-def _rewards(of_sequences: Sequence[tuple[float, ...] | None]) -> tuple[tuple[float, ...], ...] | None:
+def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] | None:
     known = tuple(each for each in of_sequences if each is not None)
     if known and len(known) < len(of_sequences):
-        raise ValueError(f"{len(known)} of {len(of_sequences)} sequences of a shard are paid: all or none")
-    return known or None
-
-
-def _compared(of_sequences: Sequence[Compared | None]) -> tuple[Compared, ...] | None:
-    known = tuple(each for each in of_sequences if each is not None)
-    if known and len(known) < len(of_sequences):
-        raise ValueError(
-            f"{len(known)} of {len(of_sequences)} sequences of a shard are compared: all or none"
-        )
+        raise ValueError(f"{len(known)} of {len(of_sequences)} sequences of a shard are {what}: all or none")
     return known or None

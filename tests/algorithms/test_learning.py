@@ -37,8 +37,8 @@ class Model:
         self.places = places
         self.log.append(f"{self.name} load")
 
-    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
-        self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}")
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+        self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}{' entropy' * entropy}")
         return LogprobStats(0.0, 0.0, 9)
 
     async def values(self) -> None:
@@ -174,6 +174,25 @@ def test_divergence_in_the_reward_of_a_group() -> None:
 def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
     log, _, _ = step_of(["policy"], name="grpo")
     assert log == ["policy load", "policy trains 0"]
+
+
+def test_a_choice_by_entropy_wants_the_entropies_before_the_updates() -> None:
+    log, _, _ = step_of(["policy"], name="grpo", loss={"top_entropy_quantile": 0.2})
+    assert log == ["policy load", "policy logprobs old entropy", "policy trains 0"]
+
+
+def test_well_paid_trajectories_are_imitated_by_the_tokens_of_their_minibatch() -> None:
+    fields = {"num_minibatches": 2, "likelihood": {"coefficient": 0.1, "min_reward": 0.5}}
+    groups = [
+        group(0, trajectory(0.5, 0, 4), trajectory(0.75, 1, 2)),
+        group(1, trajectory(0.0, 0, 3), failed(1)),
+    ]
+    _, models, _ = step_of(["policy", "critic"], groups=groups, name="ppo", **fields)
+    weights = [place.likelihood for place in models["policy"].places]
+    assert weights == pytest.approx([1 / 6, 1 / 6, 0, 0])
+    assert {place.likelihood for place in models["critic"].places} == {None}
+    _, models, _ = step_of(["policy"], groups=groups, name="grpo")
+    assert {place.likelihood for place in models["policy"].places} == {None}
 
 
 NOTHING = [group(0, failed(0), failed(1)), group(1, failed(0), failed(1))]

@@ -1,4 +1,4 @@
-"""What users get wrong in advantages and filters: each refusal names the field, the value and the mend."""
+"""What users get wrong in advantages, filters and losses: each refusal names the field, the value and the mend."""
 
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "algorithm.num_generations_per_prompt",
         1,
         "a trajectory alone in its group has advantage 0",
+    ),
+    "a likelihood that counts nothing": (
+        ["algorithm.likelihood={min_reward: 0.5}"],
+        "algorithm.likelihood.min_reward",
+        0.5,
+        "algorithm.likelihood.coefficient is 0, so nothing is imitated",
+    ),
+    "no tokens at all": (
+        ["algorithm.loss.top_entropy_quantile=0"],
+        "algorithm.loss.top_entropy_quantile",
+        0,
+        "a value more than 0",
     ),
     "an epsilon of groups that are not scaled": (
         ["algorithm.advantage={name: gpg, epsilon: 1e-3}"],

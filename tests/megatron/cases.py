@@ -99,7 +99,7 @@ def updates(
     mine = share(batch, rank, config)
     micro_batches = partition(mine.num_sequences, per_micro_batch)
     worker.load_batch(mine)
-    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    worker.compute_logprobs(micro_batches, old=True, reference=True, entropy=True)
     steps = [worker.train(loss, micro_batches) for loss in losses]
     worker.close()
     return steps

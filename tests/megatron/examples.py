@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -185,3 +186,12 @@ def reference_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: 
         log_softmax = logits[:-1].float().log_softmax(-1)
         logprobs[start + 1 : end] = log_softmax.gather(1, tokens[1:, None]).squeeze(1)
     return logprobs * batch.loss_mask
+
+
+def reference_entropies(model: PreTrainedModel, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
+    """Entropies [N] of the distribution before each token by transformers, 0 where the loss mask is False."""
+    entropies = torch.zeros(batch.num_tokens)
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        logits = model(batch.tokens[start:end].unsqueeze(0)).logits[0, :-1] / temperature
+        entropies[start + 1 : end] = Categorical(logits=logits.float()).entropy()
+    return entropies * batch.loss_mask

@@ -18,6 +18,7 @@ from nemorl.config.algorithm import (
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
+from nemorl.data.batches import with_likelihood
 from nemorl.data.packed import PackedBatch
 from tests.megatron.cases import updates
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
@@ -37,6 +38,7 @@ LOSSES = (
     PolicyLoss(GmpoLossConfig(name="gmpo", clip_low=0.1, clip_high=0.1)),
     PolicyLoss(ClipCovLossConfig(name="clip_cov", fraction=0.2, covariance_low=0, covariance_high=2)),
     PolicyLoss(KlCovLossConfig(name="kl_cov", fraction=0.2)),
+    PolicyLoss(ClipLossConfig(top_entropy_quantile=0.3), KL, likelihood_coefficient=0.5),
 )
 
 
@@ -48,8 +50,9 @@ def batch(model) -> PackedBatch:
     engine = reference_logprobs(model("llama")[0], sampled)
     engine = engine + 0.15 * torch.randn(sampled.num_tokens, generator=noise)
     advantages = torch.randn(sampled.num_sequences, generator=noise) + 0.3
+    imitated = [0.05 * (advantage > 0.5) for advantage in advantages.tolist()]
     return replace(
-        sampled,
+        with_likelihood(sampled, imitated),
         logprobs=engine * sampled.loss_mask,
         advantages=advantages.repeat_interleave(torch.diff(sampled.cu_seqlens)),
     )
@@ -78,7 +81,7 @@ def test_updates_equal_one_process(pool, model, batch, alone, where):
 
 def test_all_parts_have_something_to_do(alone):
     """Or the layouts would agree on nothing."""
-    clip, gspo, gspo_token, gmpo, clip_cov, kl_cov = (step.sums for step in alone)
+    clip, gspo, gspo_token, gmpo, clip_cov, kl_cov, by_entropy = (step.sums for step in alone)
     tokens = clip["tokens"]
     assert 0 < gspo["correction/masked_sequences"] < tokens
     assert 0 < gspo["correction/truncated"] < tokens
@@ -86,3 +89,5 @@ def test_all_parts_have_something_to_do(alone):
     for sums in (gspo, gspo_token, gmpo):
         assert 0 < sums["clip_fraction/high"] + sums["clip_fraction/low"] < tokens
     assert clip_cov["selected_fraction"] == kl_cov["selected_fraction"] == int(0.2 * tokens)
+    assert by_entropy["top_entropy_fraction"] == 1 + int(0.3 * (tokens - 1))
+    assert by_entropy["loss/likelihood"] > 0

@@ -18,6 +18,7 @@ from tests.megatron.examples import (
     layout,
     policy_config,
     ragged_batch,
+    reference_entropies,
     reference_logprobs,
 )
 
@@ -54,9 +55,11 @@ def test_logprobs_equal_transformers(worker, model, family, temperature):
     batch = ragged_batch()
     policy = worker(family, temperature)
     policy.load_batch(batch)
-    stats = policy.compute_logprobs([[3, 0, 5], [1, 2], [4, 6, 7]], old=True, reference=True)
+    stats = policy.compute_logprobs([[3, 0, 5], [1, 2], [4, 6, 7]], old=True, reference=True, entropy=True)
     expected = reference_logprobs(model(family)[0], batch, temperature)
     torch.testing.assert_close(policy.batch.old_logprobs, expected, atol=1e-4, rtol=0)
+    entropies = reference_entropies(model(family)[0], batch, temperature)
+    torch.testing.assert_close(policy.batch.old_entropies, entropies, atol=1e-4, rtol=0)
     torch.testing.assert_close(policy.batch.reference_logprobs, expected, atol=1e-4, rtol=0)
     gaps = (expected - batch.logprobs)[batch.loss_mask].abs()
     assert stats.gap_mean == pytest.approx(gaps.mean().item(), rel=1e-4)

@@ -30,6 +30,7 @@ from .distillation import (
 )
 from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
+from .likelihood import LikelihoodConfig
 from .offline import OfflineBase
 from .online import OnlineConfig
 from .online_base import OnlineBase
@@ -92,6 +93,7 @@ __all__ = [
     "KLConfig",
     "KlCovLossConfig",
     "KtoConfig",
+    "LikelihoodConfig",
     "MaskedCorrectionConfig",
     "NoCorrectionConfig",
     "OfflineBase",

@@ -11,6 +11,7 @@ from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
 from .entropy import EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
+from .likelihood import LikelihoodConfig
 from .online_base import OnlineBase
 from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
@@ -38,6 +39,8 @@ class OnlineConfig(OnlineBase):
     """Divergence from the reference policy."""
     entropy: EntropyConfig = EntropyBonusConfig()
     """What the entropy is worth."""
+    likelihood: LikelihoodConfig = LikelihoodConfig()
+    """What the likelihood of well-paid samples is worth."""
     correction: CorrectionConfig = NoCorrectionConfig()
     """How samples of another policy than the one that learns are weighed or left out."""
     critic: CriticLearningConfig | None = None
@@ -97,10 +100,11 @@ class OnlineConfig(OnlineBase):
         """Whether the policy's logprobs before the first update have to be computed.
 
         A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
-        chooses among all tokens before it sees any. Several want the pass where a ratio, a weight or a mask
-        is taken against the old policy; in the bypass form of the correction the engine's logprobs are the
-        old ones.
+        chooses among all tokens before it sees any, by covariance or by entropy. Several want the pass where
+        a ratio, a weight or a mask is taken against the old policy; in the bypass form of the correction the
+        engine's logprobs are the old ones.
         """
         compared = self.loss.has_ratio or self.correction.compares or self.kl.importance_weighted
         wanted = self.loss.selects_tokens or (self.updates_per_step > 1 and compared)
-        return self.kl_in_reward or (wanted and self.correction.form == "decoupled")
+        by_entropy = self.loss.selects_by_entropy
+        return self.kl_in_reward or by_entropy or (wanted and self.correction.form == "decoupled")

@@ -19,11 +19,19 @@ class PolicyLossBase(Config):
     """How per-token losses become one number; sums are divided by counts of the whole batch."""
     aggregation_length: int | None = Field(None, ge=1)
     """The fixed length that divides in `seq-mean-token-sum-norm`."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Share of an update's tokens, those of the highest entropy, that have a loss; Wang et al. 2025 (arXiv
+    2506.01939) take 0.2. Less than 1 wants a forward pass before the updates."""
 
     has_ratio: ClassVar[bool] = True  # it compares the policy with the one before the updates
     selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
     whole_sequences: ClassVar[bool] = False  # its formula has one advantage for a sequence
     figures: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # what it writes beside `loss/policy`
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        """Whether tokens of low entropy have no loss."""
+        return self.top_entropy_quantile < 1
 
 
 class ClipLossConfig(PolicyLossBase):

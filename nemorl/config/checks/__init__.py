@@ -52,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     losses.divergence_settings_are_used,
     losses.loss_can_act,
     losses.loss_fits_the_advantage,
+    losses.likelihood_settings_are_used,
     losses.entropy_settings_agree,
     losses.correction_has_bounds,
     losses.correction_fits_the_loss,

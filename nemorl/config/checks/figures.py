@@ -99,6 +99,10 @@ def _of_rewards(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[s
 
 
 def _beside_the_policy(algorithm: OnlineConfig) -> Iterator[str]:
+    if algorithm.likelihood.coefficient > 0:
+        yield "loss/likelihood"
+    if algorithm.loss.selects_by_entropy:
+        yield "top_entropy_fraction"
     if algorithm.estimates_tokens:
         yield from ("advantage/mean", "advantage/std")
     if algorithm.estimates_tokens or algorithm.kl_in_reward:

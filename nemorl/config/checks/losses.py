@@ -9,6 +9,7 @@ from nemorl.config.algorithm import (
     IcePopCorrectionConfig,
     KLConfig,
     KlCovLossConfig,
+    LikelihoodConfig,
     NoCorrectionConfig,
     OnlineConfig,
     TruncatedCorrectionConfig,
@@ -88,6 +89,15 @@ def loss_fits_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Violation]:
             "take `gspo_token`, or a loss of tokens such as `clip`"
         )
         yield Violation("algorithm.loss.name", algorithm.loss.name, mend)
+
+
+def likelihood_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Which samples are imitated says nothing where none is."""
+    if not isinstance(algorithm, OnlineConfig) or algorithm.likelihood.coefficient > 0:
+        return
+    if algorithm.likelihood.min_reward != LikelihoodConfig().min_reward:
+        mend = "algorithm.likelihood.coefficient is 0, so nothing is imitated: raise it, or remove this"
+        yield Violation("algorithm.likelihood.min_reward", algorithm.likelihood.min_reward, mend)
 
 
 def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
