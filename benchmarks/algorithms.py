@@ -39,10 +39,12 @@ QUANTILE = 1.96  # of the intervals: 95 %
 # What an algorithm is about, where it is more than the share of held-out tasks that a sample passes.
 ACCURACY = "validation/accuracy"
 OF_PAIRS = (ACCURACY, "validation/rewards/accuracy")
+OF_TURNS = ("validation/reward/chained_sums_turn", "validation/reward/chained_sums")
 OWN = {
     "pass_at_k": ("validation/pass@4",),
-    "gdpo": ("validation/reward/chained_sums_turn", "validation/reward/chained_sums"),
-    "mt_grpo": (ACCURACY, "validation/reward/chained_sums_turn"),
+    "gdpo": OF_TURNS,
+    "mt_grpo": OF_TURNS,
+    **dict.fromkeys(("turn_gae", "bi_level_gae", "starpo_s"), ("validation/reward",)),
     "sft": (ACCURACY, "validation/loss"),
     "on_policy_distillation": (ACCURACY, "distillation/reverse_kl"),
     "gkd": (ACCURACY, "distillation/jsd"),
@@ -155,7 +157,7 @@ def _learnt(name: str, experiment: Experiment, lines: Sequence[StepMetrics]) -> 
 
 
 def _standard_error(values: Mapping[str, float], figure: str, tasks: int) -> float:
-    """Of the mean over tasks of a share."""
+    """Of the mean over tasks, of a share where a run writes no interval."""
     if f"{figure}_low" in values:
         return (values[f"{figure}_high"] - values[f"{figure}_low"]) / (2 * QUANTILE)
     return math.sqrt(values[figure] * (1 - values[figure]) / tasks)
@@ -200,7 +202,7 @@ def main() -> None:
     """Train, compare, and print a table; exit 1 where a run failed or a figure moved the wrong way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algorithms", nargs="+", default=[], help="only these")
-    parser.add_argument("--steps", type=int, default=40, help="of those that sample (default 40)")
+    parser.add_argument("--steps", type=int, default=30, help="of those that sample (default 30)")
     options = parser.parse_args()
     os.chdir(ROOT)
     if not START.exists():
