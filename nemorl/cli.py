@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nemorl
-from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, serve, train
+from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, serve, slurm, train
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import complain
-from nemorl.errors import ConfigError, NemorlError
+from nemorl.errors import ConfigError, NemorlError, RunStopped
 
 COMMANDS = {
     "train": train,
@@ -27,6 +27,7 @@ COMMANDS = {
     "models": models,
     "plan": plan,
     "report": report,
+    "slurm": slurm,
     "config": config_help,
     "doctor": doctor,
 }
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.traceback:
             raise
         complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
+        return _exit_code(error)
     except OSError as error:
         if arguments.traceback:
             raise
@@ -54,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(f"nemorl {arguments.command} was interrupted")
         return ExitCode.INTERRUPTED
+
+
+def _exit_code(error: NemorlError) -> ExitCode:
+    if isinstance(error, RunStopped):
+        return ExitCode.STOPPED
+    return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
 
 
 def _mend(error: OSError) -> str:

@@ -18,6 +18,7 @@ TREES = {
     "nemorl": ROOT / "nemorl",
     "nemorl.algorithms": ROOT / "algorithms",
     "nemorl.environments": ROOT / "environments",
+    "nemorl.slurm": ROOT / "slurm",
 }
 
 # Each part may import these, and itself; `types` stands for nemorl.rollout.types, which imports numpy only.
@@ -36,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "megatron": {"config", "errors", "models", "data"},
     "rewards": {"config", "errors", "environments", "generation", "types"},
     "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "types"},
+    "slurm": {"config", "errors", "cluster", "observe", "plan"},
     "serve": {"config", "errors", "data", "generation", "types"},
 }
 LIBRARY = set(ALLOWED)

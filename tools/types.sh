@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# mypy over the whole library. It finds modules by folder, so algorithms/ and environments/, which stand at
-# the root, are linked into the place where they import as nemorl.algorithms and nemorl.environments.
+# mypy over the whole library. It finds modules by folder, so algorithms/, environments/ and slurm/, which
+# stand at the root, are linked into the place where they import as nemorl.algorithms and so on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tree=build/types
 rm -rf "$tree"
 mkdir -p "$tree/nemorl"
-for part in nemorl/* algorithms environments; do
+for part in nemorl/* algorithms environments slurm; do
   ln -s "$PWD/$part" "$tree/nemorl/$(basename "$part")"
 done
 MYPYPATH="$tree" exec "${MYPY:-mypy}" --package nemorl "$@"

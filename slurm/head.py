@@ -1,0 +1,182 @@
+"""The head's part: the check, the plan, the run, and why it ended."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.load import load_experiment
+from nemorl.errors import ConfigError
+
+from . import ports
+from .control import ControlServer
+from .errors import SlurmError
+from .meeting import Card, Meeting, Plan
+from .processes import Child
+from .ray_node import RayNode, object_store_bytes
+from .records import REQUEUE, TERMINATED
+from .wanted import rooms_of, violations_of, words_for
+
+MEMBERS_SECONDS = 180.0
+# After a node is lost: what runs on the others cannot finish a step, and may wait in a collective for long.
+LOST_SECONDS = 60.0
+
+logger = logging.getLogger(__name__)
+
+Ended = tuple[int, str]  # exit status and a sentence
+
+
+class Head:
+    """One start of a job on its first node."""
+
+    def __init__(
+        self, experiment: Experiment, config: Path, overrides: Sequence[str], meeting: Meeting, card: Card
+    ) -> None:
+        """`overrides` are the person's; the allocation's own come after them."""
+        self._experiment, self._config, self._overrides = experiment, config, list(overrides)
+        self._meeting, self._card = meeting, card
+        self._train: Child | None = None
+        self._signal: signal.Signals | None = None
+
+    def told(self, number: int, work: "asyncio.Future[Ended]") -> None:
+        """A signal came: the run ends in order, or what leads to it ends at once."""
+        got = signal.Signals(number)
+        logger.info("got %s; ending the run", got.name)
+        self._signal = got if self._signal in (None, signal.SIGUSR1) else self._signal
+        if self._train is not None:
+            self._train.tell(signal.SIGTERM)
+        else:
+            work.cancel()
+
+    def stopped(self, how: str) -> Ended:
+        """What a run that was told to stop ends with."""
+        if self._signal is signal.SIGUSR1:
+            return REQUEUE, f"stopped before the time limit, {how}; it goes on with the next start"
+        name = self._signal.name if self._signal else "a signal"
+        return TERMINATED, f"stopped by {name} (cancelled, pre-empted, or a node was lost), {how}"
+
+    async def run(self) -> Ended:
+        """From the meeting to the end of the run. Raises `NemorlError`."""
+        self._meeting.join(self._card)
+        try:
+            logger.info("waiting for %d nodes in %s", len(self._meeting.nodes), self._meeting.folder)
+            cards = await self._meeting.everybody()
+            experiment, words = self._checked(cards)
+            plan = self._planned(cards)
+        except BaseException as error:
+            self._meeting.publish(Plan("", {}, {}, refused=str(error) or type(error).__name__))
+            raise
+        self._meeting.publish(plan)
+        token = self._meeting.token_file.read_text(encoding="ascii")
+        others = self._meeting.nodes[1:]
+        megabytes = experiment.cluster.object_store_megabytes
+        store = object_store_bytes(self._card.hardware, megabytes, plan.sharing(self._card.node))
+        ray = RayNode(self._card, plan, self._meeting, store)
+        async with ControlServer(plan.head, plan.control, token, others) as control, ray as process:
+            try:
+                ended = await self._run_on(plan, words, control, ray, process)
+            except SlurmError:
+                control.failed = True
+                ray.keep_tails()
+                raise
+            control.failed = ended[0] not in (0, 2)
+            if control.failed:
+                ray.keep_tails()
+            return ended
+
+    def _checked(self, cards: Mapping[str, Card]) -> tuple[Experiment, list[str]]:
+        """The experiment on these nodes, and the words that make it so. Raises `ConfigError`."""
+        given = "gpus_per_node" in self._experiment.cluster.model_fields_set
+        words = [*self._overrides, *words_for(cards, gpus_given=given)]
+        experiment = load_experiment(self._config, words)
+        violations = violations_of(experiment, rooms_of(cards))
+        if violations:
+            raise ConfigError(f"{self._config}, on {len(cards)} nodes,", violations)
+        return experiment, words
+
+    def _planned(self, cards: Mapping[str, Card]) -> Plan:
+        hosts = {node: card.host for node, card in cards.items()}
+        found = ports.assign(
+            {node: card.free_ports for node, card in cards.items()},
+            {node: card.ports_size for node, card in cards.items()},
+            hosts,
+            os.environ.get(ports.VARIABLE) or ports.DEFAULT,
+        )
+        return Plan(self._card.address, found, hosts)
+
+    async def _run_on(
+        self, plan: Plan, words: Sequence[str], control: ControlServer, ray: RayNode, process: Child
+    ) -> Ended:
+        environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
+        await _before(process.ended, control.everybody(), self._meeting.log(self._card.node))
+        await _before(process.ended, self._members(environment), self._meeting.log(self._card.node))
+        logger.info("Ray runs at %s on %s", plan.gcs, ", ".join(self._meeting.nodes))
+        command = [sys.executable, "-m", "nemorl.cli", "train", str(self._config), *words, "--resume"]
+        self._train = await Child.start(command, environment)
+        return await self._watch(self._train, control, process)
+
+    async def _members(self, environment: Mapping[str, str]) -> None:
+        """Wait until Ray knows all nodes. Raises `SlurmError` that names who is missing."""
+        words = ["-m", "nemorl.slurm.members", str(MEMBERS_SECONDS), *self._meeting.nodes]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, env=dict(environment), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            told, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            missing = told.decode() or "the head itself"
+            raise SlurmError(
+                f"Ray did not start on {missing} within {MEMBERS_SECONDS:g} s; what it said is in "
+                f"{self._meeting.folder}, a file for each node."
+            )
+
+    async def _watch(self, train: Child, control: ControlServer, ray: Child) -> Ended:
+        lost = asyncio.ensure_future(control.lost.get())
+        await asyncio.wait({train.ended, ray.ended, lost}, return_when=asyncio.FIRST_COMPLETED)
+        gone: dict[str, str] = {}
+        if lost.done():
+            gone = dict([lost.result()])
+        elif ray.ended.done():
+            gone = {self._card.node: f"Ray ended there with exit status {ray.ended.result()}"}
+        lost.cancel()
+        if gone and train.running:
+            logger.error("%s; ending the run", _lost(gone))
+            await train.end(LOST_SECONDS)
+        status = await train.ended
+        if status == 0:
+            return 0, "the run is finished"
+        if self._signal is not None:
+            return self.stopped("after the last finished step was saved" if status == REQUEUE else "unsaved")
+        gone = gone or await control.silent()
+        if gone:
+            return REQUEUE, _lost(gone)
+        if status == REQUEUE:
+            return REQUEUE, "the run was told to stop"
+        if status == 2:
+            return 2, "the configuration is refused; nothing was started"
+        return 1, f"nemorl train failed with exit status {status}"
+
+
+def _lost(gone: Mapping[str, str]) -> str:
+    return "; ".join(f"node {node} is lost: {why}" for node, why in gone.items())
+
+
+async def _before(
+    ended: "asyncio.Future[int]", work: "asyncio.Coroutine[None, None, None]", log: Path
+) -> None:
+    """Do some work, unless Ray ends before it is done. Raises `SlurmError`."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({ended, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise SlurmError(f"Ray ended with exit status {ended.result()} when it was started; see {log}.")
+        await task
+    finally:
+        task.cancel()
