@@ -137,9 +137,9 @@ def _learning(
     books: Bookkeeper,
 ) -> Learns:
     multiple = experiment.policy.layout.fewest_units
-    if isinstance(algorithm, IterativePreferenceConfig | RejectionSamplingConfig):
-        return PickedLearning(algorithm, session, observer, books, multiple)
     gate = LogprobGate(algorithm, experiment.generation)
+    if isinstance(algorithm, IterativePreferenceConfig | RejectionSamplingConfig):
+        return PickedLearning(algorithm, session, observer, books, gate, multiple)
     if isinstance(algorithm, OnPolicyDistillationConfig):
         teachers = _teachers(experiment, algorithm, session)
         return DistilledLearning(algorithm, session, observer, books, gate, teachers, taught_by, multiple)

@@ -2,13 +2,13 @@
 
 The first batch of a process is compared before anything is learnt from it, and so is every batch of the
 period that the config names. In between the gap comes with the update itself, which computes the same
-logprobs.
+logprobs; not where samples are picked, whose losses look at other things.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemorl.config.algorithm import OnlineConfig, OnPolicyDistillationConfig
+from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation_base import GenerationBase
 from nemorl.errors import RunError
 from nemorl.megatron.stats import LogprobStats
@@ -23,7 +23,7 @@ class LogprobGapTooLarge(RunError):
 class LogprobGate:
     """Stops a run whose samples do not come from the policy that learns."""
 
-    config: OnlineConfig | OnPolicyDistillationConfig
+    config: OnlineBase
     generation: GenerationBase
     compared: bool = False  # whether this process has held engine and trainer side by side
 

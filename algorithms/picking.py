@@ -18,6 +18,7 @@ from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .bookkeeping import Bookkeeper
+from .gate import LogprobGate, gap_figures, versions_of
 from .losses import CrossEntropyLoss, finish_metrics
 from .preference import PreferenceLoss, pair_figures
 
@@ -66,10 +67,12 @@ class PickedLearning:
     session: Session
     observer: Observer
     books: Bookkeeper
+    gate: LogprobGate
     multiple: int  # of units into which a batch is laid over ranks and stages
 
     async def load(self, groups: Sequence[GroupSummary]) -> None:
         """Pick, and lay what was picked over the ranks; a batch may give nothing at all."""
+        self._versions = versions_of(groups)
         if isinstance(self.config, IterativePreferenceConfig):
             pairs = pairs_of(groups)
             self._num_picked, places = len(pairs), _pair_places(pairs)
@@ -85,11 +88,19 @@ class PickedLearning:
             await self.session.learner.load(places, kind="trajectories")
 
     async def logprobs(self, step: int) -> dict[str, float]:
-        """Those of the reference, where the loss looks at one."""
-        if self._num_picked and self.config.keeps_reference:
-            with self.observer.stage("logprobs"):
-                await self.session.learner.logprobs(old=False, reference=True)
-        return {}
+        """Those of the reference, where the loss looks at one; the gap of what was picked, if measured."""
+        if not self._num_picked:
+            return {}
+        measures, reference = self.gate.due(step), self.config.keeps_reference
+        if not measures and not reference:
+            return {}
+        with self.observer.stage("logprobs"):
+            stats = await self.session.learner.logprobs(old=measures, reference=reference)
+        if not measures:
+            return {}
+        gap = gap_figures(stats)
+        self.gate.check(gap, self._versions, self.books.done)
+        return gap
 
     async def values(self) -> None:
         """There is no critic."""

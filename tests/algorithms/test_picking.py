@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate
 from nemorl.algorithms.picking import PickedLearning, best_of, pairs_of
 from nemorl.config.checks.figures import figures
 from nemorl.config.load import load_experiment
@@ -101,18 +102,28 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
     learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
     session: Any = SimpleNamespace(learner=learner)
     observer: Any = SimpleNamespace(stage=no_stage)
-    books: Any = SimpleNamespace(optimizer_figures=lambda updates: {"grad_norm": updates[0].grad_norm})
-    learning = PickedLearning(config, session, observer, books, multiple=4)
+    books: Any = SimpleNamespace(
+        done=0, optimizer_figures=lambda updates: {"grad_norm": updates[0].grad_norm}
+    )
+    generation = experiment.generation
+    gate = LogprobGate(config.model_copy(update={"max_logprob_gap": 9.0}), generation)
+    learning = PickedLearning(config, session, observer, books, gate, multiple=4)
     groups = sampled(3)
 
     async def step() -> dict[str, float]:
         await learning.load(groups)
-        await learning.logprobs(1)
-        return await learning.train(1)
+        return await learning.logprobs(1) | await learning.train(1)
 
     lines = [asyncio.run(step()) for _ in range(8)]
+    strict = PickedLearning(config, session, observer, books, LogprobGate(config, generation), multiple=4)
+    asyncio.run(strict.load(groups))
+    with pytest.raises(LogprobGapTooLarge, match=r"max_logprob_gap allows a mean of 0.2"):
+        asyncio.run(strict.logprobs(9))
     host.close()
     first, last = lines[0], lines[-1]
+    # An engine that says -1 of each of 15 tokens is not the policy: the first batch tells, and it alone.
+    assert first["logprob_gap/max"] > first["logprob_gap/mean"] > 1
+    assert not any("logprob_gap/mean" in line for line in lines[1:])
     if method == "iterative_dpo":
         assert first["picked"] == 5 / 6
         assert first["rewards/margin"] == pytest.approx(0, abs=1e-5)  # the reference is the first policy
@@ -128,7 +139,8 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
 def test_a_batch_without_a_pair_changes_nothing() -> None:
     config: Any = SimpleNamespace(num_epochs=1, keeps_reference=True, min_reward=5.0)
     books: Any = SimpleNamespace(optimizer_figures=lambda updates, left_out: {"left out": left_out})
-    learning = PickedLearning(config, None, None, books, multiple=2)  # type: ignore[arg-type]
+    gate = LogprobGate(config, None)  # type: ignore[arg-type]
+    learning = PickedLearning(config, None, None, books, gate, multiple=2)  # type: ignore[arg-type]
 
     async def step() -> dict[str, float]:
         await learning.load([group(0, trajectory(0.5, 0), trajectory(1.0, 1))])
@@ -136,3 +148,4 @@ def test_a_batch_without_a_pair_changes_nothing() -> None:
         return await learning.train(1)
 
     assert asyncio.run(step()) == {"picked": 0.0, "left out": 1}
+    assert not gate.compared

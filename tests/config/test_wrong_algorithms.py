@@ -1,4 +1,4 @@
-"""What users get wrong in advantages, filters and losses: each refusal names the field, the value and the mend."""
+"""What users get wrong in advantages, filters and losses: refusals name the field, the value and the mend."""
 
 from pathlib import Path
 from typing import Any

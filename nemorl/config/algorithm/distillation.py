@@ -95,12 +95,6 @@ class OnPolicyDistillationConfig(OnlineBase):
     """How divergences of tokens become one number."""
     teacher_key: str | None = None
     """Column of the tasks that names the teacher of each, of several in `teachers`."""
-    max_logprob_gap: float = Field(0.2, gt=0)
-    """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
-    max_token_logprob_gap: float | None = Field(None, gt=0)
-    """Stop when that difference is larger at any token; not looked at when not given."""
-    logprob_gap_period: int | None = Field(None, ge=1)
-    """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @property
     def sequences_per_update(self) -> int:

@@ -45,12 +45,6 @@ class OnlineConfig(OnlineBase):
     """How samples of another policy than the one that learns are weighed or left out."""
     critic: CriticLearningConfig | None = None
     """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
-    max_logprob_gap: float = Field(0.2, gt=0)
-    """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
-    max_token_logprob_gap: float | None = Field(None, gt=0)
-    """Stop when that difference is larger at any token; not looked at when not given."""
-    logprob_gap_period: int | None = Field(None, ge=1)
-    """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @model_validator(mode="before")
     @classmethod

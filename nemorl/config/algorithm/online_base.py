@@ -17,6 +17,12 @@ class OnlineBase(AlgorithmBase):
     """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
     filters: FiltersConfig = FiltersConfig()
     """What of a step's samples does not train."""
+    max_logprob_gap: float = Field(0.2, gt=0)
+    """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
+    max_token_logprob_gap: float | None = Field(None, gt=0)
+    """Stop when that difference is larger at any token; not looked at when not given."""
+    logprob_gap_period: int | None = Field(None, ge=1)
+    """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @property
     def online(self) -> bool:

@@ -36,7 +36,8 @@ def offline_figures(algorithm: OfflineBase) -> set[str]:
 
 def picked_figures(algorithm: PickedBase) -> set[str]:
     """Names of what a run writes of samples that it picked."""
-    return {"picked", *(_PAIRS if isinstance(algorithm, IterativePreferenceConfig) else {"loss/sft", "nll"})}
+    learnt = _PAIRS if isinstance(algorithm, IterativePreferenceConfig) else {"loss/sft", "nll"}
+    return {"picked", "logprob_gap/mean", "logprob_gap/max", *learnt}
 
 
 def _learnt(algorithm: OfflineBase) -> set[str]:
