@@ -83,6 +83,11 @@ class SlurmCluster:
         """For processes that use this cluster."""
         return environment(self.folder)
 
+    @property
+    def keeper(self) -> int:
+        """The process below which all others of the cluster are."""
+        return self._keeper.pid
+
     def run(self, *command: str, check: bool = True) -> str:
         """What one of Slurm's commands says. Raises `ClusterError` with its complaint where it fails."""
         told = subprocess.run(

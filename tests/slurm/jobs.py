@@ -1,0 +1,187 @@
+"""A run on the Slurm of the tests: submitted as a person does, watched, disturbed, and read."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemorl.observe.metrics import StepMetrics, read_metrics
+from tests.slurm.cluster import SlurmCluster
+from tests.slurm.keeper import descendants
+
+POLL_SECONDS = 0.25
+PATIENCE_SECONDS = 400.0  # of a busy machine; nothing here waits for as long when all is well
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+# Figures that are clocks, or divided by one.
+CLOCKS = re.compile(r"^time/|^throughput/|seconds|waiting|per_second")
+
+# Step, version and figures by name, of each line of metrics.jsonl.
+Figures = list[tuple[int, int, dict[str, float]]]
+
+
+def until(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait; an AssertionError that says for what where it is in vain."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"in {seconds:.0f} s not reached: {what}"
+        time.sleep(POLL_SECONDS)
+
+
+def figures(run_dir: Path) -> Figures:
+    """Those of a run, without clocks."""
+    return [
+        (line.step, line.version, _without_clocks(line)) for line in read_metrics(run_dir / "metrics.jsonl")
+    ]
+
+
+def _without_clocks(line: StepMetrics) -> dict[str, float]:
+    return {name: value for name, value in line.values.items() if not CLOCKS.search(name)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that all nodes share, with a model and configs in it, and the Slurm to run them on."""
+
+    slurm: SlurmCluster
+    folder: Path
+
+    def nemorl(self, *words: str, **variables: str) -> str:
+        """What `nemorl WORDS` says in the folder; it must end well."""
+        told = subprocess.run(
+            [sys.executable, "-m", "nemorl.cli", *words],
+            cwd=self.folder,
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert told.returncode == 0, f"{words}: {told.returncode}\n{told.stdout}{told.stderr}"
+        return told.stdout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For commands and jobs: this Slurm, and the environment that the tests run in."""
+        return self.slurm.environment | {"NEMORL_ENV": str(Path(sys.executable).parents[1])}
+
+    def config(self, name: str, text: str) -> Path:
+        """A config of the tests' run with some more in it; its run folder has its name."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(f"defaults: shortened.yaml\nrun_dir: runs/{name}\n{text}\n")
+        return path
+
+    def submit(self, config: Path, *words: str, **variables: str) -> "Job":
+        """`nemorl slurm submit` for ten minutes at most, with some more variables in the environment."""
+        told = self.nemorl("slurm", "submit", config.name, "--time", "10", *words, **variables)
+        found = re.search(r"\bjob (\d+)", told)
+        assert found is not None, told
+        return Job(self, found[1], self.folder / "runs" / config.stem)
+
+    def urgent_job(self, node: str) -> None:
+        """Ask for a whole node, for a moment, with a right to what others have."""
+        words = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null")
+        self.slurm.run("sbatch", *words, "--wrap", "true")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, by its number, and the folder of its run."""
+
+    place: Place
+    number: str
+    run_dir: Path
+
+    def facts(self) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        told = self.place.slurm.run("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(word.partition("=")[::2] for word in told.splitlines()[0].split())
+
+    @property
+    def state(self) -> str:
+        """RUNNING, PENDING, COMPLETED, …"""
+        return self.facts()["JobState"]
+
+    @property
+    def restarts(self) -> int:
+        """How often it was queued again."""
+        return int(self.facts()["Restarts"])
+
+    @property
+    def output(self) -> str:
+        """What the job said, of all its starts."""
+        return Path(self.facts()["StdOut"]).read_text()
+
+    @property
+    def step(self) -> int:
+        """The last step whose figures are written; 0 before the first."""
+        path = self.run_dir / "metrics.jsonl"
+        return max((line.step for line in read_metrics(path)), default=0) if path.exists() else 0
+
+    def reaches_step(self, step: int) -> None:
+        """Wait until its figures are written; the job must not end before."""
+        self._awaits(lambda: self.step >= step, f"step {step}")
+
+    def starts(self, group: str, count: int) -> list[str]:
+        """Wait for the processes of a group of workers: the nodes they run on, by rank."""
+        self._awaits(lambda: len(self._nodes_of(group)) == count, f"start of {group}")
+        return self._nodes_of(group)
+
+    def is_queued_again(self, count: int = 1) -> None:
+        """Wait for its next start in the queue."""
+        self._awaits(lambda: self.restarts >= count, f"restart {count}")
+
+    def ends(self) -> str:
+        """Wait for its end; its state."""
+        until(lambda: self.state in ENDED, f"end of job {self.number}")
+        return self.state
+
+    def processes(self, node: str | None = None) -> list[int]:
+        """Of the job, on one node or on both, Slurm's own left out."""
+        found = []
+        for process in descendants(self.place.slurm.keeper):
+            environment = environment_of(process)
+            ours = environment.get("SLURM_JOB_ID") == self.number
+            if ours and node in (None, environment.get("SLURMD_NODENAME")):
+                found.append(process)
+        return found
+
+    def leaves_nothing(self) -> None:
+        """Wait for the end of all its processes."""
+        until(lambda: self.processes() == [], f"end of the processes of job {self.number}", 60)
+
+    def _nodes_of(self, group: str) -> list[str]:
+        logs = sorted((self.run_dir / "logs").glob(f"{group}-*.log"))
+        started = [re.findall(r"process (\d+) on", log.read_text())[-1:] for log in logs]
+        return [environment_of(int(found[0])).get("SLURMD_NODENAME", "") for found in started if found]
+
+    def kill_ray(self, node: str) -> None:
+        """SIGKILL to the raylet of a node."""
+        raylets = [p for p in self.processes(node) if _comm(p) == "raylet"]
+        assert len(raylets) == 1
+        os.kill(raylets[0], signal.SIGKILL)
+
+    def _awaits(self, reached: Callable[[], bool], what: str) -> None:
+        def reached_or_ended() -> bool:
+            return reached() or self.state in ENDED
+
+        until(reached_or_ended, f"{what} of job {self.number}\n{self.output}")
+        assert reached(), f"{self.state} before {what}\n{self.output}"
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """What a process was started with; empty where it is gone."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(word.partition("=")[::2] for word in words if "=" in word)
+    return {}
+
+
+def _comm(process: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    return ""
