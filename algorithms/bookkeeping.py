@@ -65,6 +65,7 @@ class Bookkeeper:
         if periodic:
             values = values | await self._validate(step)
         last = self._early_stop.hear(values) or step == self._experiment.algorithm.num_steps
+        values = values | self._early_stop.figures
         if last and validation.at_end and not periodic:
             values = values | await self._validate(step)
         if self._early_stop.over:

@@ -32,6 +32,11 @@ class EarlyStop:
         """Whether the figure has got no better for as long as the config waits."""
         return self.config is not None and self.waited >= self.config.patience
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What a step's line says of it, and the report knows an ended run by."""
+        return {} if self.config is None else {"early_stop/waited": float(self.waited)}
+
     def __str__(self) -> str:
         assert self.config is not None
         return (

@@ -109,10 +109,19 @@ def _planned_steps(config: Mapping[str, Any]) -> int | None:
 def _subtitle(config: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     algorithm = config.get("algorithm", {}).get("name")
     model = config.get("policy", {}).get("model_path")
-    planned = _planned_steps(config)
-    done = steps[-1].step if steps else 0
-    state = "finished" if planned is not None and done >= planned else "not finished"
-    return " · ".join(str(part) for part in (algorithm, model, state) if part)
+    return " · ".join(str(part) for part in (algorithm, model, _state(config, steps)) if part)
+
+
+def _state(config: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
+    planned, last = _planned_steps(config), steps[-1] if steps else None
+    if last is not None and planned is not None and last.step >= planned:
+        return "finished"
+    stop = config.get("algorithm", {}).get("early_stop") or {}
+    patience, metric = stop.get("patience"), stop.get("metric")
+    waited = last.values.get("early_stop/waited", 0.0) if last is not None else 0.0
+    if isinstance(patience, int) and waited >= patience:
+        return f"finished early, as {metric} got no better"
+    return "not finished"
 
 
 def _tiles(steps: Sequence[StepMetrics], planned: int | None) -> list[Tile]:

@@ -67,10 +67,13 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         write(tmp_path),
         ["algorithm.early_stop={metric: reward/mean, patience: 2}", "checkpointing.period=100"],
     )
-    observer: Any = SimpleNamespace(
-        stage=Stages([]).stage,
-        step=lambda step, version, values: StepMetrics(step, version, values),
-    )
+    waited: list[float] = []
+
+    def told(step: int, version: int, values: dict[str, float]) -> StepMetrics:
+        waited.append(values["early_stop/waited"])
+        return StepMetrics(step, version, values)
+
+    observer: Any = SimpleNamespace(stage=Stages([]).stage, step=told)
     saved: list[Progress] = []
 
     async def save(progress: Progress, metrics: StepMetrics) -> None:
@@ -91,6 +94,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         return done
 
     assert asyncio.run(run([0.1, 0.4, 0.2, 0.4, 0.9])) == [1, 2, 3, 4]
+    assert waited == [0, 0, 1, 2]
     (progress,) = saved
     assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
     assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))

@@ -170,6 +170,21 @@ def test_any_run_has_a_page(write_run, steps, expected):
         json.loads(figure)
 
 
+@pytest.mark.parametrize(
+    ("waited", "patience", "state"),
+    [
+        (2.0, 2, "finished early, as reward/mean got no better"),
+        (1.0, 2, "not finished"),
+        (2.0, 3, "not finished"),
+    ],
+)
+def test_a_run_that_early_stop_ended_is_finished(write_run, waited, patience, state):
+    stop = f"{{metric: reward/mean, patience: {patience}}}"
+    config = f"algorithm: {{name: grpo, num_steps: 9, early_stop: {stop}}}\n"
+    steps = [StepMetrics(1, 1, {"reward/mean": 0.5, "early_stop/waited": waited})]
+    assert f"grpo · {state}" in page_text(write_report(write_run(steps, config=config)))
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(RunFolderError, match=r"holds no run: neither config\.yaml nor metrics\.jsonl"):
         write_report(tmp_path)

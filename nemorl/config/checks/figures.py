@@ -78,6 +78,8 @@ def figures(
             names |= {"entropy/coefficient"}
     if isinstance(algorithm, OfflineBase):
         names = names | offline_figures(algorithm)
+    if algorithm.early_stop is not None:
+        names |= {"early_stop/waited"}
     if algorithm.validation.scheduled and algorithm.generates:
         names |= _HANDING_OVER | {"time/validation"}
         sets = [] if data is None else [f"validation/{name}" for name in data.validation_sets]
