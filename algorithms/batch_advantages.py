@@ -19,7 +19,7 @@ from .group_advantages import all_equal, rewards, sampled_tokens, standardized
 def reinforce(groups: Sequence[GroupSummary], config: ReinforceAdvantageConfig) -> list[list[float]]:
     """The reward; less the mean of the batch; or that over the batch's standard deviation as well.
 
-    Williams 1992, "Simple statistical gradient-following algorithms", equation 11 with a constant baseline.
+    Williams 1992, "Simple statistical gradient-following algorithms", with a constant baseline.
     """
     r = _flat([rewards(group) for group in groups])
     if config.normalization == "none":
@@ -35,7 +35,7 @@ def group_then_batch(
 ) -> list[list[float]]:
     """`A = (r - mean of the group)`, then `(A - mean) / (std + epsilon)` over the batch.
 
-    REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262, equation 10. Unlike GRPO's, the scale is the same
+    REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262. Unlike GRPO's, the scale is the same
     for all groups. Over tokens, as there, a long trajectory counts more in mean and deviation.
     """
     centred = _flat([r - r.mean() for r in map(rewards, groups) if len(r)])
@@ -47,7 +47,7 @@ def gdpo(
 ) -> list[list[float]]:
     """Each reward by itself as in GRPO, then summed by its weight, then whitened over the batch.
 
-    GDPO, Liu et al. 2026, arXiv 2601.05242, section 3: differences in one reward do not vanish in the sum of
+    GDPO, Liu et al. 2026, arXiv 2601.05242: differences in one reward do not vanish in the sum of
     all. A reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it.
     Without `whiten_batch` the sum stays as it is.
     """

@@ -119,7 +119,7 @@ def forward_kl(teacher: Tensor, policy: Tensor) -> Tensor:
 def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
     """`beta KL(teacher || m) + (1 - beta) KL(policy || m)`, `m = beta teacher + (1 - beta) policy`: [m].
 
-    GKD's equation 1 with the teacher first, as in the paper; TRL's `beta` is the same number.
+    GKD's (arXiv 2306.13649) with the teacher first, as in the paper; TRL's `beta` is the same number.
     """
     weights = torch.tensor([beta, 1 - beta], device=policy.device).log()
     mixture = torch.logaddexp(teacher + weights[0], policy + weights[1])

@@ -7,7 +7,7 @@ from nemorl.config.algorithm import AdaptiveEntropyConfig, EntropyConfig
 
 @dataclass
 class EntropyWeight:
-    """Fixed, or after Skywork-OR1's adaptive control (He et al. 2025, arXiv 2505.22312, section 4.4).
+    """Fixed, or after Skywork-OR1's adaptive control (He et al. 2025, arXiv 2505.22312).
 
     After a step of mean entropy e per token the coefficient c becomes `c + change` if e is below the target,
     `c - change` if it is above, and stays between 0 and its limit. The bonus counts, with c, only while the

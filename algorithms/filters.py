@@ -90,7 +90,7 @@ def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
 def _most_varied(groups: list[GroupSummary], config: FiltersConfig) -> list[GroupSummary]:
     """The share of the groups with the largest unbiased deviation, one at least; all without such a filter.
 
-    StarPO-S, Wang et al. 2025, arXiv 2504.20073, section 3.2. Of equals the earlier ones.
+    StarPO-S, Wang et al. 2025, arXiv 2504.20073. Of equals the earlier ones.
     """
     if config.keep_most_varied is None or not groups:
         return groups

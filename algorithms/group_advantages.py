@@ -21,7 +21,7 @@ from nemorl.rollout.groups import GroupSummary
 def group_relative(groups: Sequence[GroupSummary], config: GroupAdvantageConfig) -> list[list[float]]:
     """`A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group.
 
-    Shao et al. 2024, arXiv 2402.03300, section 4.1.2; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
+    Shao et al. 2024, arXiv 2402.03300; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
     arXiv 2503.20783). With `leave_one_out` the mean is that of the others (RLOO, Ahmadian et al. 2024, arXiv
     2402.14740). Epsilon is 1e-6 as in verl; TRL adds 1e-4, OpenRLHF 1e-9.
     """
@@ -40,7 +40,7 @@ def _relative(r: Tensor, config: GroupAdvantageConfig) -> Tensor:
 def remax(groups: Sequence[GroupSummary]) -> list[list[float]]:
     """`A = r - r_greedy`: the baseline is the reward of a greedy sample of the same task.
 
-    Li et al. 2023, arXiv 2310.10505, algorithm 1. Where the greedy sample failed there is no baseline, and
+    Li et al. 2023, arXiv 2310.10505. Where the greedy sample failed there is no baseline, and
     the group has advantage 0. A group of one can learn, and so can one of equal rewards.
     """
     advantages = []
@@ -70,7 +70,7 @@ def _less_optimal_baseline(group: GroupSummary) -> list[float]:
 def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list[float]]:
     """`A = alpha (r - mean)` with `alpha = B / (B - M)`, where M of the B groups have equal rewards.
 
-    GPG, Chu et al. 2025, arXiv 2504.02546, section 3: groups without a gradient do not thin out that of the
+    GPG, Chu et al. 2025, arXiv 2504.02546: groups without a gradient do not thin out that of the
     others. With `normalize` divided by the standard deviation of the group. (verl counts trajectories whose
     reward is not 0 in place of the groups that teach.)
     """
@@ -83,7 +83,7 @@ def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list
 def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) -> list[list[float]]:
     """The expectation of GRPO's advantage when each k of the group's n trajectories are paid as one.
 
-    Chen et al. 2025, arXiv 2508.10751, section 2.4. With n- trajectories that do not pass,
+    Chen et al. 2025, arXiv 2508.10751. With n- trajectories that do not pass,
     `R = 1 - C(n-, k) / C(n, k)` is the mean of the paid sets and `s = sqrt(R (1 - R))` their deviation; who
     passes has `(1 - R) / s`, who does not `(1 - R - C(n- - 1, k - 1) / C(n - 1, k - 1)) / s`. Where every set
     is paid alike, and where fewer than k trajectories are left, it is 0.

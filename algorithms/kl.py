@@ -57,7 +57,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
     taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
     of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
-    (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`). The gradient of k2, and of
+    (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). The gradient of k2, and of
     `straight_through`, is right by itself and the ratio weighs it as a constant. Of a clamped k1 or k3 what
     is left is the ratio's own gradient, `max_value` times it.
     """

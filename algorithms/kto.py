@@ -1,7 +1,7 @@
 """KTO: single answers, good or not, against what the policy has moved away from the reference on the whole.
 
 The point of comparison is the divergence of the policy from the reference (Ethayarajh et al. 2024, arXiv
-2402.01306, section 4.1): the mean of `log policy - log reference` over prompts joined to answers of other
+2402.01306): the mean of `log policy - log reference` over prompts joined to answers of other
 prompts of the same batch, at least 0, without a gradient. It is measured before the step, over the whole
 batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's.
 """

@@ -56,7 +56,7 @@ def validation_figures(
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Unbiased chance that one of k samples passes (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    """Unbiased chance that one of k samples passes (Chen et al. 2021, arXiv 2107.03374)."""
     if k > samples:
         raise ValueError(f"pass@{k} wants at least {k} samples of each task, there are {samples}")
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)

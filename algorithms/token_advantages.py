@@ -92,7 +92,7 @@ def discounted_sums(terms: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Generalised advantages [S, L] (Schulman et al. 2015, arXiv 1506.02438, equations 11 and 16).
+    """Generalised advantages [S, L] (Schulman et al. 2015, arXiv 1506.02438).
 
     `A[t] = delta[t] + gamma lam A[t + 1]` with `delta[t] = r[t] + gamma V[t + 1] - V[t]`, where `V[t]` is the
     value of the state in which t is chosen, and 0 after the end. `lam` is a number, or one a sequence [S, 1].
@@ -101,7 +101,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: Tensor | float) -> T
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """[S, 1] `1 - 1 / (alpha l)` for l sampled tokens (VAPO, arXiv 2504.05118, section 4.2), at least 0."""
+    """[S, 1] `1 - 1 / (alpha l)` for l sampled tokens (VAPO, arXiv 2504.05118), at least 0."""
     return (1 - 1 / (alpha * lengths.clamp(min=1).double())).clamp(min=0).unsqueeze(1)
 
 

@@ -16,7 +16,7 @@ def turn_relative(
 ) -> list[list[tuple[float, ...]]]:
     """One advantage for each turn of each trajectory.
 
-    MT-GRPO, Zeng et al. 2025, arXiv 2505.11821, section 4: the last turn has the advantage of the outcome in
+    MT-GRPO, Zeng et al. 2025, arXiv 2505.11821: the last turn has the advantage of the outcome in
     its group; turn k before it has that of what is paid for it among the k-th turns of the group that are not
     last ones, plus `outcome_weight` times that of the outcome. The outcome is the reward less what was paid
     for turns before the last one. With `discount` d a turn also earns what is paid j turns on, times d^j, as

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism", arXiv 2505.22617, section 4.2).
+"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism", arXiv 2505.22617).
 
 The entropy falls most by the tokens whose logprob and advantage have a high covariance,
 

@@ -13,7 +13,7 @@ from .tokens import TokenLoss, bounded_exp, clipped_surrogate, log_ratio
 def gspo(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GspoLossConfig
 ) -> TokenLoss:
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071, equations 5 to 7).
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071).
 
     `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with `s = exp(mean of logprobs - old)` over the
     sampled tokens of a sequence. Each token carries its sequence's loss, so with `seq-mean-token-mean` the
@@ -29,7 +29,7 @@ def gspo(
 def gspo_token(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GspoTokenLossConfig
 ) -> TokenLoss:
-    """GSPO-token (arXiv 2507.18071, equations 13 and 14): as GSPO, for advantages of tokens.
+    """GSPO-token (arXiv 2507.18071): as GSPO, for advantages of tokens.
 
     `-min(s_t A_t, clip(s_t) A_t)` with `s_t = sg[s] p_t / sg[p_t]`: the value of the sequence's ratio and the
     gradient of the token's logprob.
@@ -42,7 +42,7 @@ def gspo_token(
 def gmpo(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GmpoLossConfig
 ) -> TokenLoss:
-    """GMPO (Zhao et al. 2025, arXiv 2507.20673, equation 4): the geometric mean of clipped token ratios.
+    """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped token ratios.
 
     `-A exp(mean of x_t)`, where `x_t = min(log r_t, clip_high)` if `A > 0`, else `max(log r_t, -clip_low)`:
     the bounds are of the logarithm, so 0.4 stands for the paper's (e^-0.4, e^0.4). Clipping is of tokens, and

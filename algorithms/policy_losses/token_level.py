@@ -14,11 +14,11 @@ from .tokens import TokenLoss, bounded_exp, clipped_surrogate, log_ratio
 def clip(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: ClipLossConfig
 ) -> TokenLoss:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, equation 7).
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347).
 
     `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old)`; different bounds are
     DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). With `dual_clip` c, where `A < 0`, the loss is at
-    most `-c A`, and has no gradient there (Ye et al. 2020, arXiv 1912.09729, equation 5; verl's
+    most `-c A`, and has no gradient there (Ye et al. 2020, arXiv 1912.09729; verl's
     `clip_ratio_c`, TRL's `delta`).
     """
     ratio = bounded_exp(log_ratio(batch, logprobs, old))
@@ -33,7 +33,7 @@ def clip(
 def cispo(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: CispoLossConfig
 ) -> TokenLoss:
-    """CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5): no token loses its gradient.
+    """CISPO (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
 
     `-sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob`, where sg stops the gradient. As in the paper there
     is no lower bound unless `clip_low` is given. verl's bounds are ours; TRL's `epsilon_high` is `1 +

@@ -101,7 +101,7 @@ class DecaySchedule(Config):
 
 
 class InverseSqrtSchedule(Config):
-    """After the warm-up the rate falls with the root of the step (Vaswani et al. 2017, section 5.3)."""
+    """After the warm-up the rate falls with the root of the step (Vaswani et al. 2017)."""
 
     name: Literal["inverse_sqrt"]
     warmup_steps: int = Field(ge=1)

@@ -158,7 +158,7 @@ class MoeConfig(Config):
     freeze_router: bool = False
     """Leave the router's weights as they are; everything else learns."""
     load_balancing_loss_coefficient: float = Field(0.0, ge=0)
-    """Of the sequence-wise balance loss of every layer (arXiv 2412.19437, equation 17), averaged over the
+    """Of the sequence-wise balance loss of every layer (arXiv 2412.19437), averaged over the
     sequences of an optimizer step; 0 leaves it out."""
     router_replay: bool = False
     """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed tokens.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over packed tokens.
 
 Queries, and keys and values together, pass through a narrow latent that is normed. Keys have two parts: one
 of each head, from the latent, without positions, and one that positions turn and that all heads share.

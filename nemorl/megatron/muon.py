@@ -1,7 +1,7 @@
 """Muon: matrices move by their orthogonalised momentum, everything else as under AdamW.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the size of a step is matched
-to AdamW's (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that both share one rate and weight decay.
+to AdamW's (Liu et al. 2025, arXiv 2502.16982), so that both share one rate and weight decay.
 
 A matrix is one of the Hugging Face checkpoint: those that Megatron fuses (q, k and v; gate and up) are
 orthogonalised apart, and one that tensor parallelism divides is put together from its parts first, so every

@@ -59,7 +59,7 @@ class PolicyRouter(TopKRouter):
     - `freeze` keeps its weights; gradients go through them to what is below.
     - Choices of `TokenRouting.experts` take the place of its own (routing replay, arXiv 2510.11370); the
       experts' weights are those of the current router.
-    - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20): for a
+    - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437): for a
       sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti. A sum over sequences depends on no
       micro-batches and ranks, as one over batches would.
     - It counts the tokens of each expert in forward passes that a backward pass follows.

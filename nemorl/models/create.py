@@ -33,7 +33,7 @@ def create_arithmetic_model(
     """Write an untrained float32 Llama with a tokenizer of one token per character.
 
     The same seed gives the same weights: normal with a deviation of 1 / sqrt(hidden), and less by
-    sqrt(2 * layers) where a layer adds to the residual stream (Radford et al. 2019, section 2.3). Raises
+    sqrt(2 * layers) where a layer adds to the residual stream (Radford et al. 2019). Raises
     FileExistsError where the folder exists.
     """
     with tempfile.TemporaryDirectory() as temporary:

@@ -113,7 +113,7 @@ class HfConfig:
 
 
 def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
-    """By how much YaRN multiplies queries and keys to sharpen its attention (arXiv 2309.00071, eq. 22)."""
+    """By how much YaRN multiplies queries and keys to sharpen its attention (arXiv 2309.00071)."""
     return 0.1 * amount * math.log(factor) + 1 if factor > 1 else 1.0
 
 

@@ -21,7 +21,7 @@ def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
             return frequencies / rope.scaling.factor
         case Llama3RopeScaling() as scaling:
             # Wavelengths the model saw many times in a context stay, those longer than the context are
-            # stretched by `factor`, and those between are interpolated (arXiv 2407.21783, section 3.4).
+            # stretched by `factor`, and those between are interpolated (arXiv 2407.21783).
             turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -37,7 +37,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def _yarn_kept(dim: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """How much of each pair's frequency stays, [dim / 2], from 1 to 0 (arXiv 2309.00071, section 3.2).
+    """How much of each pair's frequency stays, [dim / 2], from 1 to 0 (arXiv 2309.00071).
 
     Linear in the pair's number between those that turn `beta_fast` and `beta_slow` times in the original
     context.

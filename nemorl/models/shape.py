@@ -20,7 +20,7 @@ class LinearRopeScaling:
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Rotary frequencies stretched for long contexts, as Llama 3.1 does (arXiv 2407.21783, section 3.4)."""
+    """Rotary frequencies stretched for long contexts, as Llama 3.1 does (arXiv 2407.21783)."""
 
     factor: float
     low_freq_factor: float
@@ -71,7 +71,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class MlaShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
     query_rank: int | None  # of the compressed query; None where it is not compressed
     key_value_rank: int

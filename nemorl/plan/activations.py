@@ -15,7 +15,7 @@ def kept_elements(
     """Elements that a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
 
     A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
-    layers each (arXiv 2104.04473, section 2.2).
+    layers each (arXiv 2104.04473).
     """
     layout = policy.layout
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size

@@ -13,7 +13,7 @@ Ids = Sequence[Sequence[int]]
 
 
 def overlong_penalty(sampled_ids: Ids, max_length: int, buffer: int) -> list[float]:
-    """The soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13).
+    """The soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476).
 
          0                                      |y| <= max_length - buffer
         ((max_length - buffer) - |y|) / buffer  between them
@@ -41,7 +41,7 @@ def relative_length(
     answer: Sequence[str | None],
     tag: str | None = None,
 ) -> list[float | None]:
-    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), which compares answers of a group.
+    """The length reward of Kimi k1.5 (arXiv 2501.12599), which compares answers of a group.
 
         l = 1/2 - (|y| - shortest) / (longest - shortest)
         l for a right answer, min(0, l) for a wrong one; 0 where all are equally long
@@ -62,7 +62,7 @@ def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     """The share of an answer's n-grams of tokens that stood in it before, as a cost: unique / all - 1.
 
     0 for an answer shorter than n tokens, and for one that says nothing twice. The n-grams are those of Yeo
-    et al. 2025, arXiv 2502.03373, section 4.3, who let single tokens pay for them. Raises ValueError for an n
+    et al. 2025, arXiv 2502.03373, who let single tokens pay for them. Raises ValueError for an n
     below 1.
     """
     if n < 1:

@@ -102,7 +102,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 
 
 def test_gspo_is_the_mean_over_sequences_of_the_clipped_objective() -> None:
-    """Equation 5 itself, without any token."""
+    """The paper's formula itself, without any token."""
     config = GspoLossConfig(name="gspo", clip_low=0.05, clip_high=0.1)
     batch = ragged(4, config.aggregation)
     logprobs = current(batch, 4)

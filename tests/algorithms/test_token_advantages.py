@@ -68,7 +68,7 @@ def penalty(batch: PackedBatch, i: int, weight: float) -> float:
 def lambda_return_advantages(
     batch: PackedBatch, gamma: float, lam: Callable[[int], float], kl: float = 0.0
 ) -> list[float]:
-    """GAE as the weighted mean of n-step advantages (equation 16 of the paper), not by its recursion."""
+    """GAE as the weighted mean of n-step advantages, not by its recursion."""
     found = [0.0] * batch.num_tokens
     for places in sampled(batch):
         count, weight = len(places), lam(len(places))

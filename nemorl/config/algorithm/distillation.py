@@ -62,7 +62,7 @@ class ForwardKlLossConfig(TopLossBase):
 
 
 class JsdLossConfig(TopLossBase):
-    """Generalised Jensen-Shannon divergence (GKD, Agarwal et al. 2023, arXiv 2306.13649, eq. 1).
+    """Generalised Jensen-Shannon divergence (GKD, Agarwal et al. 2023, arXiv 2306.13649).
 
     `beta KL(teacher || m) + (1 - beta) KL(policy || m)` with `m = beta teacher + (1 - beta) policy`.
     """

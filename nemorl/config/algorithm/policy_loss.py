@@ -62,7 +62,7 @@ class GspoLossConfig(PolicyLossBase):
 
 
 class GspoTokenLossConfig(PolicyLossBase):
-    """GSPO whose tokens may differ in their advantages (arXiv 2507.18071, section 4.3)."""
+    """GSPO whose tokens may differ in their advantages (arXiv 2507.18071)."""
 
     name: Literal["gspo_token"]
     aggregation: Aggregation = "seq-mean-token-mean"
