@@ -20,8 +20,8 @@ LONGEST_FOLDER = 60  # characters: the paths of the sockets below it must stay u
 # - cred_expire is also how long a requeued job waits before it starts again (120 s elsewhere);
 # - SlurmdTimeout is when a silent node counts as lost (300 s);
 # - KillWait is between SIGTERM and SIGKILL (30 s), GraceTime the same for a pre-empted job.
-# linuxproc: a step's processes are found by the tree; pgid would miss Ray's, which have groups of their own,
-# and cgroups need a machine that lets us make some.
+# pgid: signals other than SIGKILL reach the tasks alone, as with cgroups, which need a machine that lets us
+# make some; linuxproc would signal Ray's processes too, and no run could end in order.
 TEMPLATE = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -37,7 +37,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
