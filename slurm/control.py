@@ -20,6 +20,7 @@ from .errors import SlurmError
 
 CONNECT_SECONDS = 120.0
 PONG_SECONDS = 20.0
+CLOSE_SECONDS = 5.0
 LONGEST_LINE = 2**16
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
@@ -68,8 +69,8 @@ class ControlServer:
                 _send(line, {"end": True, "failed": self.failed})
                 await line.drain()
             line.close()
-        for task in self._tasks:
-            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
 
     async def everybody(self, seconds: float = CONNECT_SECONDS) -> None:
         """Wait for all nodes. Raises `SlurmError` that names who did not come."""
