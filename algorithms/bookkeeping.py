@@ -18,6 +18,7 @@ from .checkpoints import Checkpoints, Progress
 from .early_stop import EarlyStop
 from .entropy import EntropyWeight
 from .evaluate import ValidationSet, validate, validation_sets
+from .stopping import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,14 @@ class Bookkeeper:
         observer: Observer,
         checkpoints: Checkpoints,
         start: Progress,
+        stop: Stop | None = None,
     ) -> None:
         self._experiment = experiment
         self._session = session
         self._observer = observer
         self._checkpoints = checkpoints
+        self.stop = stop or Stop()
+        self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
         algorithm = experiment.algorithm
@@ -47,16 +51,22 @@ class Bookkeeper:
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Numbers of the steps that are left, from 1, until the run is stopped early."""
+        """Numbers of the steps that are left, from 1, until the run is stopped, early or by a signal."""
         for step in range(self.done + 1, num_steps + 1):
-            if self._early_stop.over:
+            if self._early_stop.over or self.stop.by is not None:
                 return
             yield step
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        return self._early_stop.over or self.done == self._experiment.algorithm.num_steps
 
     async def open(self) -> None:
         """Line 0 of a run that starts: validation before the first step, where the config wants it."""
         if self.done == 0 and self._experiment.algorithm.validation.at_start:
-            self._observer.step(0, version=0, values=await self._validate(0))
+            values = await self.stop.drop(self._validate(0))
+            self._observer.step(0, version=0, values=values)
 
     async def finish_step(self, step: int, values: dict[str, float], position: int) -> None:
         """Validate when it is due, write the step's line, then the checkpoint that belongs to it."""
@@ -72,15 +82,24 @@ class Bookkeeper:
             logger.warning("%s", self._early_stop)
         metrics = self._observer.step(step, version=step, values=values)
         self.done = step
-        checkpointing = self._experiment.checkpointing
+        kept = self.entropy.coefficient, self.entropy.entropy
+        stop = self._early_stop.best, self._early_stop.waited
+        self._unsaved = Progress(step, position, self._skipped, *kept, *stop), metrics
         self._checkpoints.check()
-        if checkpointing.enabled and (last or step % checkpointing.period == 0):
+        if last or step % self._experiment.checkpointing.period == 0:
+            await self.save(last=last)
+
+    async def save(self, *, last: bool) -> None:
+        """The checkpoint of the last step that is done, if it is not there yet and the config wants any.
+
+        The `last` of a run is there when this returns.
+        """
+        if self._experiment.checkpointing.enabled and self._unsaved is not None:
             with self._observer.stage("checkpoint", outside_step=last):
-                kept = self.entropy.coefficient, self.entropy.entropy
-                stop = self._early_stop.best, self._early_stop.waited
-                await self._checkpoints.save(Progress(step, position, self._skipped, *kept, *stop), metrics)
+                await self._checkpoints.save(*self._unsaved)
                 if last:
                     await self._checkpoints.settle()
+            self._unsaved = None
 
     def optimizer_figures(self, updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
         """Gradient norm, rate, tokens and updates of a step; `skipped_updates` is of the whole run.

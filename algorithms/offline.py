@@ -76,7 +76,7 @@ class OfflineLoop:
     _divergence: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
-        """All steps that are left."""
+        """All steps that are left. Raises Dropped."""
         if self.held_out:
             self.books.measure = self.validation_figures
         await self.books.open()

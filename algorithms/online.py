@@ -60,7 +60,7 @@ class OnlineLoop:
     books: Bookkeeper
 
     async def run(self) -> None:
-        """All steps that are left. Raises RunError when a limit of the config is passed."""
+        """All steps that are left. Raises RunError when a limit of the config is passed, and Dropped."""
         await self.session.hand_over(self.books.done)
         await self.books.open()
         try:
@@ -72,7 +72,7 @@ class OnlineLoop:
     async def _step(self, step: int) -> None:
         async with self.session.generating():
             self.collector.advance(self.books.done)
-            groups = await self._sample()
+            groups = await self.books.stop.drop(self._sample())
         batch = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         values = rollout_figures(groups) | batch.figures
         await self.learning.load(batch.groups)

@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
 from nemorl.config.models import models_of
-from nemorl.errors import RunError
+from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import write_whole
 from nemorl.observe.observer import Observer
@@ -33,6 +33,7 @@ from .evaluate import validate, validation_sets
 from .export import replace_hf
 from .full_disk import full_disk_named
 from .origin import Origin
+from .stopping import Dropped, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     else:
         folder = RunFolder.create(experiment.run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return _run_to_end(_train(experiment, observer, store, found))
+        return _run_to_end(_stoppable(experiment, observer, store, found))
 
 
 def evaluate(experiment: Experiment) -> Evaluation:
@@ -84,15 +85,30 @@ def evaluate(experiment: Experiment) -> Evaluation:
     return _run_to_end(_evaluate(experiment))
 
 
-async def _train(
+async def _stoppable(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
+) -> RunResult:
+    """`_train`. Raises RunStopped where a signal ends it."""
+    stop = Stop()
+    stop.listen()
+    try:
+        return await _train(experiment, observer, store, found, stop)
+    except asyncio.CancelledError:
+        if stop.by is None or stop.at_once:
+            raise
+        raise RunStopped(_stopped(stop.by, store, "outside its steps")) from None
+
+
+async def _train(
+    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None, stop: Stop
 ) -> RunResult:
     progress = Progress.read(found.path) if found else Progress()
     data = load_data(experiment, progress)  # what is wrong with it shows before any process starts
     sampling = experiment.algorithm.generates
     with observer.stage("start", outside_step=True):
         stack = AsyncExitStack()
-        session = await stack.enter_async_context(_session(experiment, policy=True, sampling=sampling))
+        started = _session(experiment, policy=True, sampling=sampling, listen=stop.listen)
+        session = await stack.enter_async_context(started)
     async with stack:
         observer.header(_header(experiment, await session.learner.header(), progress))
         references = await reference_of(experiment, data, session, observer)
@@ -100,8 +116,13 @@ async def _train(
             with observer.stage("restore", outside_step=True):
                 await session.trained.restore(found.path)
         async with Checkpoints(experiment, session.trained, store) as checkpoints:
-            books = Bookkeeper(experiment, session, observer, checkpoints, progress)
-            await loop_of(experiment, data, references, session, observer, books).run()
+            books = Bookkeeper(experiment, session, observer, checkpoints, progress, stop)
+            loop = loop_of(experiment, data, references, session, observer, books)
+            with stop.stepping(), suppress(Dropped):
+                await loop.run()
+            if stop.by is not None and not books.finished:
+                await books.save(last=True)
+                raise RunStopped(_stopped(stop.by, store, f"after step {books.done}"))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
@@ -142,7 +163,8 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or name another run_dir."):
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
-    async with _session(apart, policy=False, sampling=True) as session, session.generating():
+    started = _session(apart, policy=False, sampling=True, listen=_end_at_sigterm)
+    async with started as session, session.generating():
         figures, groups = await validate(session, apart, validation_sets(apart))
     writer = SampleWriter(samples)
     writer.write(list(samples_of(0, groups, "validation")))
@@ -155,14 +177,19 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
 
 
 @asynccontextmanager
-async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
-    """A session in a Ray of its own, or in the one that RAY_ADDRESS names."""
+async def _session(
+    experiment: Experiment, *, policy: bool, sampling: bool, listen: Callable[[], None]
+) -> AsyncIterator[Session]:
+    """A session in a Ray of its own, or in the one that RAY_ADDRESS names.
+
+    `listen` is called once Ray runs, because Ray takes the signals for itself when it starts.
+    """
     models = {model.name: sampling if model.scores else policy for model in models_of(experiment)}
     policy = policy or not experiment.generation.has_engines  # which then samples by itself
     wanted = {**models, "policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
     requests = [request for request in worker_requests(experiment) if wanted[request.group]]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
-        _end_at_sigterm()
+        listen()
         placement = await runtime.reserve()
         try:
             async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
@@ -172,10 +199,7 @@ async def _session(experiment: Experiment, *, policy: bool, sampling: bool) -> A
 
 
 def _end_at_sigterm() -> None:
-    """Let the work end in order when the process is told to terminate, as schedulers do before a time limit.
-
-    Called once Ray runs, because Ray takes the signal for itself when it starts.
-    """
+    """Let the work end in order when the process is told to terminate."""
     work = asyncio.current_task()
     assert work is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
@@ -186,9 +210,16 @@ def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     except asyncio.CancelledError:
         raise RunError(
-            "The run was told to terminate (SIGTERM) and has ended its processes. "
-            "Go on from its newest checkpoint with --resume."
+            "The command was told to terminate at once and has ended its processes. "
+            "A run goes on from its newest checkpoint with --resume."
         ) from None
+
+
+def _stopped(by: signal.Signals, store: CheckpointStore, where: str) -> str:
+    """What is told of a run that a signal has stopped."""
+    newest = max(store.steps(), default=None)
+    there = "from the beginning: there is no checkpoint" if newest is None else f"from step {newest}"
+    return f"The run was told to stop ({by.name}) and did so {where}. With --resume it goes on {there}."
 
 
 def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) -> dict[str, str]:

@@ -15,6 +15,10 @@ class RunError(NemorlError):
     """A run began and cannot go on."""
 
 
+class RunStopped(RunError):
+    """A run was told to stop, and can go on from its newest checkpoint."""
+
+
 class Absent(Enum):
     """Stands for a value that was not given, which null is."""
 

@@ -212,13 +212,25 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
     assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
-def test_a_terminated_run_ends_in_order_with_a_sentence(folder: Path, model: Path) -> None:
-    driver = start("train", write_experiment(folder, model, "terminated"))
-    while len(lines(folder / "terminated")) < 1:
+def test_a_run_that_is_told_to_stop_keeps_its_last_step_and_goes_on_as_if_nothing_had_been(
+    folder: Path, model: Path, uninterrupted: Path
+) -> None:
+    config = write_experiment(folder, model, "stopped", checkpointing={"period": 100})
+    driver = start("train", config)
+    while len(lines(folder / "stopped")) < 3:
         assert driver.poll() is None, driver.communicate()[0]
         time.sleep(0.05)
-    driver.terminate()
+    driver.send_signal(signal.SIGUSR1)  # step 4 samples
     status, output = finish(driver, seconds=60)
-    assert status == 1
-    assert "told to terminate (SIGTERM)" in output
+    assert status == 75, output
+    done = len(lines(folder / "stopped"))
+    assert f"told to stop (SIGUSR1) and did so after step {done}." in output
+    assert f"With --resume it goes on from step {done}." in output
     assert "Traceback" not in output
+    assert [p.name for p in (folder / "stopped" / "checkpoints").iterdir()] == [f"step_{done:08}"]
+
+    status, output = finish(start("train", config, "--resume"))
+    assert status == 0, output
+    assert f"{done} of 6 done" in output
+    for ours, theirs in zip(lines(folder / "stopped"), lines(uninterrupted), strict=True):
+        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
