@@ -46,7 +46,7 @@ def gspo_token(x: Floats, sg: Floats, old: Floats, advantages: Floats, c: Any) -
 
 
 def gmpo(x: Floats, sg: Floats, old: Floats, advantages: Floats, c: Any) -> list[float]:
-    """The paper's formula takes one advantage for a sequence: `(prod |min(r A, clip(r) A)|)^(1/n) sign(A)`."""
+    """The formula takes one advantage for a sequence: `(prod |min(r A, clip(r) A)|)^(1/n) sign(A)`."""
     losses = []
     for a in advantages:
         product = 1.0

@@ -69,11 +69,12 @@ class Recorder:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+        sys.stdout.write("woke up\n")
 
     def fail_on(self, rank: int, message: str, others_sleep: float) -> None:
         if self.rank == rank:
             raise ValueError(message)
-        time.sleep(others_sleep)
+        self.sleep(others_sleep)
 
     def fail_unpicklable(self) -> None:
         raise NeedsTwo("one", "two")

@@ -6,7 +6,6 @@ import pickle
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -33,10 +32,9 @@ def test_an_error_in_one_rank_while_another_sleeps(
     monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)  # nobody dies of it here
     group = start_fragile()
     pids = group.call("process", **LIMITS)
-    start = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         group.call("fail_on", 1, "the batch is empty", others_sleep=60.0, **LIMITS)
-    assert time.monotonic() - start < 10.0
+    assert "woke up" not in group.workers[0].log.read_text()
     error = caught.value
     assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
     assert (error.kind, error.message) == ("builtins.ValueError", "the batch is empty")
@@ -93,10 +91,9 @@ def test_a_killed_process(start_fragile: StartFragile):
     group.call("say", "before the end", **LIMITS)
     pids = group.call("process", **LIMITS)
     threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
-    start = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         group.call("sleep", 60.0, **LIMITS)
-    assert time.monotonic() - start < 15.0
+    assert "woke up" not in group.workers[0].log.read_text()
     error = caught.value
     assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
     assert error.last_lines[-1] == "native before the end"
@@ -140,10 +137,8 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(
     group = start_fragile()
     pids = group.call("process", **LIMITS)
     os.kill(pids[1], signal.SIGSTOP)
-    start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
         group.call("process", stage="logprobs", deadline_seconds=2.0)
-    assert time.monotonic() - start < 15.0
 
 
 def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):
@@ -156,11 +151,11 @@ def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFrag
                 await group.call_async("sleep", 60.0, **LIMITS)
         await group.shutdown_async()
 
-    start = time.monotonic()
     asyncio.run(cancel())
-    assert time.monotonic() - start < 5.0
     assert alive(pids) == []
-    assert "closed" not in group.workers[0].log.read_text()
+    log = group.workers[0].log.read_text()
+    assert "woke up" not in log
+    assert "closed" not in log
 
 
 @pytest.mark.parametrize(

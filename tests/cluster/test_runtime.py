@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -165,10 +164,9 @@ def test_an_interrupted_driver_ends_everything_and_cleans_up(
 def test_an_address_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, address: str, message: str):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    start = time.monotonic()
+    monkeypatch.setattr(ray, "init", None)  # which would try for long, and is not called
     with pytest.raises(ClusterUnavailable, match=re.escape(message)), ClusterRuntime(ClusterConfig(), []):
         pass
-    assert time.monotonic() - start < 15
 
 
 def test_a_ray_that_is_late_is_tried_once_more_and_then_told(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -305,9 +304,8 @@ def test_closing_ends_who_waits(make_worker, monkeypatch):
             await task
 
     asyncio.run(main())
-    started = time.monotonic()
-    worker.close()
-    assert time.monotonic() - started < 1
+    assert "generation engine 3" not in {thread.name for thread in threading.enumerate()}
+    worker.close()  # who is closed has nothing to wait for
 
 
 def test_stop_strings_are_found_with_the_folders_tokenizer(tmp_path):

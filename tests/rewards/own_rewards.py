@@ -40,6 +40,11 @@ def sleeps(completions, seconds=0.3):
     return [1.0 for _ in completions]
 
 
+def meets(completions, barrier):
+    barrier.wait()
+    return [1.0 for _ in completions]
+
+
 def wants(completions, solution):
     return [1.0 for _ in completions]
 

@@ -1,14 +1,16 @@
 import asyncio
 import re
 import threading
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nemorl.config.rewards import FunctionRewardConfig
+from nemorl.rewards import calls
 from nemorl.rewards.compose import Rewards
+from nemorl.rewards.deadline import attempt
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers
 from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory, Turn
@@ -114,10 +116,11 @@ def test_chat_functions_get_messages():
 )
 def test_a_reward_that_cannot_be_computed_costs_the_trajectory_or_the_run(name, message):
     given = [conversation("4"), conversation("5")]
+    deadline = 0.05 if name == "sleeps" else None
     with pytest.raises(RewardError, match=message):
-        apply([own(name, on_error="fail")], given, seconds=0.05)
+        apply([own(name, on_error="fail", deadline=deadline)], given, seconds=60.0)
 
-    paid = pay([own(name), own("half")], given, seconds=0.05)
+    paid = pay([own(name, deadline=deadline), own("half")], given, seconds=60.0)
 
     for trajectory in paid.trajectories:
         assert re.search(message, trajectory.error)
@@ -174,22 +177,29 @@ def test_a_name_is_what_metrics_say():
     assert trajectory.reward == 1.5
 
 
-def test_who_waits_for_a_place_is_not_late():
-    """Seven calls of 0.1 s, one at a time: the last waits 0.6 s, and each has 0.5 s."""
-    rewards = Rewards(
-        [own("sleeps", arguments={"seconds": 0.1}, max_concurrent=1, deadline=0.5)],
-        {},
-        chat=False,
-        seconds=0.01,
-    )
+def test_who_waits_for_a_place_is_not_late(monkeypatch):
+    """Seven calls, one at a time: the deadline of each begins when it has the place."""
+    running, now = [], [0.0]
+
+    async def one_at_a_time(call, stage, seconds):
+        running.append(seconds)
+        assert len(running) == 1
+        outcome = await attempt(call, stage, seconds)
+        now[0] += 1.0
+        running.clear()
+        return outcome
+
+    monkeypatch.setattr(calls, "attempt", one_at_a_time)
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rewards = Rewards([own("half", max_concurrent=1, deadline=60.0)], {}, chat=False, seconds=0.01)
 
     async def main():
         return await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(7)))
 
-    scoring = [paid.scoring["sleeps"] for paid in asyncio.run(main())]
+    scoring = [paid.scoring["half"] for paid in asyncio.run(main())]
     assert [s.errors for s in scoring] == [0] * 7
-    assert all(0.1 <= s.seconds < 0.5 for s in scoring)
-    assert max(s.waited for s in scoring) >= 0.6
+    assert [s.seconds for s in scoring] == [1.0] * 7
+    assert [s.waited for s in scoring] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_functions_that_never_return_keep_no_place():
@@ -209,13 +219,14 @@ def test_functions_that_never_return_keep_no_place():
 
 
 def test_a_slow_function_holds_nothing_else_up():
-    async def main():
-        rewards = Rewards([own("sleeps")], {}, chat=False, seconds=5.0)
-        start = time.monotonic()
-        await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(4)))
-        return time.monotonic() - start
+    """Four calls that end only when all four have begun."""
 
-    assert asyncio.run(main()) < 0.9  # four times 0.3 s, one after the other, would be 1.2 s
+    async def main():
+        barrier = threading.Barrier(4, timeout=60)
+        rewards = Rewards([own("meets", arguments={"barrier": barrier})], {}, chat=False, seconds=120.0)
+        return await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(4)))
+
+    assert [paid.trajectories[0].reward for paid in asyncio.run(main())] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
