@@ -12,7 +12,7 @@ from nemorl.cluster.temporary import FOLDERS, hold, remove_abandoned
 
 from .fit import PART
 from .hardware import Hardware
-from .meeting import Card, Meeting, Plan
+from .meeting import TOKEN, Card, Meeting, Plan
 from .processes import Child
 
 GPU_DOMAIN = "ray.io/gpu-domain"
@@ -76,14 +76,13 @@ def ray_environment(environment: Mapping[str, str], card: Card, token_file: Path
     Ray's workers inherit it.
     """
     network = {"GLOO_SOCKET_IFNAME": card.interface, "NCCL_SOCKET_IFNAME": card.interface}
-    return {
-        **network,
-        **{name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"},
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_file.absolute()),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    }
+    inherited = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
+    return {**network, **inherited, **secret_environment(token_file.parent), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def secret_environment(start: Path) -> dict[str, str]:
+    """What makes Ray take and want the secret of a start, whose folder this is."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((start / TOKEN).absolute())}
 
 
 def object_store_bytes(hardware: Hardware, configured_megabytes: int, sharing: int) -> int:

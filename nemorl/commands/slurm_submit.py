@@ -1,0 +1,169 @@
+"""`nemorl slurm submit`: check an experiment and hand it to Slurm."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemorl.commands.arguments import add_experiment
+from nemorl.commands.exit_codes import ExitCode
+from nemorl.commands.preflight import prepare
+from nemorl.commands.terminal import notes, plan_table, say
+from nemorl.config.experiment import Experiment
+from nemorl.config.load import load_experiment
+from nemorl.errors import NemorlError
+from nemorl.plan.machine import Machine
+
+if TYPE_CHECKING:
+    from nemorl.slurm.submission import Submission
+
+HELP = "check an experiment and hand it to Slurm"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The command's own arguments."""
+    add_experiment(parser)
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="nodes; cluster.num_nodes of the experiment if not given"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs of each node; cluster.gpus_per_node of the experiment if not given",
+    )
+    parser.add_argument(
+        "--cpu-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further nodes without GPUs, for rollout workers and environments (a heterogeneous job)",
+    )
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, such as 30 (minutes) or 1-12:00:00")
+    parser.add_argument("--partition", metavar="NAME", help="partition of the nodes")
+    parser.add_argument(
+        "--cpu-partition", metavar="NAME", help="partition of the CPU nodes; that of the others if not given"
+    )
+    parser.add_argument("--account", metavar="NAME", help="whom the job is charged to")
+    parser.add_argument(
+        "--container", metavar="IMAGE", help="image to run in, by pyxis; else this environment"
+    )
+    parser.add_argument(
+        "--mounts", metavar="LIST", help="folders for the container: /data:/data,/models:/models"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B",
+        help="a task for each value, or combination of values where this is given several times",
+    )
+    parser.add_argument("--at-once", type=int, metavar="N", help="at most so many tasks of a sweep at a time")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="any further option of sbatch, such as --sbatch=--qos=high; can be given several times",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run that the run folder holds already"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
+    parser.set_defaults(action=_submit)
+
+
+def _submit(arguments: Namespace) -> int:
+    from nemorl.slurm import submission as slurm
+    from nemorl.slurm.followed import rows
+    from nemorl.slurm.sweep import table as task_table
+    from nemorl.slurm.sweep import tasks
+
+    if arguments.container:
+        slurm.check_image(arguments.container)
+    found = tasks(arguments.sweep) if arguments.sweep else []
+    whole = load_experiment(arguments.config, arguments.overrides) if found else None
+    experiments = []
+    for task in found:
+        assert whole is not None
+        own = [*task.overrides, f"run_dir={task.run_dir(whole.run_dir)}"]
+        experiments.append(_checked(arguments, own, shown=not experiments))
+    if not found:
+        experiments.append(_checked(arguments, [], shown=True))
+    first = whole or experiments[0]
+    if (earlier := slurm.latest(first.run_dir)) and not arguments.dry_run:
+        _refuse_if_active(earlier, [row.state for row in rows(first.run_dir)], first.run_dir)
+    cluster = experiments[0].cluster
+    options = slurm.Options(
+        nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        cpu_nodes=arguments.cpu_nodes,
+        time=arguments.time,
+        partition=arguments.partition,
+        cpu_partition=arguments.cpu_partition,
+        account=arguments.account,
+        at_once=arguments.at_once,
+        more=tuple(arguments.sbatch),
+    )
+    submission = slurm.submission(
+        first,
+        options,
+        [experiment.run_dir for experiment in experiments],
+        container=arguments.container,
+        mounts=arguments.mounts,
+        sweep=bool(found),
+    )
+    if arguments.dry_run:
+        say(slurm.SCRIPT.read_text(encoding="utf-8"))
+        say(f"# {submission}")
+        return ExitCode.WELL
+    slurm.write_configs(first.run_dir, experiments, sweep=bool(found))
+    if found:
+        lines = "\n".join(task_table(found, first.run_dir))
+        (first.run_dir / "tasks.tsv").write_text(lines + "\n", encoding="utf-8")
+    submission = submission.submit()
+    submission.keep(first.run_dir)
+    _tell(arguments.config, first, submission)
+    return ExitCode.WELL
+
+
+def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experiment:
+    """An experiment that nothing speaks against, on the nodes that are asked for. Raises `ConfigError`."""
+    words = [*arguments.overrides, *own]
+    if arguments.nodes is not None:
+        words.append(f"cluster.num_nodes={arguments.nodes}")
+    if arguments.gpus_per_node is not None:
+        words.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
+    # What this machine has says nothing about the nodes.
+    elsewhere = Machine(cores=sys.maxsize, memory_bytes=sys.maxsize, shared_memory_bytes=None, gpus=())
+    ready = prepare(
+        arguments.config,
+        words,
+        elsewhere,
+        new_run=not arguments.resume,
+        resumes=arguments.resume,
+        starts=False,
+    )
+    if shown:
+        notes().print(plan_table(ready.plan))
+    return ready.experiment
+
+
+def _refuse_if_active(earlier: "Submission", states: Sequence[str], run_dir: Path) -> None:
+    from nemorl.slurm.jobs import ACTIVE
+
+    if any(state in ACTIVE for state in states):
+        raise NemorlError(
+            f"run_dir = {run_dir}: job {earlier.job} of {earlier.submitted} is for this folder and not over. "
+            f"End it with `nemorl slurm cancel {run_dir}`, or name another run_dir."
+        )
+
+
+def _tell(config: Path, experiment: Experiment, submission: "Submission") -> None:
+    count = f"{len(submission.run_dirs)} tasks, listed in {experiment.run_dir / 'tasks.tsv'}"
+    say(f"submitted: job {submission.job}" + (f", {count}" if submission.tasks else ""))
+    say(f"command: {submission}")
+    say(f"run: {experiment.run_dir}")
+    word = experiment.run_dir if experiment.run_dir.is_dir() else config
+    say(f"next: nemorl slurm status|logs|attach|cancel {word}")

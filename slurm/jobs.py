@@ -1,0 +1,129 @@
+"""What Slurm says of jobs: its own commands, asked and read."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .errors import SlurmError
+
+COMMAND_SECONDS = 60
+ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "RESIZING"}
+
+# Why a job waits, in words; https://slurm.schedmd.com/job_reason_codes.html has them all.
+REASONS = {
+    "Resources": "waits until enough nodes are free",
+    "Priority": "other jobs are before it",
+    "BeginTime": "queued again; Slurm waits a little before it starts it",
+    "Dependency": "waits for another job",
+    "DependencyNeverSatisfied": "the job that it waits for failed: cancel it and submit it again",
+    "Licenses": "waits for a license",
+    "Reservation": "waits for its reservation",
+    "Prolog": "the nodes are being prepared",
+    "JobArrayTaskLimit": "as many tasks of the sweep run as may at once",
+    "JobHeldUser": "held: `scontrol release` lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "JobRequeueHold": "held after it was queued again: `scontrol release` lets it go",
+    "launch failed requeued held": "its start failed on a node and it is held: `scontrol release` lets it go",
+    "PartitionTimeLimit": "its time is longer than the partition allows: lower --time",
+    "PartitionNodeLimit": "it wants more nodes than the partition gives a job: lower --nodes",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition takes no jobs to start now",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "NodeDown": "a node that it needs is down",
+    "BadConstraints": "no node has what it asks for: see its options",
+    "AssociationJobLimit": "your account runs as many jobs as it may",
+    "AssocMaxJobsLimit": "your account runs as many jobs as it may",
+    "AssocGrpGRES": "your account uses as many GPUs as it may",
+    "QOSMaxGRESPerUser": "you use as many GPUs as the QOS allows",
+    "QOSMaxJobsPerUserLimit": "you run as many jobs as the QOS allows",
+    "MaxRequeue": "queued again as often as Slurm allows",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or one task of an array, as `scontrol show job` has it."""
+
+    facts: Mapping[str, str]
+
+    @property
+    def state(self) -> str:
+        """Such as `RUNNING`."""
+        return self.facts.get("JobState", "UNKNOWN")
+
+    @property
+    def active(self) -> bool:
+        """Whether it runs, or may still."""
+        return self.state in ACTIVE
+
+    @property
+    def nodes(self) -> str:
+        """Names, as Slurm writes lists of them; before it runs their number."""
+        names = self.facts.get("NodeList", "")
+        return names if names and names != "(null)" else self.facts.get("NumNodes", "").partition("-")[0]
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return int(self.facts.get("Restarts", "0"))
+
+    @property
+    def reason(self) -> str:
+        """Why it waits, in words; Slurm's own where there are none."""
+        code = self.facts.get("Reason", "None")
+        if self.state != "PENDING" or code == "None":
+            return ""
+        known = REASONS.get(code) or REASONS.get(code.partition(",")[0].strip("()"))
+        return known or f"Slurm's reason is {code.replace('_', ' ')}"
+
+    def is_task(self, index: int) -> bool:
+        """Whether this is a task of an array, or several that wait, with this one among them."""
+        return any(
+            int(found[1]) <= index <= int(found[2] or found[1])
+            for found in re.finditer(r"(\d+)(?:-(\d+))?", self.facts.get("ArrayTaskId", "").partition("%")[0])
+        )
+
+
+def jobs(number: str) -> list[Job]:
+    """The job's records: one, or those of the tasks or components. None when Slurm has forgotten it."""
+    told = call(["scontrol", "show", "job", "--oneliner", number], check=False)
+    if told.returncode != 0:
+        if "Invalid job id" in told.stderr:
+            return []
+        raise SlurmError(f"Slurm does not tell about job {number}: {told.stderr.strip()}")
+    return [parsed(line) for line in told.stdout.splitlines() if line.startswith("JobId=")]
+
+
+def parsed(line: str) -> Job:
+    """A record of `scontrol show job --oneliner`: `Name=value` words, of which values may have spaces."""
+    words = re.split(r"\s(?=[A-Za-z][A-Za-z0-9/:_]*=)", line.strip())
+    return Job(dict(word.split("=", 1) for word in words))
+
+
+def call(
+    command: Sequence[str], *, check: bool = True, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises `SlurmError` where it is not here, or fails and may not."""
+    if shutil.which(command[0]) is None:
+        raise SlurmError(
+            f"`{command[0]}` is not here: run this on a machine from which jobs are submitted, such as a "
+            "login node of the cluster"
+        )
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(
+            f"`{command[0]}` has not answered in {COMMAND_SECONDS} s: Slurm's controller is busy or down"
+        ) from None
+    if check and told.returncode != 0:
+        raise SlurmError(f"`{command[0]}` refuses: {_last_words(told.stderr)}")
+    return told
+
+
+def _last_words(text: str) -> str:
+    """Slurm's own, without the name of the command before each line."""
+    return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.strip().splitlines())

@@ -1,0 +1,160 @@
+"""What is handed to Slurm: the words for `sbatch`, and what is kept of them in the run folder."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.load import to_yaml
+from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_whole
+
+from .errors import SlurmError
+from .jobs import call
+from .meeting import FOLDER
+
+SCRIPT = Path(__file__).with_name("nemorl.sbatch")
+RECORD = "submissions.jsonl"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of Slurm."""
+
+    nodes: int
+    gpus_per_node: int = 0
+    cpu_nodes: int = 0  # a second component, for processes that need no GPU
+    time: str | None = None
+    partition: str | None = None
+    cpu_partition: str | None = None
+    account: str | None = None
+    at_once: int | None = None  # tasks of a sweep
+    more: tuple[str, ...] = ()  # further options of sbatch
+
+    def words(self, name: str, folder: Path, tasks: int) -> list[str]:
+        """Options of `sbatch`. A job gets whole nodes, since it fills them."""
+        log = "%A_%a.log" if tasks else "%j.log"
+        both = ["--exclusive", "--mem=0", "--ntasks-per-node=1"]
+        both += [f"--time={self.time}"] * (self.time is not None)
+        both += [f"--account={self.account}"] * (self.account is not None)
+        first = [f"--job-name={name}", f"--output={folder / log}", f"--nodes={self.nodes}", *both]
+        first += [f"--partition={self.partition}"] * (self.partition is not None)
+        first += [f"--gpus-per-node={self.gpus_per_node}"] * (self.gpus_per_node > 0)
+        first += [f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "")] * (tasks > 0)
+        first += self.more
+        if not self.cpu_nodes:
+            return first
+        partition = self.cpu_partition or self.partition
+        second = [f"--nodes={self.cpu_nodes}", *both, "--requeue"]
+        return [*first, ":", *second, *([f"--partition={partition}"] * (partition is not None))]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call of `sbatch`."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]  # NEMORL_…, in the environment of the command
+    folder: str  # where it is submitted
+    run_dirs: tuple[str, ...]  # of the sweep's tasks, or the only one
+    job: str = ""
+    submitted: str = ""
+    cpu_nodes: int = 0
+    tasks: bool = field(default=False)  # whether it is a sweep
+
+    def __str__(self) -> str:
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*words, shlex.join(self.command)])
+
+    def submit(self) -> Self:
+        """Hand it to Slurm; the same with the number of its job. Raises `SlurmError`."""
+        told = call(self.command, environment={**_without_job(os.environ), **self.variables})
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        known = {**asdict(self), "job": told.stdout.strip().partition(";")[0], "submitted": now}
+        return type(self).read(known)
+
+    @classmethod
+    def read(cls, tree: Mapping[str, Any]) -> Self:
+        """From JSON."""
+        return cls(**{**tree, "command": tuple(tree["command"]), "run_dirs": tuple(tree["run_dirs"])})
+
+    def keep(self, run_dir: Path) -> None:
+        """Add it to the run folder's list."""
+        writer = JsonLinesWriter(run_dir / FOLDER / RECORD)
+        writer.append(asdict(self))
+        writer.close()
+
+
+def latest(run_dir: Path) -> Submission | None:
+    """The newest of a run folder."""
+    lines = read_json_lines(run_dir / FOLDER / RECORD)
+    return Submission.read(lines[-1]) if lines else None
+
+
+def submission(
+    experiment: Experiment,
+    options: Options,
+    run_dirs: Sequence[Path],
+    *,
+    container: str | None,
+    mounts: str | None,
+    sweep: bool,
+) -> Submission:
+    """The call for an experiment; what it reads is written by `write_configs`."""
+    folder = experiment.run_dir / FOLDER
+    # The name is for lists of jobs, where spaces and the like would be in the way.
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", experiment.run_dir.name) or "nemorl"
+    words = options.words(name, folder, len(run_dirs) if sweep else 0)
+    config = folder / ("tasks" if sweep else "config.yaml")
+    variables = {name: value for name, value in os.environ.items() if name.startswith("NEMORL_")}
+    if container:
+        variables["NEMORL_CONTAINER"] = container
+    else:
+        variables.setdefault("NEMORL_ENV", sys.prefix)
+    if mounts:
+        variables["NEMORL_MOUNTS"] = mounts
+    return Submission(
+        ("sbatch", "--parsable", *words, str(SCRIPT), str(config)),
+        variables,
+        str(Path.cwd()),
+        tuple(map(str, run_dirs)),
+        cpu_nodes=options.cpu_nodes,
+        tasks=sweep,
+    )
+
+
+def write_configs(run_dir: Path, experiments: Sequence[Experiment], *, sweep: bool) -> None:
+    """The configuration as submitted, so that a later start runs the same whatever becomes of the file."""
+    folder = run_dir / FOLDER
+    (folder / "tasks" if sweep else folder).mkdir(parents=True, exist_ok=True)
+    for index, experiment in enumerate(experiments):
+        path = folder / "tasks" / f"{index}.yaml" if sweep else folder / "config.yaml"
+        write_whole(path, _yaml(experiment))
+
+
+def check_image(container: str) -> None:
+    """Raises `SlurmError` where an image is a file that is not there."""
+    is_file = container.startswith(("/", ".")) or container.endswith(".sqsh")
+    if is_file and not Path(container).is_file():
+        raise SlurmError(
+            f"--container {container}: there is no such file. Name a .sqsh file (`enroot import` makes one), "
+            "or an image of a registry as pyxis writes them, nvcr.io#nvidia/pytorch:25.10-py3"
+        )
+
+
+def _yaml(experiment: Experiment) -> str:
+    """Whole, but without the number of GPUs where nobody gave one: the nodes then say it."""
+    text = to_yaml(experiment)
+    given = "gpus_per_node" in experiment.cluster.model_fields_set
+    return text if given else re.sub(r"(?m)^  gpus_per_node: 0\n", "", text, count=1)
+
+
+def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Submitting from inside a job must not hand on what that job is."""
+    keep = ("SLURM_CONF",)
+    return {k: v for k, v in environment.items() if k in keep or not k.startswith(("SLURM_", "NEMORL_"))}

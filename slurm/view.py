@@ -1,0 +1,82 @@
+"""Looking into a job: its logs, and a shell on one of its nodes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import SlurmError
+from .followed import Row, plan, rows, starts, submitted
+from .jobs import ACTIVE, call, jobs
+from .ray_node import secret_environment
+
+CANCEL_SECONDS = 300.0
+POLL_SECONDS = 1.0
+
+
+def show_log(path: Path, *, lines: int, follow: bool) -> int:
+    """Print the end of a file; with `follow` also what comes, and a file that does not exist yet."""
+    if not follow and not path.exists():
+        raise SlurmError(f"{path} is not there yet: the job has not begun; `nemorl slurm status` says why")
+    words = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), str(path)]
+    try:
+        return subprocess.run(words).returncode
+    except KeyboardInterrupt:  # how following ends
+        return 0
+
+
+def attach(run_dir: Path, words: Sequence[str], node: str | None) -> int:
+    """A shell, or a command, beside what runs on a node; Ray's commands find the job's Ray there.
+
+    Raises `SlurmError` where the job does not run.
+    """
+    submission = submitted(run_dir)
+    found = jobs(submission.job)
+    if submission.tasks:
+        raise SlurmError(f"{run_dir} is a sweep: name the run folder of one of its tasks")
+    if not found or found[0].state != "RUNNING":
+        state = found[0].state.lower() if found else "over"
+        raise SlurmError(f"job {submission.job} is {state}: a shell can be opened in one that runs")
+    start = next(reversed(starts(run_dir)), None)
+    decided = plan(start) if start else None
+    if decided is None or start is None:
+        raise SlurmError(f"job {submission.job} has just begun, and its nodes are still coming together")
+    nodes = list(decided.ports)
+    if node is not None and node not in nodes:
+        raise SlurmError(f"{node} is no node of job {submission.job}; there are {', '.join(nodes)}")
+    environment = {**os.environ, **secret_environment(start), "RAY_ADDRESS": decided.gcs}
+    command = ["srun", f"--jobid={submission.job}", "--overlap", "--nodes=1", "--ntasks=1"]
+    command += [f"--nodelist={node or nodes[0]}", "--mpi=none", f"--chdir={submission.folder}"]
+    command += _environment_of(submission.variables, submission.folder, environment)
+    command += ["--pty"] * sys.stdin.isatty()
+    return subprocess.run([*command, *(words or ["bash"])], env=environment).returncode
+
+
+def cancel(run_dir: Path) -> list[Row]:
+    """End the job of a run folder and wait for it; what became of it. Raises `SlurmError`."""
+    submission = submitted(run_dir)
+    call(["scancel", submission.job])
+    end = time.monotonic() + CANCEL_SECONDS
+    while True:
+        there = rows(run_dir)
+        if not any(row.state in ACTIVE for row in there):
+            return there
+        if time.monotonic() > end:
+            raise SlurmError(
+                f"job {submission.job} was told to end and has not after {CANCEL_SECONDS:g} s: see `nemorl "
+                f"slurm logs {run_dir}`; an administrator can take its nodes back"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _environment_of(variables: Mapping[str, str], folder: str, environment: dict[str, str]) -> list[str]:
+    """The container of the job, by further words for srun, or its environment's programs first in PATH."""
+    image, mounts = variables.get("NEMORL_CONTAINER"), variables.get("NEMORL_MOUNTS")
+    if image:
+        listed = f"{folder}:{folder}" + (f",{mounts}" if mounts else "")
+        return [f"--container-image={image}", f"--container-mounts={listed}", f"--container-workdir={folder}"]
+    if programs := variables.get("NEMORL_ENV"):
+        environment["PATH"] = f"{programs}/bin:{environment.get('PATH', os.defpath)}"
+    return []
