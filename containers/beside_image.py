@@ -1,0 +1,144 @@
+"""Install nemorl beside what an image of NVIDIA brings, without replacing its torch.
+
+    beside_image.py constraints LOCK    versions for pip's --constraint
+    beside_image.py requirements PYPROJECT|DISTRIBUTION [--extra E…] [--without NAME…]    what to install
+    beside_image.py unchanged CONSTRAINTS    fails where pip replaced torch or what belongs to it
+
+Such an image has its own builds of torch, Transformer Engine, apex and their CUDA libraries, in versions
+that no index has: these stay (`TORCHS`). What the image lacks comes in the version of the lock. Any other
+package of the image stays where its version will do, else comes as near to the lock's as the others allow.
+Needs `packaging`, which every image has.
+"""
+
+import argparse
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+TORCHS = (
+    *("torch", "torchvision", "torchaudio", "torch-tensorrt", "torchao", "triton", "pytorch-triton"),
+    *("transformer-engine*", "apex", "flash-attn*", "tensorrt*", "cuda-toolkit"),
+    # CUDA's libraries, which the image has without pip.
+    *("nvidia-cublas*", "nvidia-cuda-*", "nvidia-cudnn-cu*", "nvidia-cuf*", "nvidia-curand*", "nvidia-cus*"),
+    *("nvidia-nccl*", "nvidia-nvjitlink*", "nvidia-nvshmem*", "nvidia-nvtx*"),
+)
+
+
+def is_torchs(name: str) -> bool:
+    """Whether a package was built with or for the image's torch."""
+    return any(fnmatch(name, pattern) for pattern in TORCHS)
+
+
+def read_lock(text: str) -> dict[str, str]:
+    """Versions by name, from the lines `name==version` of a lock or of constraints."""
+    pairs = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def read_requirements(pyproject: Path, extras: Sequence[str] = ()) -> list[Requirement]:
+    """The dependencies in a pyproject.toml, with those of its extras."""
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(x for e in extras for x in project["optional-dependencies"][e])]
+    return [Requirement(line) for line in lines]
+
+
+def requirements_of(distribution: str) -> list[Requirement]:
+    """Those of an installed package, without those of its extras."""
+    found = [Requirement(line) for line in metadata.requires(distribution) or ()]
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def installed_versions() -> dict[str, str]:
+    """Of this interpreter's packages, those with a version that pip can compare."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        try:
+            Version(distribution.version)
+        except (InvalidVersion, TypeError):
+            continue
+        found.setdefault(str(canonicalize_name(distribution.metadata["Name"])), distribution.version)
+    return found
+
+
+def constraints(installed: Mapping[str, str], lock: Mapping[str, str]) -> list[str]:
+    """A line for every package. pip keeps what is installed while that is within its line's bounds."""
+    lines = []
+    for name, version in installed.items():
+        if is_torchs(name) or name not in lock:
+            lines.append(f"{name}=={version}")
+        else:
+            low, high = sorted((Version(version), Version(lock[name])))
+            lines.append(f"{name}>={low.public},<={high}")
+    lacking = (name for name in lock if name not in installed and not is_torchs(name))
+    return sorted([*lines, *(f"{name}=={lock[name]}" for name in lacking)])
+
+
+def refused(installed: Mapping[str, str], wanted: Sequence[Requirement]) -> list[str]:
+    """A sentence for each requirement that the image's torch, or what belongs to it, does not meet."""
+    return [
+        f"the image has {name} {installed.get(name, '(none)')}, but nemorl needs {requirement}"
+        for requirement in wanted
+        # A build such as 2.14.0a0+nv26.9 counts as 2.14.0a0, which is newer than 2.13.
+        if is_torchs(name := str(canonicalize_name(requirement.name)))
+        and not requirement.specifier.contains(installed.get(name, "0"), prereleases=True)
+    ]
+
+
+def requirements(wanted: Sequence[Requirement], without: Sequence[str]) -> Iterator[str]:
+    """What pip is asked for: all but what belongs to the image's torch, and what is left out by name."""
+    left_out = {canonicalize_name(name) for name in without}
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        if not is_torchs(name) and name not in left_out:
+            yield str(requirement)
+
+
+def changed(installed: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """A sentence for each package of the image's torch that has another version now."""
+    return [
+        f"{name} was {version} and is {installed.get(name, 'gone')}"
+        for name, version in before.items()
+        if is_torchs(name) and installed.get(name) != version
+    ]
+
+
+def main() -> None:
+    """Run one of the three commands."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("constraints").add_argument("lock", type=Path)
+    asked = commands.add_parser("requirements")
+    asked.add_argument("of")
+    asked.add_argument("--extra", nargs="*", default=[])
+    asked.add_argument("--without", nargs="*", default=[])
+    commands.add_parser("unchanged").add_argument("constraints", type=Path)
+    arguments = parser.parse_args()
+    installed = installed_versions()
+    if arguments.command == "constraints":
+        lines = constraints(installed, read_lock(arguments.lock.read_text()))
+    elif arguments.command == "requirements" and Path(arguments.of).suffix == ".toml":
+        wanted = read_requirements(Path(arguments.of), arguments.extra)
+        if problems := refused(installed, wanted):
+            raise SystemExit("Take another image: " + "; ".join(problems))
+        lines = list(requirements(wanted, arguments.without))
+    elif arguments.command == "requirements":
+        lines = list(requirements(requirements_of(arguments.of), arguments.without))
+    elif problems := changed(installed, read_lock(arguments.constraints.read_text())):
+        raise SystemExit("pip replaced what belongs to the image's torch: " + "; ".join(problems))
+    else:
+        return
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
