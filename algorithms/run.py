@@ -110,7 +110,7 @@ async def _train(
         started = _session(experiment, policy=True, sampling=sampling, listen=stop.listen)
         session = await stack.enter_async_context(started)
     async with stack:
-        observer.header(_header(experiment, await session.learner.header(), progress))
+        observer.header({**_header(experiment, await session.learner.header(), progress), **session.nodes})
         references = await reference_of(experiment, data, session, observer)
         if found is not None:
             with observer.stage("restore", outside_step=True):
@@ -122,6 +122,7 @@ async def _train(
                 await loop.run()
             if stop.by is not None and not books.finished:
                 await books.save(last=True)
+                await checkpoints.settle()
                 raise RunStopped(_stopped(stop.by, store, f"after step {books.done}"))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:

@@ -41,12 +41,23 @@ class WorkerDied(ClusterError):
     """The process of a worker is gone."""
 
     def __init__(
-        self, group: str, rank: int, stage: str, reason: str, log: Path, last_lines: tuple[str, ...]
+        self,
+        group: str,
+        rank: int,
+        stage: str,
+        reason: str,
+        log: Path,
+        last_lines: tuple[str, ...],
+        node: str = "",
     ) -> None:
-        """`reason` is Ray's account of the exit; `last_lines` the end of the worker's log."""
-        super().__init__(group, rank, stage, reason, log, last_lines)
+        """`reason` is Ray's account of the exit; `last_lines` the end of the worker's log.
+
+        `node` is where it lived, in a run over several nodes.
+        """
+        super().__init__(group, rank, stage, reason, log, last_lines, node)
         self.group, self.rank, self.stage = group, rank, stage
         self.reason, self.log, self.last_lines = reason, log, last_lines
+        self.node = node
 
     def told_by(self, error: BaseException | None) -> bool:
         """Whether an error is of this death, or of what somebody made of it."""
@@ -54,9 +65,31 @@ class WorkerDied(ClusterError):
 
     def __str__(self) -> str:
         told = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
+        where = f" on node {self.node}" if self.node else ""
         return (
-            f"{self.group} rank {self.rank} died in stage '{self.stage}': {self.reason}\n"
+            f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}\n"
             f"The last lines of {self.log}:\n{told}"
+        )
+
+
+class NodeLost(WorkerDied):
+    """A whole machine of the run is gone, and the worker with it."""
+
+    def __init__(self, group: str, rank: int, stage: str, node: str, tenants: str, log: Path) -> None:
+        """`tenants` says which ranks lived there."""
+        reason = f"node {node} was lost"
+        WorkerDied.__init__(self, group, rank, stage, reason, log, (), node)
+        self.args = (group, rank, stage, node, tenants, log)
+        self.tenants = tenants
+
+    def told_by(self, error: BaseException | None) -> bool:
+        """Whether an error is of the loss of this node."""
+        return self.reason in str(error)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason} in stage '{self.stage}', and with it {self.tenants}: the machine is down or "
+            f"cannot be reached, or Ray's processes on it were ended (logs of the workers: {self.log.parent})"
         )
 
 

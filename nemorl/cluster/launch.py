@@ -35,7 +35,8 @@ class Launch:
             **self.placement.options(self.name, rank),
         )
         identity = Identity(self.name, rank, log, Path.cwd())
-        return Worker(self.name, rank, log, actor.remote(identity))
+        home = self.placement.home(self.name, rank)
+        return Worker(self.name, rank, log, actor.remote(identity), home=home)
 
     def make(self, worker: Worker, invocation: Invocation) -> Any:
         """Have a process make its target; a reference to the answer."""

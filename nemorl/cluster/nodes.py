@@ -31,6 +31,25 @@ class Node:
         return f"{self.name}: {self.cores} CPU, {self.gpus} GPU"
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a worker of a run over several nodes lives, and who else of the run does."""
+
+    node: str  # Ray's id
+    name: str
+    tenants: tuple[tuple[str, tuple[int, ...]], ...]  # groups with their ranks
+
+    def is_lost(self) -> bool:
+        """Whether the node takes part no more."""
+        return all(node.id != self.node for node in alive_nodes())
+
+    def __str__(self) -> str:
+        return " and ".join(
+            f"{group} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for group, ranks in self.tenants
+        )
+
+
 def alive_nodes() -> list[Node]:
     """Those that take part now."""
     return [_node(entry) for entry in ray.nodes() if entry["Alive"]]

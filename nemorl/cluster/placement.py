@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from .errors import PlacementFailed
-from .nodes import LOOPBACK, Node, shared_cores
+from .nodes import LOOPBACK, Home, Node, shared_cores
 from .requests import WorkerRequest, with_places
 
 
@@ -41,6 +41,20 @@ class Placement:
         """The ranks of another group that live on the node of this one."""
         here = self.nodes[group][rank].id
         return tuple(place for place, node in enumerate(self.nodes[other]) if node.id == here)
+
+    def home(self, group: str, rank: int) -> Home | None:
+        """Where a rank lives; None in a run on one node."""
+        if len({node.id for nodes in self.nodes.values() for node in nodes}) <= 1:
+            return None
+        node = self.nodes[group][rank]
+        tenants = [(name, self.on_node_of(group, rank, name)) for name in self.nodes]
+        return Home(node.id, node.name, tuple((name, ranks) for name, ranks in tenants if ranks))
+
+    @property
+    def described(self) -> dict[str, str]:
+        """Who lives on which node, for the head of a run's log; nothing of a run on one node."""
+        homes = [self.home(group, rank) for group in self.nodes for rank in range(len(self.nodes[group]))]
+        return {f"node {home.name}": str(home) for home in homes if home is not None}
 
     def threads(self, configured: int | None, *groups: str) -> int:
         """CPU threads of each process of groups that work at the same time.

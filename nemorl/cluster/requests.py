@@ -17,9 +17,7 @@ class WorkerRequest:
     for_children: bool = False  # the GPUs are for actors that each process starts in its own place
     beside: str | None = None  # a group in the places of whose ranks, one for each GPU, they live, if it runs
     lent: bool = False  # of what is beside another: Ray lends it a part of the GPU; else it is told its names
-    labels: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of its nodes, as Ray's label selectors have it
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its nodes, as Ray's label selectors have it
     topology: str | None = None  # a label of which all its nodes must have the same value
     at_driver: bool = False  # on the driver's node
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from .errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
+from .errors import ClusterError, DeadlineExceeded, NodeLost, WorkerDied, WorkerFailed
 from .logs import last_lines
 
 if TYPE_CHECKING:
@@ -80,13 +80,18 @@ def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> Cl
         kind = f"{type(error.cause).__module__}.{type(error.cause).__qualname__}"
         return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error.cause)), worker.log)
     if isinstance(error, RayActorError):
-        return WorkerDied(
-            worker.group, worker.rank, stage, exit_reason(str(error)), worker.log, last_lines(worker.log)
-        )
+        return _death(worker, stage, exit_reason(str(error)))
     if isinstance(error, RayError):
         kind = f"ray.{type(error).__qualname__}"
         return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error)), worker.log)
     raise TypeError(f"not an error of Ray: {error!r}")
+
+
+def _death(worker: "Worker", stage: str, reason: str) -> WorkerDied:
+    who, home = (worker.group, worker.rank, stage), worker.home
+    if home is not None and home.is_lost():
+        return NodeLost(*who, home.name, str(home), worker.log)
+    return WorkerDied(*who, reason, worker.log, last_lines(worker.log), home.name if home else "")
 
 
 def exit_reason(account: str) -> str:
@@ -101,8 +106,12 @@ def exit_reason(account: str) -> str:
 
 
 def _cause(errors: Sequence[ClusterError]) -> ClusterError:
-    """The error that explains the others: a death before what its peers raise about it, else the first."""
-    return next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+    """The error that explains the others: a death before what its peers raise about it, else the first.
+
+    Processes of a node that is being lost may die before it does.
+    """
+    deaths = [error for error in errors if isinstance(error, WorkerDied)]
+    return next((death for death in deaths if isinstance(death, NodeLost)), [*deaths, errors[0]][0])
 
 
 def _one_line(text: str) -> str:

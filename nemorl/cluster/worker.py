@@ -11,6 +11,7 @@ import ray
 
 from .actor import Invocation
 from .errors import DeadlineExceeded
+from .nodes import Home
 from .waiting import answers, typed_error, whereabouts
 
 
@@ -23,6 +24,7 @@ class Worker:
     log: Path
     actor: Any  # Ray's handle of a SyncHost, an AsyncHost or a ServingHost
     entrance: str = "call"  # the actor's method by which methods are called
+    home: Home | None = None  # in a run over several nodes
 
     def serving(self) -> "Worker":
         """The same process of a `ServingHost`, asked beside what runs in it."""

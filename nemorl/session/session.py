@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -47,6 +47,7 @@ class Session:
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
     policy_samples: bool = False  # by itself, without engines
     engines_sleep: bool = False  # but while they sample
+    nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: who lives on which
 
     @property
     def engines(self) -> GenerationPool:
@@ -139,6 +140,7 @@ async def open_session(
     async with AsyncExitStack() as stack:
         opening = _Opening(experiment, Starter(experiment, placement), stack)
         session = opening.session
+        session.nodes = placement.described
         session.policy_samples = sampling and not experiment.generation.has_engines
         learns, asks = policy or session.policy_samples, sampling and not session.policy_samples
         if learns and asks and experiment.generation.shares_devices:

@@ -1,14 +1,13 @@
 """Runs over several nodes: two raylets of one Ray cluster, which share this machine."""
 
 import json
-import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
 
-from nemorl.observe.metrics import StepMetrics
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
 SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 4}
@@ -47,5 +46,26 @@ def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("RAY_ADDRESS")
     status, output = finish(start("train", write_experiment(tmp_path, model, "together", **changes)))
     assert status == 0, output
+    told = json.loads((tmp_path / "apart" / "header.json").read_text())[-1]["run"]
+    assert told["node first"].startswith("policy rank 0")
+    assert told["node second"].startswith("policy rank 1")
     for ours, theirs in zip(lines(tmp_path / "apart"), lines(tmp_path / "together"), strict=True):
         assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+
+
+def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    spread = {"num_nodes": 2, "placement": "SPREAD"}
+    config = write_experiment(tmp_path, model, "bereft", cluster=spread, algorithm={"num_steps": 1000})
+    driver = start("train", config)
+    while not lines(tmp_path / "bereft"):
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.1)
+    (second,) = cluster.worker_nodes
+    cluster.remove_node(second, allow_graceful=False)
+    status, output = finish(driver, seconds=120)
+    assert status == 1, output
+    assert output.count("node second was lost in stage") == 1
+    assert "and with it policy rank 1 and rollout rank 0:" in output
+    assert "died in stage" not in output
+    assert "Traceback" not in output
