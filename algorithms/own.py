@@ -1,10 +1,10 @@
 """Functions of your own in place of built-in parts: found by their import path."""
 
 import inspect
-from collections.abc import Callable
-from importlib import import_module
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemorl.config.import_path import NotImported, function_at
 from nemorl.errors import NemorlError
 
 
@@ -14,18 +14,35 @@ class OwnPartError(NemorlError):
 
 def find(what: str, name: str) -> Callable[..., Any]:
     """The function that `package.module:function` names, as a `what`. Raises OwnPartError."""
-    module, _, attribute = name.partition(":")
     try:
-        function = getattr(import_module(module), attribute, None)
+        return function_at(name)
+    except NotImported as error:
+        raise OwnPartError(f"{what} `{name}`: {error}") from error.__cause__
+
+
+def tried(
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    arguments: Mapping[str, Any],
+    *,
+    called: str,
+    wanted: str,
+    where: str,
+) -> Any:
+    """What a function answers to `given`, which is called `where` in messages, and `arguments`.
+
+    `called` is the part by name, `wanted` how it must let itself be called. Raises OwnPartError.
+    """
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as error:
+        raise OwnPartError(f"{called}: it cannot be called as {wanted}: {error}") from error
+    try:
+        return function(*given, **arguments)
     except OwnPartError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
-        raise OwnPartError(
-            f"{what} `{name}`: {module} cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    if not callable(function):
-        raise OwnPartError(f"{what} `{name}`: {module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:
+        raise OwnPartError(f"{called}: on {where} it raised {type(error).__name__}: {error}") from error
 
 
 def num_positional(function: Callable[..., Any]) -> int:

@@ -1,6 +1,5 @@
 """An advantage estimator of your own: a function found by its import path, and tried before a run starts."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from nemorl.data.batches import Advantage
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.types import StopReason
 
-from .own import OwnPartError, find, num_positional
+from .own import OwnPartError, find, num_positional, tried
 
 F = TypeVar("F", bound=Callable[..., Sequence[Sequence[Advantage]]])
 
@@ -52,22 +51,16 @@ def try_out(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
     Raises OwnPartError when it cannot be found or called, fails, or does not answer as it must.
     """
     groups = _tiny_groups(list(reward_names))
-    function = find("advantage", config.function)
-    try:
-        inspect.signature(function).bind(groups, **config.arguments)
-    except TypeError as error:
-        raise OwnPartError(
-            f"advantage `{config.function}`: it cannot be called as {_WANTED} with "
-            f"algorithm.advantage.arguments: {error}"
-        ) from error
-    try:
-        own_advantages(config)(groups)
-    except OwnPartError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise OwnPartError(
-            f"advantage `{config.function}`: on two small groups it raised {type(error).__name__}: {error}"
-        ) from error
+    answer = tried(
+        find("advantage", config.function),
+        [groups],
+        config.arguments,
+        called=f"advantage `{config.function}`",
+        wanted=f"{_WANTED} with algorithm.advantage.arguments",
+        where="two small groups",
+    )
+    if problem := _problem(answer, groups):
+        raise OwnPartError(f"advantage `{config.function}`: {problem}")
 
 
 def _problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:

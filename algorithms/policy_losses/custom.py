@@ -1,13 +1,12 @@
 """A policy loss of your own: a function found by its import path, and tried before a run starts."""
 
-import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.own import OwnPartError, find, num_positional
+from nemorl.algorithms.own import OwnPartError, find, num_positional, tried
 from nemorl.config.algorithm import CustomLossConfig
 from nemorl.data.packed import PackedBatch
 
@@ -47,27 +46,20 @@ def try_out(config: CustomLossConfig) -> None:
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
     figures [N]. Raises OwnPartError when it cannot be found or called, fails, or does not answer so.
     """
-    name, arguments, function = config.function, config.arguments, own_loss(config)
     batch = _tiny_batch()
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
     logprobs = (batch.old_logprobs + 0.1).requires_grad_()
-    given = (batch, logprobs, batch.old_logprobs, batch.advantages)
-    try:
-        inspect.signature(function).bind(*given, **arguments)
-    except TypeError as error:
-        raise _error(
-            name, f"it cannot be called as {_WANTED} with algorithm.loss.arguments: {error}"
-        ) from error
-    try:
-        found = function(*given, **arguments)
-    except (Exception, SystemExit) as error:
-        raise _error(
-            name, f"on a tiny batch it raised {type(error).__name__}: {error}; let it take packed tensors [N]"
-        ) from error
-    problem = _problem(found, logprobs, batch.loss_mask)
-    if problem:
-        raise _error(name, problem)
+    found = tried(
+        own_loss(config),
+        [batch, logprobs, batch.old_logprobs, batch.advantages],
+        config.arguments,
+        called=f"policy loss `{config.function}`",
+        wanted=f"{_WANTED} with algorithm.loss.arguments",
+        where="a tiny batch of packed tensors [N]",
+    )
+    if problem := _problem(found, logprobs, batch.loss_mask):
+        raise _error(config.function, problem)
 
 
 def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:

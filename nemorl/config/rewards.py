@@ -14,8 +14,10 @@ Signature = Literal["trl", "verl", "openrlhf"]
 class RewardBase(Config):
     """What all rewards have in common."""
 
+    kind: str
+    """Which one it is."""
     name: str | None = Field(None, min_length=1)
-    """What metrics and filters call it; a function is called by its own name when not given."""
+    """What metrics and filters call it; when not given its kind, or a function's own name."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     deadline: float | None = Field(None, gt=0)
@@ -28,13 +30,13 @@ class RewardBase(Config):
 
     @property
     def metric(self) -> str:
-        """What metrics call it."""
-        raise NotImplementedError
+        """What metrics call it: its name, or its kind."""
+        return self.name or self.kind
 
     @property
     def field(self) -> str:
-        """The field that says where the name comes from, for messages."""
-        return "name"
+        """The field that the name comes from, for messages."""
+        return "name" if self.name is not None else "kind"
 
 
 class FunctionRewardConfig(RewardBase):
@@ -79,16 +81,6 @@ class ModelRewardConfig(ServiceRewardBase):
     batch_size: int = Field(16, ge=1)
     """Most answers of one request; vLLM takes conversations one by one."""
 
-    @property
-    def metric(self) -> str:
-        """Its name, or its kind."""
-        return self.name or self.kind
-
-    @property
-    def field(self) -> str:
-        """The kind stands for a name."""
-        return "name" if self.name is not None else "kind"
-
 
 class LocalModelRewardConfig(RewardBase):
     kind: Literal["local_model"]
@@ -103,16 +95,6 @@ class LocalModelRewardConfig(RewardBase):
     """Most tokens of one pass; null is as the policy."""
     batch_size: int = Field(16, ge=1)
     """Most answers of one request to it; it computes several requests together."""
-
-    @property
-    def metric(self) -> str:
-        """Its name, or its kind."""
-        return self.name or self.kind
-
-    @property
-    def field(self) -> str:
-        """The kind stands for a name."""
-        return "name" if self.name is not None else "kind"
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         """The group as the section of a policy, which its processes are started with."""
@@ -156,16 +138,6 @@ class JudgeRewardConfig(ServiceRewardBase):
     """Tokens of the judge's answer."""
     temperature: float = Field(0.0, ge=0)
     """Of the judge; 0 lets it say the same of the same answer."""
-
-    @property
-    def metric(self) -> str:
-        """Its name, or its kind."""
-        return self.name or self.kind
-
-    @property
-    def field(self) -> str:
-        """The kind stands for a name."""
-        return "name" if self.name is not None else "kind"
 
 
 RewardConfig = Annotated[

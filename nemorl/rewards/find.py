@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
+from nemorl.config.import_path import NotImported, function_at
 from nemorl.config.rewards import FunctionRewardConfig, Signature
 
 from .functions import BUILT_IN
@@ -52,8 +52,7 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
 
 
 def _resolve(name: str) -> Function:
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         if name not in BUILT_IN:
             raise RewardError(
                 f"no reward `{name}`: built in are {', '.join(sorted(BUILT_IN))}; "
@@ -61,11 +60,6 @@ def _resolve(name: str) -> Function:
             )
         return BUILT_IN[name]
     try:
-        function = getattr(import_module(module), attribute, None)
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
-        raise RewardError(
-            f"reward `{name}`: cannot import {module}: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(function):
-        raise RewardError(f"reward `{name}`: {module} has no function {attribute}")
-    return function  # type: ignore[no-any-return]
+        return function_at(name)
+    except NotImported as error:
+        raise RewardError(f"reward `{name}`: {error}") from error.__cause__

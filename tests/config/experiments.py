@@ -1,5 +1,6 @@
 """A sound experiment, for tests to spoil."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,11 @@ def violations_of(file: Path, *overrides: str) -> list[Violation]:
     with pytest.raises(ConfigError) as refused:
         load_experiment(file, overrides)
     return list(refused.value.violations)
+
+
+def refuses(file: Path, overrides: Sequence[str], field: str, value: object, mend: str) -> None:
+    """That nothing but this is wrong with an experiment, and is told so."""
+    violations = violations_of(file, *overrides)
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].value == value
+    assert mend in violations[0].mend

@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.algorithm.preference import PREFERENCE_PRESETS
 from nemorl.config.load import load_experiment
-from tests.config.experiments import violations_of, write
+from tests.config.experiments import refuses, write
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = """\
@@ -147,11 +147,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 def test_it_is_refused_with_field_value_and_mend(
     tmp_path: Path, overrides: list[str], field: str, value: Any, mend: str
 ) -> None:
-    violations = violations_of(write(tmp_path, EXPERIMENT), *overrides)
-
-    assert [violation.field for violation in violations] == [field]
-    assert violations[0].value == value
-    assert mend in violations[0].mend
+    refuses(write(tmp_path, EXPERIMENT), overrides, field, value, mend)
 
 
 RIGHT: dict[str, list[str]] = {

@@ -30,19 +30,17 @@ TOOLS_CHATML = (
 LENGTH = 128
 
 
-@pytest.fixture(scope="session")
-def served_model(tmp_path_factory) -> Path:
-    """Random weights large enough that every draw depends on its uniform number."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_model(folder: Path, seed: int, architecture: str = "LlamaForCausalLM", **fields: object) -> Path:
+    """A tiny Llama with a chat template, and weights so large that every draw depends on its number."""
+    import transformers
 
-    folder = tmp_path_factory.mktemp("served")
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=263, max_position_embeddings=LENGTH, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=0, pad_token_id=None,
+        num_key_value_heads=2, vocab_size=263, max_position_embeddings=LENGTH,
+        bos_token_id=None, eos_token_id=0, **fields,
     )  # fmt: skip
-    network = LlamaForCausalLM(config)
+    network = getattr(transformers, architecture)(config)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     network.save_pretrained(folder)
@@ -50,6 +48,12 @@ def served_model(tmp_path_factory) -> Path:
     save_tokenizer(folder, TOOLS_CHATML)
     (folder / "config.json").write_text(end_tokens)
     return folder
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory) -> Path:
+    """A policy to be served."""
+    return save_model(tmp_path_factory.mktemp("served"), 3, tie_word_embeddings=True, pad_token_id=None)
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,8 @@ from nemorl.rewards.compose import Rewards
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
 from nemorl.serve.server import answering
 from nemorl.session.scoring import LastValue, RewardScorer
-from tests.data.tokenizers import save_tokenizer
 from tests.rewards.test_compose import TASK, conversation
-from tests.serve.conftest import LENGTH, TOOLS_CHATML, Endpoint
+from tests.serve.conftest import LENGTH, Endpoint, save_model
 
 USER = {"role": "user", "content": "2+2?"}
 
@@ -178,23 +177,8 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     """A tiny Llama with a random head of one label, and a chat template."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
     folder = tmp_path_factory.mktemp("reward") / "taste"
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=263, max_position_embeddings=LENGTH, num_labels=1,
-        bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    network = LlamaForSequenceClassification(config)
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    network.save_pretrained(folder)
-    text = (folder / "config.json").read_text()
-    save_tokenizer(folder, TOOLS_CHATML)
-    (folder / "config.json").write_text(text)
-    return folder
+    return save_model(folder, 5, "LlamaForSequenceClassification", num_labels=1, pad_token_id=0)
 
 
 def test_nemorl_serves_the_scores_that_transformers_computes(reward_model, tmp_path, monkeypatch):

@@ -1,9 +1,9 @@
 """Measuring: on what, how often and for which checkpoint."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.algorithm import AlgorithmConfig, ValidationConfig
 from nemorl.config.data import DataConfig
 from nemorl.config.env import EnvConfig
 from nemorl.config.rewards import RewardConfig
@@ -34,26 +34,27 @@ def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Viola
 
 def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """pass@k looks at k samples of a task."""
-    samples = algorithm.validation.num_generations_per_prompt
-    for k in algorithm.validation.pass_at_k:
-        if k > samples:
-            mend = (
-                f"pass@{k} wants {k} samples of each task, and there are {samples}: raise "
-                "algorithm.validation.num_generations_per_prompt, or leave this k out"
-            )
-            yield Violation("algorithm.validation.pass_at_k", list(algorithm.validation.pass_at_k), mend)
+    validation = algorithm.validation
+    yield from _too_large(
+        validation, "pass_at_k", validation.pass_at_k, "pass@{k} wants {k} samples of each task"
+    )
 
 
 def cons_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """A vote wants voters."""
-    samples = algorithm.validation.num_generations_per_prompt
-    for k in algorithm.validation.cons_at_k:
+    validation = algorithm.validation
+    yield from _too_large(validation, "cons_at_k", validation.cons_at_k, "{k} samples of each task vote")
+
+
+def _too_large(validation: ValidationConfig, field: str, ks: Sequence[int], what: str) -> Iterator[Violation]:
+    samples = validation.num_generations_per_prompt
+    for k in ks:
         if k > samples:
             mend = (
-                f"{k} samples of each task vote, and there are {samples}: raise "
+                f"{what.format(k=k)}, and there are {samples}: raise "
                 "algorithm.validation.num_generations_per_prompt, or leave this k out"
             )
-            yield Violation("algorithm.validation.cons_at_k", list(algorithm.validation.cons_at_k), mend)
+            yield Violation(f"algorithm.validation.{field}", list(ks), mend)
 
 
 def sets_are_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
