@@ -215,9 +215,9 @@ class DistilledLearning:
 
     async def logprobs(self, step: int) -> dict[str, float]:
         """The teachers'; and the gap between engine and trainer, where it is measured before an update."""
-        gap = {}
         if not self._trains:
-            return gap
+            return {}
+        gap = {}
         with self.observer.stage("logprobs"):
             if self.gate.due(step):
                 gap = gap_figures(await self.session.learner.logprobs(old=True, reference=False))

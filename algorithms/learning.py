@@ -60,9 +60,9 @@ class Learning:
 
         A single update sees the weights that sampled, so its own logprobs are the old ones and tell the gap.
         """
-        policy, gap = self.session.learner, {}
         if not self._minibatches:
-            return gap
+            return {}
+        policy, gap = self.session.learner, {}
         with self.observer.stage("logprobs"):
             if self.config.needs_old_logprobs or self.gate.due(step):
                 by_entropy = self.config.loss.selects_by_entropy
