@@ -112,7 +112,7 @@ def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
     overrides = [
         f"run_dir={run_dir}",
         f"algorithm.num_steps={steps}",
-        "policy.layout.tensor_parallel_size=1",  # a layout changes no figure, and one process needs fewer cores
+        "policy.layout.tensor_parallel_size=1",  # no figure depends on the layout
         "algorithm.validation.at_start=true",
         "algorithm.validation.at_end=true",
         "algorithm.validation.period=null",
