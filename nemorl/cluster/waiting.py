@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from .errors import ClusterError, DeadlineExceeded, NodeLost, WorkerDied, WorkerFailed
 from .logs import last_lines
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 # After the first failure of a call the other ranks get this long to answer too. The peers of a dead rank see
 # their connection break and raise before Ray reports the death, which is the cause and the one to report.
 GRACE_SECONDS = 2.0
+# Between nodes: Ray gives a connection to a node that is gone this long before it says so.
+GRACE_SECONDS_APART = 8.0
+# After that it takes Ray about 15 s to find that a node is lost, and not the connection alone.
+VERDICT_SECONDS = 40.0
+_LOOK_SECONDS = 0.5
 WHEREABOUTS_SECONDS = 3.0
 
 Answers = Mapping[ray.ObjectRef, "Worker"]
@@ -42,13 +47,14 @@ async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list
                 break
             new_failures = [future for future in done if future.exception() is not None]
             if new_failures and not failed:
-                end = min(end, time.monotonic() + GRACE_SECONDS)
+                apart = any(worker.home is not None for worker in pending.values())
+                end = min(end, time.monotonic() + (GRACE_SECONDS_APART if apart else GRACE_SECONDS))
             failed += new_failures
     finally:
         for future in waiting:
             future.cancel()
     if failed:
-        raise _cause([typed_error(futures[future], stage, future.exception()) for future in failed])
+        raise _cause([await told_error(futures[future], stage, future.exception()) for future in failed])
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]
         where = await whereabouts(late)
@@ -70,6 +76,15 @@ async def whereabouts(workers: Sequence["Worker"]) -> tuple[str, ...]:
         else:
             told.append(f"{future.result()} (stacks in {worker.log})")
     return tuple(told)
+
+
+async def told_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
+    """`typed_error`, once it is known whether a worker out of reach is so because its node is lost."""
+    if isinstance(error, ActorUnavailableError) and worker.home is not None:
+        end = time.monotonic() + VERDICT_SECONDS
+        while not worker.home.is_lost() and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_SECONDS)
+    return typed_error(worker, stage, error)
 
 
 def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:

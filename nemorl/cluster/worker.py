@@ -12,7 +12,7 @@ import ray
 from .actor import Invocation
 from .errors import DeadlineExceeded
 from .nodes import Home
-from .waiting import answers, typed_error, whereabouts
+from .waiting import answers, told_error, whereabouts
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Worker:
             running = False
         except ray.exceptions.RayError as error:
             running = False
-            raise typed_error(self, stage, error) from None
+            raise await told_error(self, stage, error) from None
         except TimeoutError:
             where = await whereabouts([self])
             raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None

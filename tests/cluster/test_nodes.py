@@ -66,6 +66,7 @@ def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> 
     status, output = finish(driver, seconds=120)
     assert status == 1, output
     assert output.count("node second was lost in stage") == 1
-    assert "and with it policy rank 1 and rollout rank 0:" in output
+    told = json.loads((tmp_path / "bereft" / "header.json").read_text())[-1]["run"]
+    assert f"and with it {told['node second']}: the machine is down" in output, output
     assert "died in stage" not in output
     assert "Traceback" not in output
