@@ -77,7 +77,13 @@ def ray_environment(environment: Mapping[str, str], card: Card, token_file: Path
     """
     network = {"GLOO_SOCKET_IFNAME": card.interface, "NCCL_SOCKET_IFNAME": card.interface}
     inherited = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
-    return {**network, **inherited, **secret_environment(token_file.parent), "RAY_USAGE_STATS_ENABLED": "0"}
+    ours = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # When the run is over there is nothing to wait for; Ray would drain the node for 30 s, and Slurm's
+        # SIGKILL would come before the end.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+    return {**network, **inherited, **secret_environment(token_file.parent), **ours}
 
 
 def secret_environment(start: Path) -> dict[str, str]:
