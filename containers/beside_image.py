@@ -31,6 +31,8 @@ TORCHS = (
     *("nvidia-nccl*", "nvidia-nvjitlink*", "nvidia-nvshmem*", "nvidia-nvtx*"),
 )
 
+ABSENT = "  # not in the image"
+
 
 def is_torchs(name: str) -> bool:
     """Whether a package was built with or for the image's torch."""
@@ -77,8 +79,8 @@ def constraints(installed: Mapping[str, str], lock: Mapping[str, str]) -> list[s
         else:
             low, high = sorted((Version(version), Version(lock[name])))
             lines.append(f"{name}>={low.public},<={high}")
-    lacking = (name for name in lock if name not in installed and not is_torchs(name))
-    return sorted([*lines, *(f"{name}=={lock[name]}" for name in lacking)])
+    lacking = (name for name in lock if name not in installed)
+    return sorted([*lines, *(f"{name}=={lock[name]}{ABSENT}" for name in lacking)])
 
 
 def refused(installed: Mapping[str, str], wanted: Sequence[Requirement]) -> list[str]:
@@ -101,11 +103,12 @@ def requirements(wanted: Sequence[Requirement], without: Sequence[str]) -> Itera
             yield str(requirement)
 
 
-def changed(installed: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """A sentence for each package of the image's torch that has another version now."""
+def changed(installed: Mapping[str, str], before: str) -> list[str]:
+    """A sentence for each package of the image's torch that is another than in the constraints `before`."""
+    had = read_lock("\n".join(line for line in before.splitlines() if not line.endswith(ABSENT)))
     return [
         f"{name} was {version} and is {installed.get(name, 'gone')}"
-        for name, version in before.items()
+        for name, version in had.items()
         if is_torchs(name) and installed.get(name) != version
     ]
 
@@ -133,7 +136,7 @@ def main() -> None:
         lines = list(requirements(wanted, arguments.without))
     elif arguments.command == "requirements":
         lines = list(requirements(requirements_of(arguments.of), arguments.without))
-    elif problems := changed(installed, read_lock(arguments.constraints.read_text())):
+    elif problems := changed(installed, arguments.constraints.read_text()):
         raise SystemExit("pip replaced what belongs to the image's torch: " + "; ".join(problems))
     else:
         return
