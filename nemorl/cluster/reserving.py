@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -75,15 +76,16 @@ def _parts(requests: Sequence[WorkerRequest]) -> Iterator[list[WorkerRequest]]:
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
     selectors = [_selector(request) for request in with_places(part) for _ in range(request.count)]
     topology = part[0].topology
-    return placement_group(
-        wanted_bundles(part),
-        bundle_label_selector=selectors if any(selectors) else None,
-        **(
-            {"strategy": strategy}
-            if topology is None
-            else {"topology_strategy": {topology: "STRICT_PACK", NODE_LABEL: strategy}}
-        ),
-    )
+    where: dict[str, Any] = {"strategy": strategy}
+    if topology is not None:
+        where = {"topology_strategy": {topology: "STRICT_PACK", NODE_LABEL: strategy}}
+    try:
+        return placement_group(
+            wanted_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
+        )
+    except ValueError as error:  # Ray's own rules for labels
+        groups = ", ".join(request.group for request in part)
+        raise PlacementFailed(f"cluster.labels and cluster.topology of {groups}: {error}") from error
 
 
 def _selector(request: WorkerRequest) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Runs over several nodes: two raylets of one Ray cluster, which share this machine."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,9 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes of different labels. Drivers of these tests are processes of their own."""
     started = Cluster(
         initialize_head=True,
-        head_node_args={**SHARED, "node_name": "first", "labels": {"ray.io/gpu-domain": "east"}},
+        head_node_args={**SHARED, "node_name": "first", "labels": {"ray.io/gpu-domain": "west"}},
     )
-    started.add_node(**SHARED, node_name="second", labels={"ray.io/gpu-domain": "west"})
+    started.add_node(**SHARED, node_name="second", labels={"ray.io/gpu-domain": "east"})
     yield started
     started.shutdown()
 
@@ -47,10 +49,36 @@ def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: p
     status, output = finish(start("train", write_experiment(tmp_path, model, "together", **changes)))
     assert status == 0, output
     told = json.loads((tmp_path / "apart" / "header.json").read_text())[-1]["run"]
-    assert told["node first"].startswith("policy rank 0")
-    assert told["node second"].startswith("policy rank 1")
+    assert told["node second"].startswith("policy rank 0")  # its domain is the first by name
+    assert told["node first"].startswith("policy rank 1")
     for ours, theirs in zip(lines(tmp_path / "apart"), lines(tmp_path / "together"), strict=True):
         assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+
+
+def test_labels_and_domains_say_where_groups_live() -> None:
+    command = [sys.executable, "-m", "tests.cluster.reserve_driver"]
+    driver = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert driver.returncode == 0, driver.stderr
+    found = json.loads(driver.stdout)
+    assert found["labels"] == {"policy": ["second"] * 3, "rollout": ["first"]}
+    spread = found["spread"]["policy"]
+    assert set(spread) == {"first", "second"}
+    assert spread == sorted(spread, reverse=True)  # ranks fill one domain before the next, east then west
+    # SPREAD, but for those that are to be in one domain, which here is a node.
+    assert len(set(found["topology"]["policy"])) == 1
+    assert found["at the driver"] == {"endpoint": ["first"]}
+    has = "Labels of the nodes are: first (ray.io/gpu-domain=west), second (ray.io/gpu-domain=east)"
+    assert (
+        "no node has the label ray.io/gpu-domain=north, which cluster.labels.policy wants"
+        in (found["nobody has it"])
+    )
+    assert has in found["nobody has it"]
+    assert "no node has the label rack, which cluster.topology.policy wants" in found["no such label"]
+    assert has in found["no such label"]
+    assert found["not a label"].startswith("cluster.labels and cluster.topology of policy: ")
+    assert found["too few nodes"].startswith(
+        "cluster.num_nodes is 3, and after 5 s (cluster.deadlines.start) the Ray cluster has 2 nodes"
+    )
 
 
 def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> None:

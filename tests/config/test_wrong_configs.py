@@ -669,6 +669,28 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "http://127.0.0.1:9/v1",
         "cluster.num_nodes is 2, and on each of them this address is another machine",
     ),
+    "nodes for nobody": (
+        ["cluster.labels={critic: {nemorl.io/part: gpu}}"],
+        "cluster.labels.critic",
+        {"nemorl.io/part": "gpu"},
+        "this run has no such group of workers: name one of policy, rollout, generation",
+    ),
+    "nodes for who lives with the policy": (
+        [
+            "algorithm={name: ppo, num_steps: 1, num_prompts_per_step: 8, num_generations_per_prompt: 1}",
+            "critic.devices=policy",
+            "cluster.topology={critic: ray.io/gpu-domain}",
+        ],
+        "cluster.topology.critic",
+        "ray.io/gpu-domain",
+        "it lives where the policy does: name the nodes in cluster.topology.policy",
+    ),
+    "a domain of one node": (
+        ["cluster.topology={policy: ray.io/node-id}"],
+        "cluster.topology.policy",
+        "ray.io/node-id",
+        "set cluster.placement to STRICT_PACK instead",
+    ),
     "too few GPUs": (
         ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],
         "cluster.gpus_per_node",
