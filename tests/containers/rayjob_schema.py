@@ -1,7 +1,7 @@
 """A short schema, written here, of the fields of a RayJob that containers/kubernetes/rayjob.yaml uses.
 
 KubeRay's own definition is 25,000 lines, most of it Kubernetes' pod. Every object here is closed, so a field
-that is misspelt, or new to this file, is refused. With `NEMORL_KUBERAY_CRD=ray.io_rayjobs.yaml` the tests look
+that is misspelt, or new to this file, is refused. `NEMORL_KUBERAY_CRD=ray.io_rayjobs.yaml` lets tests look
 at KubeRay's own too.
 """
 
