@@ -85,6 +85,11 @@ class ControlServer:
                 "ib0, and let the nodes reach each other's ports."
             ) from None
 
+    def begin(self) -> None:
+        """Tell everybody that Ray runs on all nodes."""
+        for line in self._lines.values():
+            _send(line, {"begin": True})
+
     async def silent(self, seconds: float = PONG_SECONDS) -> dict[str, str]:
         """Ask all nodes for a sign of life: those that gave none, or are gone, and what became of them."""
         asked = {node: asyncio.Event() for node in self._lines if node not in self.gone}
@@ -144,6 +149,7 @@ class ControlClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str) -> None:
         """Use `connect`."""
         self._reader, self._writer, self._head = reader, writer, head
+        self.begun = False  # whether Ray runs on all nodes
 
     @classmethod
     async def connect(
@@ -173,6 +179,7 @@ class ControlClient:
     async def until_end(self) -> Over:
         """Answer the head until it says that the run is over, or vanishes; which of both it was."""
         while (message := await _received(self._reader)) is not None:
+            self.begun = self.begun or "begin" in message
             if "ping" in message:
                 _send(self._writer, {"pong": True})
             if "end" in message:

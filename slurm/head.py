@@ -5,8 +5,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
@@ -16,6 +17,7 @@ from . import ports
 from .control import ControlServer
 from .errors import SlurmError
 from .meeting import Card, Meeting, Plan
+from .network import reachable
 from .processes import Child
 from .ray_node import RayNode, object_store_bytes
 from .records import REQUEUE, TERMINATED
@@ -28,6 +30,20 @@ LOST_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 
 Ended = tuple[int, str]  # exit status and a sentence
+
+
+def train_command(config: Path, words: Sequence[str]) -> list[str]:
+    """The run itself: from its newest checkpoint, or from the beginning where there is none."""
+    return [sys.executable, "-m", "nemorl.cli", "train", str(config), *words, "--resume"]
+
+
+def members_command(nodes: Sequence[str]) -> list[str]:
+    """What ends well when Ray knows these nodes."""
+    return [sys.executable, "-m", "nemorl.slurm.members", str(MEMBERS_SECONDS), *nodes]
+
+
+class RayLate(SlurmError):
+    """Ray gave up when it was started: it gives itself 30 s, which a busy machine may exceed."""
 
 
 class Head:
@@ -76,17 +92,23 @@ class Head:
         megabytes = experiment.cluster.object_store_megabytes
         store = object_store_bytes(self._card.hardware, megabytes, plan.sharing(self._card.node))
         ray = RayNode(self._card, plan, self._meeting, store)
-        async with ControlServer(plan.head, plan.control, token, others) as control, ray as process:
-            try:
-                ended = await self._run_on(plan, words, control, ray, process)
-            except SlurmError:
-                control.failed = True
-                ray.keep_tails()
-                raise
-            control.failed = ended[0] not in (0, 2)
-            if control.failed:
-                ray.keep_tails()
-            return ended
+        async with ControlServer(plan.head, plan.control, token, others) as control:
+            control.failed = True
+            for last in (False, True):
+                async with ray as process:
+                    try:
+                        await self._together(plan, control, ray, process)
+                        ended = await self._run_on(plan, words, control, ray, process)
+                        control.failed = ended[0] not in (0, 2) and self._signal is None
+                        return ended
+                    except RayLate:
+                        if last:
+                            raise
+                        logger.warning("Ray did not come up; trying once more")
+                    finally:
+                        if control.failed:
+                            ray.keep_tails()
+            raise AssertionError("the last try returns or raises")
 
     def _checked(self, cards: Mapping[str, Card]) -> tuple[Experiment, list[str]]:
         """The experiment on these nodes, and the words that make it so. Raises `ConfigError`."""
@@ -108,22 +130,43 @@ class Head:
         )
         return Plan(self._card.address, found, hosts)
 
+    async def _together(self, plan: Plan, control: ControlServer, ray: RayNode, process: Child) -> None:
+        """Wait until Ray runs on all nodes. Raises `SlurmError`, and `RayLate` where it ends here."""
+        environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
+        steps = (
+            control.everybody(),
+            reachable(plan.gcs, MEMBERS_SECONDS, self._card.node),
+            self._members(environment),
+        )
+        lost = asyncio.ensure_future(control.lost.get())
+        work = asyncio.ensure_future(_in_order(steps))
+        try:
+            await asyncio.wait({process.ended, lost, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return await work
+            if lost.done():
+                raise SlurmError(_lost(dict([lost.result()])))
+            raise RayLate(
+                f"Ray ended with exit status {process.ended.result()} when it was started on "
+                f"{self._card.node}; see {self._meeting.log(self._card.node)}"
+            )
+        finally:
+            lost.cancel()
+            work.cancel()
+
     async def _run_on(
         self, plan: Plan, words: Sequence[str], control: ControlServer, ray: RayNode, process: Child
     ) -> Ended:
-        environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
-        await _before(process.ended, control.everybody(), self._meeting.log(self._card.node))
-        await _before(process.ended, self._members(environment), self._meeting.log(self._card.node))
         logger.info("Ray runs at %s on %s", plan.gcs, ", ".join(self._meeting.nodes))
-        command = [sys.executable, "-m", "nemorl.cli", "train", str(self._config), *words, "--resume"]
-        self._train = await Child.start(command, environment)
+        control.begin()
+        environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
+        self._train = await Child.start(train_command(self._config, words), environment)
         return await self._watch(self._train, control, process)
 
     async def _members(self, environment: Mapping[str, str]) -> None:
         """Wait until Ray knows all nodes. Raises `SlurmError` that names who is missing."""
-        words = ["-m", "nemorl.slurm.members", str(MEMBERS_SECONDS), *self._meeting.nodes]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, env=dict(environment), stdout=asyncio.subprocess.PIPE
+            *members_command(self._meeting.nodes), env=dict(environment), stdout=asyncio.subprocess.PIPE
         )
         try:
             told, _ = await process.communicate()
@@ -168,15 +211,10 @@ def _lost(gone: Mapping[str, str]) -> str:
     return "; ".join(f"node {node} is lost: {why}" for node, why in gone.items())
 
 
-async def _before(
-    ended: "asyncio.Future[int]", work: "asyncio.Coroutine[None, None, None]", log: Path
-) -> None:
-    """Do some work, unless Ray ends before it is done. Raises `SlurmError`."""
-    task = asyncio.ensure_future(work)
+async def _in_order(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
     try:
-        await asyncio.wait({ended, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise SlurmError(f"Ray ended with exit status {ended.result()} when it was started; see {log}.")
-        await task
+        for step in steps:
+            await step
     finally:
-        task.cancel()
+        for step in steps:  # those that were not come to
+            step.close()

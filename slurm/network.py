@@ -1,5 +1,6 @@
 """By which address of a node the others reach it."""
 
+import asyncio
 import fcntl
 import socket
 import struct
@@ -55,6 +56,28 @@ def own_interface(environment: Mapping[str, str], *, towards: str | None = None)
     candidates = [_address_of_name(), _source_for(_ANYWHERE), *(i.address for i in there)]
     reachable = [a for a in candidates if a and not a.startswith(_LOOPBACK)]
     return _with_address(next((a for a in reachable if a in {i.address for i in there}), None), there)
+
+
+async def reachable(address: str, seconds: float, node: str) -> None:
+    """Wait until Ray's head listens; Ray itself would try for minutes, and not say for what.
+
+    `node` is where this runs. Raises `SlurmError`.
+    """
+    host, _, port = address.rpartition(":")
+    end = asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            async with asyncio.timeout(10):
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            return
+        except (OSError, TimeoutError) as error:
+            if asyncio.get_running_loop().time() > end:
+                raise SlurmError(
+                    f"{node} cannot reach Ray's head at {address} ({error or 'no answer'}): let the nodes "
+                    "reach each other's ports, or see the head's log"
+                ) from None
+            await asyncio.sleep(0.5)
 
 
 def _named(name: str, there: Sequence[Interface]) -> Interface:

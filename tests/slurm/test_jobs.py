@@ -1,0 +1,41 @@
+import pytest
+
+from nemorl.slurm.jobs import Job, parsed
+
+PENDING = (
+    "JobId=5 ArrayJobId=5 ArrayTaskId=2-3,7%2 JobName=a b UserId=root(0) Priority=1 JobState=PENDING "
+    "Reason=Resources Dependency=(null) Requeue=1 Restarts=2 NodeList=(null) NumNodes=2-2 NumCPUs=2 "
+    "Command=/x/nemorl.sbatch c d=e TRES=cpu=2,node=2"
+)
+
+
+def test_a_record_of_scontrol_is_read_by_its_names() -> None:
+    job = parsed(PENDING)
+
+    assert (job.state, job.restarts, job.nodes) == ("PENDING", 2, "2")
+    assert job.facts["JobName"] == "a b"
+    assert job.facts["TRES"] == "cpu=2,node=2"
+    assert job.reason == "waits until enough nodes are free"
+
+
+@pytest.mark.parametrize(("index", "there"), [(1, False), (2, True), (3, True), (4, False), (7, True)])
+def test_tasks_that_wait_share_a_record(index: int, there: bool) -> None:
+    assert parsed(PENDING).is_task(index) is there
+
+
+def test_a_running_job_has_its_nodes_and_no_reason() -> None:
+    job = Job({"JobState": "RUNNING", "Reason": "None", "NodeList": "n[1-2]", "NumNodes": "2"})
+
+    assert (job.active, job.nodes, job.reason) == (True, "n[1-2]", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("BeginTime", "queued again"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n2", "nodes that it needs are down"),
+        ("SomethingNew", "Slurm's reason is SomethingNew"),
+    ],
+)
+def test_reasons_are_words(code: str, words: str) -> None:
+    assert words in Job({"JobState": "PENDING", "Reason": code}).reason

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+from nemorl.slurm.hardware import Hardware
+from nemorl.slurm.meeting import Card, Plan
+from nemorl.slurm.ports import Ports
+from nemorl.slurm.ray_node import labels, object_store_bytes, ray_environment, start_command, tails
+
+PLAN = Plan("10.0.0.1", {"n1": Ports(20000, 20099), "n2": Ports(20000, 20099)}, {"n1": "a", "n2": "b"})
+
+
+def card(node: str, gpus: int = 0, domain: str = "", part: str | None = None) -> Card:
+    """Of a node with 8 cores and 100 GB."""
+    return Card(node, "h", "10.0.0.2", "ib0", Hardware(8, 10**11, 5 * 10**10, gpus, domain), (), 100, part)
+
+
+def test_the_head_listens_and_the_others_join() -> None:
+    head = start_command(card("n1"), PLAN, Path("/tmp/r"), 1000)
+    other = start_command(card("n2", gpus=4), PLAN, Path("/tmp/r"), 1000)
+
+    assert {"--head", "--port=20000", "--num-cpus=8", "--num-gpus=0", "--block"} <= set(head)
+    assert {"--address=10.0.0.1:20000", "--num-gpus=4", "--node-ip-address=10.0.0.2"} <= set(other)
+    assert "--head" not in other
+    assert not any(word.startswith("--port=") for word in other)
+
+
+def test_labels_tell_name_part_and_domain() -> None:
+    assert labels(card("n1")) == {"nemorl.io/node": "n1", "nemorl.io/part": "cpu"}
+    assert labels(card("n1", 8))["ray.io/gpu-domain"] == "n1"
+    assert labels(card("n1", 4, "abc.1"))["ray.io/gpu-domain"] == "abc.1"
+    assert labels(card("n1", 0, part="gpu"))["nemorl.io/part"] == "gpu"
+
+
+def test_the_secret_is_in_no_environment_and_no_command() -> None:
+    environment = ray_environment(
+        {"RAY_AUTH_TOKEN": "of another cluster", "NCCL_SOCKET_IFNAME": "ib1"},
+        card("n1"),
+        Path("/run/ray_token"),
+    )
+
+    assert "RAY_AUTH_TOKEN" not in environment
+    assert environment["RAY_AUTH_TOKEN_PATH"] == "/run/ray_token"
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert environment["NCCL_SOCKET_IFNAME"] == "ib1"  # who set it knows better
+
+
+def test_objects_get_a_tenth_of_the_memory_within_the_shared() -> None:
+    gigabyte = 10**9
+    assert object_store_bytes(Hardware(8, 100 * gigabyte, 50 * gigabyte, 0, ""), 512, 1) == 10 * gigabyte
+    assert object_store_bytes(Hardware(8, 100 * gigabyte, 50 * gigabyte, 0, ""), 512, 2) == 5 * gigabyte
+    assert object_store_bytes(Hardware(8, 10**9, 50 * gigabyte, 0, ""), 512, 1) == 512 * 2**20
+    assert object_store_bytes(Hardware(8, 100 * gigabyte, gigabyte, 0, ""), 512, 1) == 900_000_000
+
+
+def test_tails_are_the_ends_of_the_logs_that_say_something(tmp_path: Path) -> None:
+    (tmp_path / "raylet.err").write_text("x" * 10_000 + "\nlast words\n")
+    (tmp_path / "gcs_server.err").write_text("")
+    (tmp_path / "worker-1.out").write_text("of a rank")
+
+    (told,) = tails(tmp_path)
+
+    assert told.startswith("=== raylet.err\nxx")
+    assert told.endswith("last words")
+    assert len(told) < 9_000
