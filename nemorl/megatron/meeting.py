@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK_INTERFACE = "lo"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
