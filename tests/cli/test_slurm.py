@@ -1,0 +1,179 @@
+"""`nemorl slurm` with a stand-in for Slurm's commands."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Nemorl
+
+SBATCH = """\
+#!/bin/sh
+printf '%s\\n' "$@" >> sbatch.called
+echo 12
+"""
+SCONTROL = """\
+#!/bin/sh
+test -f state || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
+cat state
+"""
+SCANCEL = """\
+#!/bin/sh
+echo "JobId=$1 JobState=CANCELLED Reason=None NodeList=n1 Restarts=0" > state
+"""
+RUNNING = "JobId=12 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] NumNodes=2\n"
+
+
+@pytest.fixture(autouse=True)
+def _commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755 | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_submit_says_what_it_did_and_what_to_do_next(nemorl: Nemorl, experiment: Path) -> None:
+    told = nemorl("slurm", "submit", experiment, "--nodes", 2, "--time", 30, "seed=7")
+
+    assert told.status == 0
+    assert "submitted: job 12" in told.out
+    assert "next: nemorl slurm status|logs|attach|cancel runs/sums" in told.out
+    called = Path("sbatch.called").read_text().splitlines()
+    assert {"--nodes=2", "--time=30", "--exclusive"} <= set(called)
+    assert "seed: 7" in Path("runs/sums/slurm/config.yaml").read_text()
+
+
+def test_a_dry_run_shows_the_script_and_the_command(nemorl: Nemorl, experiment: Path) -> None:
+    told = nemorl("slurm", "submit", experiment, "--dry-run")
+
+    assert told.status == 0
+    assert told.out.startswith("#!/bin/bash")
+    assert "sbatch --parsable --job-name=sums" in told.out.splitlines()[-1]
+    assert not Path("runs").exists()
+    assert not Path("sbatch.called").exists()
+
+
+def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
+    """Sixteen ranks on two nodes of four GPUs."""
+    words = (
+        "--nodes",
+        2,
+        "--gpus-per-node",
+        4,
+        "policy.layout.data_parallel_size=16",
+        "policy.precision=bfloat16",
+    )
+
+    told = nemorl("slurm", "submit", experiment, *words)
+
+    assert told.status == 2
+    assert "8 GPUs are too few" in told.err
+    assert not Path("sbatch.called").exists()
+
+
+def test_a_folder_with_a_job_that_is_not_over_takes_no_other(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text(RUNNING)
+
+    told = nemorl("slurm", "submit", experiment)
+
+    assert told.status == 1
+    assert "run_dir = runs/sums: job 12 of" in told.err
+    Path("state").unlink()
+    assert nemorl("slurm", "submit", experiment).status == 0
+
+
+def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: Path) -> None:
+    told = nemorl(
+        "slurm", "submit", experiment, "--sweep", "policy.optimizer.lr=1e-4,3e-4", "--sweep", "seed=1,2"
+    )
+
+    assert told.status == 0
+    assert "4 tasks, listed in runs/sums/tasks.tsv" in told.out
+    assert "--array=0-3" in Path("sbatch.called").read_text()
+    lines = Path("runs/sums/tasks.tsv").read_text().splitlines()
+    assert lines[0].split("\t") == ["task", "run_dir", "policy.optimizer.lr", "seed"]
+    assert lines[3].split("\t") == ["2", "runs/sums/02_lr=3e-4_seed=1", "3e-4", "1"]
+    assert "run_dir: runs/sums/02_lr=3e-4_seed=1" in Path("runs/sums/slurm/tasks/2.yaml").read_text()
+    Path("state").write_text(
+        "JobId=13 ArrayJobId=12 ArrayTaskId=0 JobState=RUNNING Reason=None NodeList=n1 Restarts=0\n"
+        "JobId=12 ArrayJobId=12 ArrayTaskId=1-3 JobState=PENDING Reason=Resources NumNodes=1 Restarts=0\n"
+    )
+    status = nemorl("slurm", "status", "runs/sums").out
+    assert [line.split()[:2] for line in status.splitlines() if line.startswith("12_")] == [
+        ["12_0", "RUNNING"],
+        ["12_1", "PENDING"],
+        ["12_2", "PENDING"],
+        ["12_3", "PENDING"],
+    ]
+
+
+def test_a_sweep_with_a_wrong_value_is_refused_whole(nemorl: Nemorl, experiment: Path) -> None:
+    told = nemorl("slurm", "submit", experiment, "--sweep", "seed=1,-1")
+
+    assert told.status == 2
+    assert "seed = -1" in told.err
+    assert not Path("runs").exists()
+
+
+def test_status_tells_step_and_restarts(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text(RUNNING)
+    Path("runs/sums/metrics.jsonl").write_text('{"step": 3}\n')
+
+    told = nemorl("slurm", "status", experiment)
+
+    assert told.out.splitlines()[1].split() == ["12", "RUNNING", "n[1-2]", "3/10", "1", "runs/sums"]
+
+
+def test_a_run_that_was_not_submitted_has_no_status(nemorl: Nemorl, experiment: Path) -> None:
+    told = nemorl("slurm", "status", experiment)
+
+    assert told.status == 1
+    assert "runs/sums was not submitted with `nemorl slurm submit`" in told.err
+
+
+def test_logs_are_named(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("runs/sums/logs").mkdir()
+    Path("runs/sums/logs/policy-0.log").write_text("hello\n")
+
+    assert nemorl("slurm", "logs", experiment, "--list").out.splitlines() == [
+        "job: runs/sums/slurm/12.log",
+        "policy-0: runs/sums/logs/policy-0.log",
+    ]
+    assert "there are job, policy-0" in nemorl("slurm", "logs", experiment, "policy-9").err
+    assert "12.log is not there yet" in nemorl("slurm", "logs", experiment).err
+
+
+def test_cancel_says_what_became_of_it(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text(RUNNING)
+    Path("runs/sums/checkpoints/step_00000004").mkdir(parents=True)
+
+    told = nemorl("slurm", "cancel", experiment)
+
+    assert told.status == 0
+    assert "12: cancelled; its newest checkpoint is of step 4" in told.out
+    assert f"to go on: nemorl slurm submit --resume {experiment}" in told.out
+
+
+def test_without_slurm_it_says_where_to_run(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    told = nemorl("slurm", "submit", experiment)
+
+    assert told.status == 1
+    assert "`sbatch` is not here" in told.err
+
+
+def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text("JobId=12 JobState=PENDING Reason=Resources\n")
+
+    assert "job 12 is pending" in nemorl("slurm", "attach", experiment).err

@@ -1,0 +1,111 @@
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemorl.config.load import load_experiment
+from nemorl.slurm.errors import SlurmError
+from nemorl.slurm.submission import SCRIPT, Options, check_image, latest, submission, write_configs
+from tests.config.experiments import GRPO, write
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("NEMORL_ENV", "NEMORL_CONTAINER", "NEMORL_MOUNTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def words(options: Options, tasks: int = 0) -> str:
+    """For a run `sums`."""
+    return " ".join(options.words("sums", Path("runs/sums/slurm"), tasks))
+
+
+def test_a_job_gets_whole_nodes() -> None:
+    assert words(Options(nodes=2, gpus_per_node=8, time="4:00:00", partition="gpu", account="me")) == (
+        "--job-name=sums --output=runs/sums/slurm/%j.log --nodes=2 --exclusive --mem=0 --ntasks-per-node=1 "
+        "--time=4:00:00 --account=me --partition=gpu --gpus-per-node=8"
+    )
+
+
+def test_a_sweep_is_an_array() -> None:
+    told = words(Options(nodes=1, at_once=2), tasks=4)
+
+    assert "--array=0-3%2" in told
+    assert "--output=runs/sums/slurm/%A_%a.log" in told
+
+
+def test_cpu_nodes_are_a_component_of_their_own() -> None:
+    gpu, _, cpu = words(Options(nodes=2, gpus_per_node=8, cpu_nodes=4, time="60", partition="big")).partition(
+        " : "
+    )
+
+    assert "--gpus-per-node=8" in gpu
+    assert "--nodes=4" in cpu
+    assert "--time=60" in cpu
+    assert "gpus" not in cpu
+    assert "--partition=big" in cpu
+    other = words(Options(nodes=2, cpu_nodes=4, partition="big", cpu_partition="small"))
+    assert other.endswith("--partition=small")
+
+
+def test_further_options_are_handed_on() -> None:
+    assert words(Options(nodes=1, more=("--qos=high", "--constraint=a b"))).endswith(
+        "--qos=high --constraint=a b"
+    )
+
+
+@pytest.mark.parametrize(("text", "given"), [("", None), ("cluster: {gpus_per_node: 0}", 0)])
+def test_the_config_leaves_the_gpus_open_where_nobody_gave_them(text: str, given: int | None) -> None:
+    experiment = load_experiment(write(Path(), GRPO + text))
+
+    write_configs(experiment.run_dir, [experiment], sweep=False)
+
+    written = Path("runs/sums/slurm/config.yaml")
+    assert yaml.safe_load(written.read_text())["cluster"].get("gpus_per_node") == given
+    assert load_experiment(written) == experiment
+    assert ("gpus_per_node" in load_experiment(written).cluster.model_fields_set) == (given is not None)
+
+
+def test_a_sweep_writes_a_config_for_each_task() -> None:
+    file = write(Path())
+    experiments = [load_experiment(file, [f"seed={seed}"]) for seed in (1, 2)]
+
+    write_configs(Path("runs/sums"), experiments, sweep=True)
+
+    assert [load_experiment(Path(f"runs/sums/slurm/tasks/{i}.yaml")).seed for i in (0, 1)] == [1, 2]
+
+
+def test_it_runs_in_this_environment_or_in_a_container() -> None:
+    experiment = load_experiment(write(Path()))
+
+    bare = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
+    image = submission(
+        experiment, Options(1), [experiment.run_dir], container="a#b:c", mounts="/data:/data", sweep=False
+    )
+
+    assert bare.variables == {"NEMORL_ENV": sys.prefix}
+    assert image.variables == {"NEMORL_CONTAINER": "a#b:c", "NEMORL_MOUNTS": "/data:/data"}
+    assert bare.command[:2] == ("sbatch", "--parsable")
+    assert bare.command[-2:] == (str(SCRIPT), "runs/sums/slurm/config.yaml")
+    assert SCRIPT.is_file()
+
+
+def test_the_newest_submission_is_found_again() -> None:
+    experiment = load_experiment(write(Path()))
+    made = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
+    write_configs(experiment.run_dir, [experiment], sweep=False)
+    assert latest(experiment.run_dir) is None
+
+    made.keep(experiment.run_dir)
+
+    assert latest(experiment.run_dir) == made
+
+
+def test_an_image_that_is_a_file_has_to_be_there() -> None:
+    with pytest.raises(SlurmError, match=r"--container images/a.sqsh: there is no such file"):
+        check_image("images/a.sqsh")
+    check_image("nvcr.io#nvidia/pytorch:25.10-py3")
+    Path("a.sqsh").touch()
+    check_image("a.sqsh")
