@@ -92,10 +92,10 @@ def _node(arguments: Namespace) -> int:
 def _status(arguments: Namespace) -> int:
     from nemorl.slurm.followed import rows
 
-    lines = table("", ["job", "state", "nodes", "step", "restarts", "why", "run"])
+    lines = table("", ["job", "state", "nodes", "step", "restarts", "run", "why"])
     for run_dir in map(_run_dir, arguments.run):
         for row in rows(run_dir):
-            cells = (row.job, row.state, row.nodes, row.step, str(row.restarts), row.why, str(row.run_dir))
+            cells = (row.job, row.state, row.nodes, row.step, str(row.restarts), str(row.run_dir), row.why)
             lines.add_row(*map(Text, cells))
     output().print(lines, soft_wrap=False)
     return ExitCode.WELL

@@ -84,7 +84,7 @@ def _submit(arguments: Namespace) -> int:
         slurm.check_image(arguments.container)
     found = tasks(arguments.sweep) if arguments.sweep else []
     whole = load_experiment(arguments.config, arguments.overrides) if found else None
-    experiments = []
+    experiments: list[Experiment] = []
     for task in found:
         assert whole is not None
         own = [*task.overrides, f"run_dir={task.run_dir(whole.run_dir)}"]
