@@ -48,7 +48,8 @@ def run(path: Path, *arguments: str) -> list[StepMetrics]:
 
 
 def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: Path) -> None:
-    path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3})
+    parts = {"likelihood": {"coefficient": 0.1, "min_reward": 0.0}, "loss": {"top_entropy_quantile": 0.5}}
+    path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3}, algorithm=parts)
     alone, *later = run(path)
     # Warm-up: the critic learns from a policy that stays as it is.
     assert "grad_norm" not in alone.values
@@ -61,6 +62,8 @@ def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: P
     assert all(step.values["critic/value"] != 0 for step in later)
     assert all(step.values["grad_norm"] > 0 for step in later)
     assert max(step.values["logprob_gap/max"] for step in later) < 1e-4
+    assert all(step.values["loss/likelihood"] > 1 for step in later)  # nats of a model that knows nothing yet
+    assert all(0.5 <= step.values["top_entropy_fraction"] < 0.6 for step in later)
     experiment = load_experiment(path)
     known = figures(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for step in (alone, *later) for name in step.values} <= known
