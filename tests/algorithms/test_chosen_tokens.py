@@ -46,7 +46,7 @@ def test_only_the_tokens_of_the_highest_entropy_have_a_policy_loss() -> None:
     assert 1 < count < len(places)
     total, policy, gradient = 0.0, 0.0, [0.0] * batch.num_tokens
     for i in places:
-        logprob, old = float(logprobs[i].double()), float(batch.old_logprobs[i].double())
+        logprob, old = float(logprobs.detach()[i].double()), float(batch.old_logprobs[i].double())
         apart = logprob - float(batch.reference_logprobs[i].double())
         advantage, ratio = float(batch.advantages[i].double()), math.exp(logprob - old)
         clipped = min(max(ratio, 0.8), 1.2)
@@ -93,7 +93,7 @@ def test_the_likelihood_of_good_samples_is_added() -> None:
     found = replace(plain, likelihood_coefficient=0.1)(batch, logprobs, entropy)
     bounds = batch.cu_seqlens.tolist()
     imitated = [i for s in (0, 2) for i in range(bounds[s], bounds[s + 1]) if batch.loss_mask[i]]
-    nll = -sum(float(logprobs[i].double()) for i in imitated) / tokens
+    nll = -sum(float(logprobs.detach()[i].double()) for i in imitated) / tokens
     without = plain(batch, logprobs, entropy)
     assert float(found.sums["loss/likelihood"]) == pytest.approx(nll, rel=1e-6)
     assert float(found.loss) == pytest.approx(float(without.loss) + 0.1 * nll, rel=1e-6)

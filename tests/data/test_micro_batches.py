@@ -1,7 +1,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemorl.data.micro_batches import (
@@ -18,6 +18,7 @@ MAX_TOKENS = 100
 lengths = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(lengths)
 def test_micro_batches_hold_every_sequence_once_within_the_budget(tokens):
     groups = micro_batches(tokens, MAX_TOKENS)
@@ -36,6 +37,7 @@ def test_a_sequence_longer_than_the_budget_is_named():
         micro_batches([3, 101], 100)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=8, max_size=60), st.integers(1, 8))
 def test_balance_gives_equal_counts_and_sums_within_the_largest_cost(costs, num_ranks):
     ranks = balance(costs, num_ranks)
@@ -77,6 +79,7 @@ def test_fewer_sequences_than_ranks_are_refused():
         balance([1, 1], 3)
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 4).flatmap(
         lambda ranks: st.integers(1, 8).flatmap(
@@ -105,6 +108,7 @@ def test_a_rank_with_too_few_sequences_is_named():
         plan_micro_batches([[80], []], 100)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, MAX_TOKENS), min_size=24, max_size=24),
     st.sampled_from([1, 2, 3]),
@@ -127,6 +131,7 @@ def test_a_plan_lays_each_sequence_on_one_rank_and_one_micro_batch(tokens, num_m
         assert sorted(places) == list(range(len(held)))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=8, max_size=8),
     st.sampled_from([1, 2]),

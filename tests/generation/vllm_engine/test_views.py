@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemorl.generation.vllm_engine.views import NotABox, View, contiguous_strides, placed
@@ -21,6 +21,7 @@ def copied(whole: torch.Tensor, view: View, strides: tuple[int, ...], size: int)
     return memory
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
         lambda shape: st.tuples(
