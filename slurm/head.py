@@ -16,11 +16,12 @@ from nemorl.errors import ConfigError
 from . import ports
 from .control import ControlServer
 from .errors import SlurmError
+from .jobs import why_terminated
 from .meeting import Card, Meeting, Plan
 from .network import reachable
 from .processes import Child
 from .ray_node import RayNode, object_store_bytes
-from .records import REQUEUE, TERMINATED
+from .records import REQUEUE, TERMINATED, newest_step
 from .wanted import rooms_of, violations_of, words_for
 
 MEMBERS_SECONDS = 180.0
@@ -50,11 +51,17 @@ class Head:
     """One start of a job on its first node."""
 
     def __init__(
-        self, experiment: Experiment, config: Path, overrides: Sequence[str], meeting: Meeting, card: Card
+        self,
+        experiment: Experiment,
+        config: Path,
+        overrides: Sequence[str],
+        meeting: Meeting,
+        card: Card,
+        job: str,
     ) -> None:
         """`overrides` are the person's; the allocation's own come after them."""
         self._experiment, self._config, self._overrides = experiment, config, list(overrides)
-        self._meeting, self._card = meeting, card
+        self._meeting, self._card, self._job = meeting, card, job
         self._train: Child | None = None
         self._signal: signal.Signals | None = None
 
@@ -68,12 +75,15 @@ class Head:
         else:
             work.cancel()
 
-    def stopped(self, how: str) -> Ended:
+    def stopped(self, how: str = "") -> Ended:
         """What a run that was told to stop ends with."""
+        step = newest_step(self._experiment.run_dir)
+        left = f"{how}; " * bool(how) + (f"it goes on from step {step}" if step else "no step is saved")
         if self._signal is signal.SIGUSR1:
-            return REQUEUE, f"stopped before the time limit, {how}; it goes on with the next start"
+            return REQUEUE, f"stopped before the time limit: {left}"
         name = self._signal.name if self._signal else "a signal"
-        return TERMINATED, f"stopped by {name} (cancelled, pre-empted, or a node was lost), {how}"
+        why = why_terminated(self._job, self._meeting.nodes)
+        return TERMINATED, f"stopped by {name} ({why or 'cancelled, pre-empted, or a node is lost'}): {left}"
 
     async def run(self) -> Ended:
         """From the meeting to the end of the run. Raises `NemorlError`."""
@@ -196,7 +206,7 @@ class Head:
         if status == 0:
             return 0, "the run is finished"
         if self._signal is not None:
-            return self.stopped("after the last finished step was saved" if status == REQUEUE else "unsaved")
+            return self.stopped("" if status == REQUEUE else f"nemorl train ended with exit status {status}")
         gone = gone or await control.silent()
         if gone:
             return REQUEUE, _lost(gone)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import SlurmError
 
-COMMAND_SECONDS = 60
+COMMAND_SECONDS = 60.0
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "RESIZING"}
 
 # Why a job waits, in words; https://slurm.schedmd.com/job_reason_codes.html has them all.
@@ -86,9 +86,9 @@ class Job:
         )
 
 
-def jobs(number: str) -> list[Job]:
+def jobs(number: str, seconds: float = COMMAND_SECONDS) -> list[Job]:
     """The job's records: one, or those of the tasks or components. None when Slurm has forgotten it."""
-    told = call(["scontrol", "show", "job", "--oneliner", number], check=False)
+    told = call(["scontrol", "show", "job", "--oneliner", number], check=False, seconds=seconds)
     if told.returncode != 0:
         if "Invalid job id" in told.stderr:
             return []
@@ -102,8 +102,38 @@ def parsed(line: str) -> Job:
     return Job(dict(word.split("=", 1) for word in words))
 
 
+def why_terminated(number: str, nodes: Sequence[str]) -> str:
+    """Who sent SIGTERM to a job, as far as Slurm tells; empty where it does not, as in a container."""
+    try:
+        told = call(
+            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E"], seconds=5
+        )
+        found = jobs(number, seconds=5)
+    except SlurmError:
+        return ""
+    if lost := lost_nodes(told.stdout):
+        return f"node {', '.join(lost)} is lost, says Slurm"
+    facts = found[0].facts if found else {}
+    if facts.get("PreemptTime", "None")[:1].isdecimal():
+        return "pre-empted"
+    return "cancelled" if found and found[0].state == "CANCELLED" else ""
+
+
+def lost_nodes(told: str) -> list[str]:
+    """Of lines `name|state|reason`, those that Slurm cannot use; a star means that it gets no answer."""
+    lost: dict[str, str] = {}
+    for name, state, reason in (line.split("|", 2) for line in told.splitlines()):
+        if state.endswith("*") or state.startswith(("down", "fail", "unk", "power")):
+            lost[name] = f"{name} ({state}: {reason})"
+    return list(lost.values())
+
+
 def call(
-    command: Sequence[str], *, check: bool = True, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    check: bool = True,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = COMMAND_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises `SlurmError` where it is not here, or fails and may not."""
     if shutil.which(command[0]) is None:
@@ -112,12 +142,10 @@ def call(
             "login node of the cluster"
         )
     try:
-        told = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_SECONDS, env=environment
-        )
+        told = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"`{command[0]}` has not answered in {COMMAND_SECONDS} s: Slurm's controller is busy or down"
+            f"`{command[0]}` has not answered in {seconds:g} s: Slurm's controller is busy or down"
         ) from None
     if check and told.returncode != 0:
         raise SlurmError(f"`{command[0]}` refuses: {_last_words(told.stderr)}")

@@ -111,7 +111,14 @@ def _lead(started: Started) -> int:
 
 
 async def _head(started: Started) -> tuple[int, str]:
-    head = Head(started.experiment, started.config, started.overrides, started.meeting, started.card)
+    head = Head(
+        started.experiment,
+        started.config,
+        started.overrides,
+        started.meeting,
+        started.card,
+        started.allocation.job,
+    )
     work = asyncio.ensure_future(head.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -119,7 +126,7 @@ async def _head(started: Started) -> tuple[int, str]:
     try:
         return await work
     except asyncio.CancelledError:
-        return head.stopped("before the run began")
+        return head.stopped("the run had not begun")
 
 
 async def _follow(started: Started) -> int:

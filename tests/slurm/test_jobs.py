@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.slurm.jobs import Job, parsed
+from nemorl.slurm.jobs import Job, lost_nodes, parsed
 
 PENDING = (
     "JobId=5 ArrayJobId=5 ArrayTaskId=2-3,7%2 JobName=a b UserId=root(0) Priority=1 JobState=PENDING "
@@ -39,3 +39,11 @@ def test_a_running_job_has_its_nodes_and_no_reason() -> None:
 )
 def test_reasons_are_words(code: str, words: str) -> None:
     assert words in Job({"JobState": "PENDING", "Reason": code}).reason
+
+
+def test_nodes_that_slurm_cannot_use_are_lost() -> None:
+    told = (
+        "n1|allocated|none\nn1|allocated|none\nn2|down*|Not responding\nn3|completing*|none\nn4|mixed|none\n"
+    )
+
+    assert lost_nodes(told) == ["n2 (down*: Not responding)", "n3 (completing*: none)"]
