@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,40 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     (progress,) = saved
     assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
     assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))
+
+
+def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
+    experiment = load_experiment(write(tmp_path), ["checkpointing.period=3"])
+    observer: Any = SimpleNamespace(
+        stage=Stages([]).stage, step=lambda step, version, values: StepMetrics(step, version, values)
+    )
+    saved: list[tuple[int, int]] = []
+
+    async def save(progress: Progress, metrics: StepMetrics) -> None:
+        assert progress.step == metrics.step
+        saved.append((progress.step, progress.position))
+
+    async def settle() -> None:
+        """Nothing is being written."""
+
+    checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+    nobody: Any = None
+
+    async def run(told_in: int) -> int:
+        saved.clear()
+        books = Bookkeeper(experiment, nobody, observer, checkpoints, Progress())
+        for step in books.steps(10):
+            if step == told_in:
+                books.stop.by = signal.SIGTERM
+            await books.finish_step(step, {}, position=4 * step)
+        assert not books.finished
+        await books.save(last=True)
+        return books.done
+
+    assert asyncio.run(run(told_in=5)) == 5
+    assert saved == [(3, 12), (5, 20)]
+    assert asyncio.run(run(told_in=6)) == 6
+    assert saved == [(3, 12), (6, 24)]
 
 
 def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
