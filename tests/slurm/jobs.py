@@ -27,10 +27,15 @@ Figures = list[tuple[int, int, dict[str, float]]]
 
 def until(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait; an AssertionError that says for what where it is in vain."""
+    assert within(seconds, reached), f"not in {seconds:.0f} s: {what}"
+
+
+def within(seconds: float, reached: Callable[[], bool]) -> bool:
+    """Wait for `reached()`, at most so long; whether it was."""
     deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"in {seconds:.0f} s not reached: {what}"
+    while not (done := reached()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+    return done
 
 
 def figures(run_dir: Path) -> Figures:
@@ -50,13 +55,14 @@ class Place:
 
     slurm: SlurmCluster
     folder: Path
+    programs: Path = Path(sys.executable).parents[1]  # the environment that jobs run in
 
-    def nemorl(self, *words: str, **variables: str) -> str:
+    def nemorl(self, *words: str) -> str:
         """What `nemorl WORDS` says in the folder; it must end well."""
         told = subprocess.run(
             [sys.executable, "-m", "nemorl.cli", *words],
             cwd=self.folder,
-            env=self.environment | variables,
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=PATIENCE_SECONDS,
@@ -66,8 +72,8 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For commands and jobs: this Slurm, and the environment that the tests run in."""
-        return self.slurm.environment | {"NEMORL_ENV": str(Path(sys.executable).parents[1])}
+        """For commands and jobs."""
+        return self.slurm.environment | {"NEMORL_ENV": str(self.programs)}
 
     def config(self, name: str, text: str) -> Path:
         """A config of the tests' run with some more in it; its run folder has its name."""
@@ -75,9 +81,9 @@ class Place:
         path.write_text(f"defaults: shortened.yaml\nrun_dir: runs/{name}\n{text}\n")
         return path
 
-    def submit(self, config: Path, *words: str, **variables: str) -> "Job":
-        """`nemorl slurm submit` for ten minutes at most, with some more variables in the environment."""
-        told = self.nemorl("slurm", "submit", config.name, "--time", "10", *words, **variables)
+    def submit(self, config: Path, *words: str) -> "Job":
+        """`nemorl slurm submit`, for ten minutes at most."""
+        told = self.nemorl("slurm", "submit", config.name, "--time", "10", *words)
         found = re.search(r"\bjob (\d+)", told)
         assert found is not None, told
         return Job(self, found[1], self.folder / "runs" / config.stem)
@@ -114,7 +120,8 @@ class Job:
     @property
     def output(self) -> str:
         """What the job said, of all its starts."""
-        return Path(self.facts()["StdOut"]).read_text()
+        path = Path(self.facts()["StdOut"])
+        return path.read_text() if path.exists() else "(it has not begun)"
 
     @property
     def step(self) -> int:
@@ -137,7 +144,7 @@ class Job:
 
     def ends(self) -> str:
         """Wait for its end; its state."""
-        until(lambda: self.state in ENDED, f"end of job {self.number}")
+        assert within(PATIENCE_SECONDS, lambda: self.state in ENDED), f"{self.state}\n{self.output}"
         return self.state
 
     def processes(self, node: str | None = None) -> list[int]:
@@ -152,7 +159,8 @@ class Job:
 
     def leaves_nothing(self) -> None:
         """Wait for the end of all its processes."""
-        until(lambda: self.processes() == [], f"end of the processes of job {self.number}", 60)
+        within(60, lambda: not self.processes())
+        assert [command_line(process) for process in self.processes()] == []
 
     def _nodes_of(self, group: str) -> list[str]:
         logs = sorted((self.run_dir / "logs").glob(f"{group}-*.log"))
@@ -166,11 +174,8 @@ class Job:
         os.kill(raylets[0], signal.SIGKILL)
 
     def _awaits(self, reached: Callable[[], bool], what: str) -> None:
-        def reached_or_ended() -> bool:
-            return reached() or self.state in ENDED
-
-        until(reached_or_ended, f"{what} of job {self.number}\n{self.output}")
-        assert reached(), f"{self.state} before {what}\n{self.output}"
+        within(PATIENCE_SECONDS, lambda: reached() or self.state in ENDED)
+        assert reached(), f"job {self.number} is {self.state} before {what}\n{self.output}"
 
 
 def environment_of(process: int) -> dict[str, str]:
@@ -179,6 +184,13 @@ def environment_of(process: int) -> dict[str, str]:
         words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
         return dict(word.partition("=")[::2] for word in words if "=" in word)
     return {}
+
+
+def command_line(process: int) -> str:
+    """As it was started; empty where it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 def _comm(process: int) -> str:
