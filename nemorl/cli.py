@@ -77,6 +77,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Ends the process with status 2 for a wrong usage, as argparse does."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    if rest[:1] == ["--"] and hasattr(arguments, "words"):  # argparse takes no words behind an option
+        arguments.words, rest = [*arguments.words, *rest[1:]], []
     # argparse takes no `a.b=value` that stands behind an option.
     late_overrides = [word for word in rest if not word.startswith("-")]
     if len(late_overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):

@@ -177,3 +177,11 @@ def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: P
     Path("state").write_text("JobId=12 JobState=PENDING Reason=Resources\n")
 
     assert "job 12 is pending" in nemorl("slurm", "attach", experiment).err
+
+
+def test_a_command_for_a_node_may_have_options_of_its_own(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text("JobId=12 JobState=PENDING Reason=Resources\n")
+
+    assert "job 12 is pending" in nemorl("slurm", "attach", experiment, "--node", "n2", "--", "ls", "-l").err
+    assert nemorl("slurm", "attach", experiment, "-l").status == 2
