@@ -49,6 +49,8 @@ class ArithmeticDataset(Config):
     """Tasks of that order to leave out at its start, so that training and validation do not share any."""
     wrong_answers: float = Field(0.0, ge=0, le=1)
     """Share of the tasks whose recorded answer is slightly wrong: a sloppy teacher, to learn beyond."""
+    slips: tuple[int, ...] = Field((-10, -2, -1, 1, 2, 10), min_length=1)
+    """By how much wrong answers are off, drawn with equal chances: a unit or two, or the carry."""
 
 
 class ConversationsDataset(Config):

@@ -9,9 +9,6 @@ from .json_lines import DatasetError
 from .lazy import LazyTasks
 from .openings import opening
 
-# What a tired teacher gets wrong: a unit or two, or the carry.
-SLIPS = (-10, -2, -1, 1, 2, 10)
-
 
 class ArithmeticTasks(LazyTasks):
     """Sums of two numbers of `digits` digits, padded with zeros: `07+34=` is answered by `041`."""
@@ -27,7 +24,7 @@ class ArithmeticTasks(LazyTasks):
                 f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
             )
         self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
-        self._seed, self._wrong_answers = config.seed, config.wrong_answers
+        self._seed, self._wrong_answers, self._slips = config.seed, config.wrong_answers, config.slips
 
     def _make(self, index: int) -> Task:
         pair = self._pairs[index]
@@ -41,7 +38,7 @@ class ArithmeticTasks(LazyTasks):
         pair = self._pairs[index]
         if self._error(pair):
             return self._answer(pair, 0)
-        return self._answer(pair, random.Random(f"{self._seed} {pair} slip").choice(SLIPS))
+        return self._answer(pair, random.Random(f"{self._seed} {pair} slip").choice(self._slips))
 
     def _answer(self, pair: int, error: int) -> str:
         left, right = divmod(pair, self._base)
@@ -50,7 +47,7 @@ class ArithmeticTasks(LazyTasks):
     def _error(self, pair: int) -> int:
         """By how much the recorded answer of a pair is off; always the same for the pair."""
         draw = random.Random(f"{self._seed} {pair}")
-        return draw.choice(SLIPS) if draw.random() < self._wrong_answers else 0
+        return draw.choice(self._slips) if draw.random() < self._wrong_answers else 0
 
 
 def _draw(population: int, count: int, seed: int) -> list[int]:

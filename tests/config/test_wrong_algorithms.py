@@ -100,6 +100,12 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "turn",
         "give env.call_weight",
     ),
+    "a slip that is none": (
+        ["data.train.slips=[1, -200]"],
+        "data.train.slips.1",
+        -200,
+        "answers go round at 200",
+    ),
     "a chain of sums from what is none": (
         [
             "data.train={name: reasoning_gym, task: chain_sum}",

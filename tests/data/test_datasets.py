@@ -43,6 +43,13 @@ class TestArithmetic:
         assert 0.35 < len(errors) / 2000 < 0.45
         assert {abs(e) if abs(e) < 100 else 200 - abs(e) for e in errors} == {1, 2, 10}
 
+    def test_slips_are_those_asked_for(self):
+        sloppy, right = (
+            [int(t.answer) for t in load_tasks(arithmetic(wrong_answers=share, slips=(100, -3)), data())]
+            for share in (1, 0)
+        )
+        assert {(s - r) % 200 for s, r in zip(sloppy, right, strict=True)} == {100, 197}
+
     def test_training_and_validation_share_no_task(self):
         def prompts(**options):
             return {task.messages[0].content for task in load_tasks(arithmetic(digits=1, **options), data())}

@@ -79,6 +79,7 @@ CHECKS: tuple[Check, ...] = (
     data.template_holds_prompt,
     data.chat_parts_want_chat,
     data.arithmetic_has_enough_pairs,
+    data.slips_are_wrong,
     data.answers_to_learn,
     data.answers_to_compare,
     data.reasoning_gym_belongs_together,

@@ -58,6 +58,18 @@ def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
             )
 
 
+def slips_are_wrong(data: DataConfig) -> Iterator[Violation]:
+    """Answers of slips go round, and one that is off by a whole round is right."""
+    for path, dataset in (("data.train", data.train), *held_out(data)):
+        if not isinstance(dataset, ArithmeticDataset):
+            continue
+        around = 2 * 10**dataset.digits
+        for place, slip in enumerate(dataset.slips):
+            if slip % around == 0:
+                mend = f"an answer off by that is right, since answers go round at {around}: take another"
+                yield Violation(f"{path}.slips.{place}", slip, mend)
+
+
 def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """SFT learns the answers."""
     if (
