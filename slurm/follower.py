@@ -25,7 +25,7 @@ async def follow(head: str, meeting: Meeting, card: Card, configured_megabytes: 
         store = object_store_bytes(card.hardware, configured_megabytes, plan.sharing(card.node))
         ray = RayNode(card, plan, meeting, store)
         over = asyncio.ensure_future(line.until_end())
-        for last in (False, True):
+        while True:
             async with ray as process:
                 await asyncio.wait({process.ended, over}, return_when=asyncio.FIRST_COMPLETED)
                 if over.done():
@@ -34,9 +34,9 @@ async def follow(head: str, meeting: Meeting, card: Card, configured_megabytes: 
                         ray.keep_tails()
                     return 0
                 ray.keep_tails()
-                if line.begun or last:
+                if line.begun or not ray.was_late:
                     break
-                logger.warning("Ray did not come up; trying once more")
+                logger.warning("Ray did not come up in its own time; trying again")
         why = f"Ray ended there with exit status {process.ended.result()}, see {meeting.log(card.node)}"
         logger.error("%s", why)
         await line.fail(why)

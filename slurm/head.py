@@ -14,9 +14,10 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError
 
 from . import ports
+from .allocation import Allocation
 from .control import ControlServer
 from .errors import SlurmError
-from .jobs import why_terminated
+from .jobs import OUT_OF_TIME, why_terminated
 from .meeting import Card, Meeting, Plan
 from .network import reachable
 from .processes import Child
@@ -24,7 +25,7 @@ from .ray_node import RayNode, object_store_bytes
 from .records import REQUEUE, TERMINATED, newest_step
 from .wanted import rooms_of, violations_of, words_for
 
-MEMBERS_SECONDS = 180.0
+MEMBERS_SECONDS = 600.0
 # After a node is lost: what runs on the others cannot finish a step, and may wait in a collective for long.
 LOST_SECONDS = 60.0
 
@@ -43,8 +44,8 @@ def members_command(nodes: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "nemorl.slurm.members", str(MEMBERS_SECONDS), *nodes]
 
 
-class RayLate(SlurmError):
-    """Ray gave up when it was started: it gives itself 30 s, which a busy machine may exceed."""
+class RayEnded(SlurmError):
+    """Ray on the head ended before it ran on all nodes."""
 
 
 class Head:
@@ -57,19 +58,21 @@ class Head:
         overrides: Sequence[str],
         meeting: Meeting,
         card: Card,
-        job: str,
+        allocation: Allocation,
     ) -> None:
         """`overrides` are the person's; the allocation's own come after them."""
         self._experiment, self._config, self._overrides = experiment, config, list(overrides)
-        self._meeting, self._card, self._job = meeting, card, job
+        self._meeting, self._card, self._allocation = meeting, card, allocation
         self._train: Child | None = None
         self._signal: signal.Signals | None = None
 
     def told(self, number: int, work: "asyncio.Future[Ended]") -> None:
         """A signal came: the run ends in order, or what leads to it ends at once."""
-        got = signal.Signals(number)
-        logger.info("got %s; ending the run", got.name)
+        got, first = signal.Signals(number), self._signal is None
+        logger.info("got %s; %s", got.name, "ending the run" if first else "the run is ending already")
         self._signal = got if self._signal in (None, signal.SIGUSR1) else self._signal
+        if not first:  # a run that is told twice saves nothing
+            return
         if self._train is not None:
             self._train.tell(signal.SIGTERM)
         else:
@@ -82,8 +85,10 @@ class Head:
         if self._signal is signal.SIGUSR1:
             return REQUEUE, f"stopped before the time limit: {left}"
         name = self._signal.name if self._signal else "a signal"
-        why = why_terminated(self._job, self._meeting.nodes)
-        return TERMINATED, f"stopped by {name} ({why or 'cancelled, pre-empted, or a node is lost'}): {left}"
+        allocation = self._allocation
+        why = why_terminated(allocation.job, allocation.nodes, allocation.restart)
+        told = f"stopped by {name} ({why or 'cancelled, pre-empted, or a node is lost'}): {left}"
+        return REQUEUE if why == OUT_OF_TIME else TERMINATED, told
 
     async def run(self) -> Ended:
         """From the meeting to the end of the run. Raises `NemorlError`."""
@@ -104,21 +109,20 @@ class Head:
         ray = RayNode(self._card, plan, self._meeting, store)
         async with ControlServer(plan.head, plan.control, token, others) as control:
             control.failed = True
-            for last in (False, True):
+            while True:
                 async with ray as process:
                     try:
                         await self._together(plan, control, ray, process)
                         ended = await self._run_on(plan, words, control, ray, process)
                         control.failed = ended[0] not in (0, 2) and self._signal is None
                         return ended
-                    except RayLate:
-                        if last:
+                    except RayEnded:
+                        if not ray.was_late:
                             raise
-                        logger.warning("Ray did not come up; trying once more")
+                        logger.warning("Ray did not come up in its own time; trying again")
                     finally:
                         if control.failed:
                             ray.keep_tails()
-            raise AssertionError("the last try returns or raises")
 
     def _checked(self, cards: Mapping[str, Card]) -> tuple[Experiment, list[str]]:
         """The experiment on these nodes, and the words that make it so. Raises `ConfigError`."""
@@ -141,7 +145,7 @@ class Head:
         return Plan(self._card.address, found, hosts)
 
     async def _together(self, plan: Plan, control: ControlServer, ray: RayNode, process: Child) -> None:
-        """Wait until Ray runs on all nodes. Raises `SlurmError`, and `RayLate` where it ends here."""
+        """Wait until Ray runs on all nodes. Raises `SlurmError`, and `RayEnded` where it ends here."""
         environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
         steps = (
             control.everybody(),
@@ -156,7 +160,7 @@ class Head:
                 return await work
             if lost.done():
                 raise SlurmError(_lost(dict([lost.result()])))
-            raise RayLate(
+            raise RayEnded(
                 f"Ray ended with exit status {process.ended.result()} when it was started on "
                 f"{self._card.node}; see {self._meeting.log(self._card.node)}"
             )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from .errors import SlurmError
 
 COMMAND_SECONDS = 60.0
+QUICK_SECONDS = 5.0  # for what is told 30 s before SIGKILL
+OUT_OF_TIME = "out of time"
 ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "RESIZING"}
 
 # Why a job waits, in words; https://slurm.schedmd.com/job_reason_codes.html has them all.
@@ -78,6 +80,16 @@ class Job:
         known = REASONS.get(code) or REASONS.get(code.partition(",")[0].strip("()"))
         return known or f"Slurm's reason is {code.replace('_', ' ')}"
 
+    def why_terminated(self, restart: int) -> str:
+        """What a start of it that gets SIGTERM may know of the cause; `restart` were before that start."""
+        if self.facts.get("Reason") == "TimeLimit":
+            return OUT_OF_TIME
+        if self.facts.get("PreemptTime", "None")[:1].isdecimal():
+            return "pre-empted"
+        if self.restarts > restart:  # Slurm has done so before the processes ended
+            return "pre-empted, or queued again by hand"
+        return "cancelled" if self.state in ("CANCELLED", "COMPLETING") else ""
+
     def is_task(self, index: int) -> bool:
         """Whether this is a task of an array, or several that wait, with this one among them."""
         return any(
@@ -102,21 +114,17 @@ def parsed(line: str) -> Job:
     return Job(dict(word.split("=", 1) for word in words))
 
 
-def why_terminated(number: str, nodes: Sequence[str]) -> str:
-    """Who sent SIGTERM to a job, as far as Slurm tells; empty where it does not, as in a container."""
+def why_terminated(number: str, nodes: Sequence[str], restart: int) -> str:
+    """Why a start of a job got SIGTERM, as far as Slurm tells; empty where it does not, as in a container."""
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E"]
     try:
-        told = call(
-            ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E"], seconds=5
-        )
-        found = jobs(number, seconds=5)
+        told = call(command, seconds=QUICK_SECONDS)
+        found = jobs(number, seconds=QUICK_SECONDS)
     except SlurmError:
         return ""
     if lost := lost_nodes(told.stdout):
-        return f"node {', '.join(lost)} is lost, says Slurm"
-    facts = found[0].facts if found else {}
-    if facts.get("PreemptTime", "None")[:1].isdecimal():
-        return "pre-empted"
-    return "cancelled" if found and found[0].state == "CANCELLED" else ""
+        return f"node {', '.join(lost)} is lost"
+    return found[0].why_terminated(restart) if found else ""
 
 
 def lost_nodes(told: str) -> list[str]:

@@ -117,7 +117,7 @@ async def _head(started: Started) -> tuple[int, str]:
         started.overrides,
         started.meeting,
         started.card,
-        started.allocation.job,
+        started.allocation,
     )
     work = asyncio.ensure_future(head.run())
     loop = asyncio.get_running_loop()

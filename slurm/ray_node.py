@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,8 @@ GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"
 LONGEST_TEMPORARY = 20  # characters: Ray's sockets lie deep below it, and their paths have 107 at most
 END_SECONDS = 15.0
+LATE_SECONDS = 25.0
+TRIES = 4
 TAIL_BYTES = 8192
 TAILED = ("gcs_server.*", "raylet.*", "ray_process_exit.log", "monitor.*", "*agent*.log")
 
@@ -108,6 +111,15 @@ class RayNode:
         """`store_bytes` of shared memory are for objects."""
         self._card, self._plan, self._meeting, self._store_bytes = card, plan, meeting, store_bytes
         self.environment = ray_environment(os.environ, card, meeting.token_file)
+        self._starts = 0
+
+    @property
+    def was_late(self) -> bool:
+        """Whether what ended now may only have been slow, and may be tried again.
+
+        Ray gives itself 30 s to come up, which a busy machine may exceed; what fails for good fails sooner.
+        """
+        return self._starts < TRIES and time.monotonic() - self._began >= LATE_SECONDS
 
     async def __aenter__(self) -> Child:
         """Start it."""
@@ -116,6 +128,7 @@ class RayNode:
         remove_abandoned(temporary)
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=temporary))
         self._lock = hold(self._folder)
+        self._starts, self._began = self._starts + 1, time.monotonic()
         command = start_command(self._card, self._plan, self._folder, self._store_bytes)
         self._child = await Child.start(command, self.environment, self._meeting.log(self._card.node))
         return self._child

@@ -20,6 +20,7 @@ from .meeting import FOLDER
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 RECORD = "submissions.jsonl"
+SHORT_SECONDS = 20 * 60
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class Options:
     more: tuple[str, ...] = ()  # further options of sbatch
 
     def words(self, name: str, folder: Path, tasks: int) -> list[str]:
-        """Options of `sbatch`. A job gets whole nodes, since it fills them."""
+        """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `SlurmError`."""
         log = "%A_%a.log" if tasks else "%j.log"
         both = ["--exclusive", "--mem=0", "--ntasks-per-node=1"]
-        both += [f"--time={self.time}"] * (self.time is not None)
+        if self.time is not None:
+            both += [f"--time={self.time}", *signal_words(limit_seconds(self.time))]
         both += [f"--account={self.account}"] * (self.account is not None)
         first = [f"--job-name={name}", f"--output={folder / log}", f"--nodes={self.nodes}", *both]
         first += [f"--partition={self.partition}"] * (self.partition is not None)
@@ -52,6 +54,32 @@ class Options:
         partition = self.cpu_partition or self.partition
         second = [f"--nodes={self.cpu_nodes}", *both, "--requeue"]
         return [*first, ":", *second, *([f"--partition={partition}"] * (partition is not None))]
+
+
+def limit_seconds(time: str) -> int:
+    """A time limit as Slurm writes them; 0 for none. Raises `SlurmError`."""
+    if time.lower() in ("unlimited", "infinite"):
+        return 0
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        raise SlurmError(
+            f"--time {time}: give minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or "
+            "days-hours, such as 2-12"
+        )
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    # Of one or two numbers the first are minutes, or hours behind days.
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, seconds = (*numbers, 0, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def signal_words(limit: int) -> list[str]:
+    """A short limit, in seconds, wants its signal later than the script says: it would come at the start."""
+    if not 0 < limit < SHORT_SECONDS or "SBATCH_SIGNAL" in os.environ:
+        return []
+    return [f"--signal=USR1@{max(10, limit // 4)}"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.slurm.jobs import Job, lost_nodes, parsed
+from nemorl.slurm.jobs import OUT_OF_TIME, Job, lost_nodes, parsed
 
 PENDING = (
     "JobId=5 ArrayJobId=5 ArrayTaskId=2-3,7%2 JobName=a b UserId=root(0) Priority=1 JobState=PENDING "
@@ -47,3 +47,17 @@ def test_nodes_that_slurm_cannot_use_are_lost() -> None:
     )
 
     assert lost_nodes(told) == ["n2 (down*: Not responding)", "n3 (completing*: none)"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "1"}, OUT_OF_TIME),
+        ({"JobState": "RUNNING", "PreemptTime": "2026-11-21T23:41:13", "Restarts": "1"}, "pre-empted"),
+        ({"JobState": "COMPLETING", "Restarts": "2"}, "pre-empted, or queued again by hand"),
+        ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "cancelled"),
+        ({"JobState": "RUNNING", "PreemptTime": "None", "Restarts": "1"}, ""),
+    ],
+)
+def test_a_start_knows_why_it_was_terminated(facts: dict[str, str], why: str) -> None:
+    assert Job(facts).why_terminated(restart=1) == why

@@ -6,7 +6,15 @@ import yaml
 
 from nemorl.config.load import load_experiment
 from nemorl.slurm.errors import SlurmError
-from nemorl.slurm.submission import SCRIPT, Options, check_image, latest, submission, write_configs
+from nemorl.slurm.submission import (
+    SCRIPT,
+    Options,
+    check_image,
+    latest,
+    limit_seconds,
+    submission,
+    write_configs,
+)
 from tests.config.experiments import GRPO, write
 
 
@@ -109,3 +117,33 @@ def test_an_image_that_is_a_file_has_to_be_there() -> None:
     check_image("nvcr.io#nvidia/pytorch:25.10-py3")
     Path("a.sqsh").touch()
     check_image("a.sqsh")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:10", 1810),
+        ("4:00:00", 14400),
+        ("2-12", 216_000),
+        ("1-0:30", 88_200),
+        ("1-0:0:5", 86_405),
+        ("UNLIMITED", 0),
+    ],
+)
+def test_time_limits_are_read_as_slurm_does(text: str, seconds: int) -> None:
+    assert limit_seconds(text) == seconds
+
+
+def test_a_time_limit_that_is_none_is_refused() -> None:
+    with pytest.raises(SlurmError, match="--time 4h: give minutes"):
+        limit_seconds("4h")
+
+
+def test_a_short_limit_has_its_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's 300 s before the end would be before the beginning."""
+    monkeypatch.delenv("SBATCH_SIGNAL", raising=False)
+    assert "--signal" not in words(Options(nodes=1, time="4:00:00"))
+    assert "--signal=USR1@75" in words(Options(nodes=1, time="5"))
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@30")
+    assert "--signal" not in words(Options(nodes=1, time="5"))
