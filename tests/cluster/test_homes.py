@@ -8,11 +8,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from nemorl.cluster.errors import NodeLost, WorkerDied
+from nemorl.cluster.errors import NodeLost, NotShared, WorkerDied
 from nemorl.cluster.nodes import Home, Node, labels_in_use
 from nemorl.cluster.placement import Placement
 from nemorl.cluster.waiting import typed_error
 from nemorl.cluster.worker import Worker
+from tests.cluster.conftest import StartFragile
 
 FIRST = Node("1f", "first", "10.0.0.1", 8, 2, {"ray.io/node-id": "1f", "nemorl.io/part": "gpu"})
 SECOND = Node("2e", "second", "10.0.0.2", 8)
@@ -77,3 +78,13 @@ def test_a_death_names_its_node_and_a_lost_node_itself(monkeypatch: pytest.Monke
 
 def test_labels_are_told_without_those_that_ray_gives_itself():
     assert labels_in_use([FIRST, SECOND]) == "first (nemorl.io/part=gpu), second (none)"
+
+
+def test_a_node_that_does_not_see_the_folder_of_the_run_is_named(
+    start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/on/the/driver/alone"))
+    with pytest.raises(
+        NotShared, match=r"fragile rank 0 runs on .*, where there is no /on/the/driver/alone: "
+    ):
+        start_fragile(ranks=1)
