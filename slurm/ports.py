@@ -44,7 +44,6 @@ class Ports:
             "dashboard-agent-listen-port",
             "dashboard-agent-grpc-port",
             "runtime-env-agent-port",
-            "ray-client-server-port",
         )
         fixed = {name: self.first + 2 + i for i, name in enumerate(names)}
         return fixed | {"min-worker-port": self.first + FIXED, "max-worker-port": self.last}

@@ -50,15 +50,16 @@ def start_command(card: Card, plan: Plan, folder: Path, object_store_bytes: int)
         "object-store-memory": object_store_bytes,
         "labels": ",".join(f"{name}={value}" for name, value in labels(card).items()),
         "temp-dir": folder,
+        "include-log-monitor": "false",  # it would bring workers' words to the driver; they have files
         **ports.ray_options,
     }
     if is_head:
         # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
         system = {"prestart_worker_first_driver": False, "enable_metrics_collection": False}
         options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": json.dumps(system)}
+        options["ray-client-server-port"] = 0  # none: the driver runs inside the cluster
     else:
         options |= {"address": plan.gcs}
-        del options["ray-client-server-port"]
     words = [f"--{name}={value}" for name, value in options.items()]
     head = ["--head"] if is_head else []
     return [
