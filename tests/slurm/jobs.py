@@ -82,8 +82,8 @@ class Place:
         return path
 
     def submit(self, config: Path, *words: str) -> "Job":
-        """`nemorl slurm submit`, for ten minutes at most."""
-        told = self.nemorl("slurm", "submit", config.name, "--time", "10", *words)
+        """`nemorl slurm submit`, for an hour at most."""
+        told = self.nemorl("slurm", "submit", config.name, "--time", "60", *words)
         found = re.search(r"\bjob (\d+)", told)
         assert found is not None, told
         return Job(self, found[1], self.folder / "runs" / config.stem)
