@@ -57,9 +57,9 @@ def start_command(card: Card, plan: Plan, folder: Path, object_store_bytes: int)
         # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
         system = {"prestart_worker_first_driver": False, "enable_metrics_collection": False}
         options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": json.dumps(system)}
-        options["ray-client-server-port"] = 0  # none: the driver runs inside the cluster
     else:
         options |= {"address": plan.gcs}
+        del options["ray-client-server-port"]
     words = [f"--{name}={value}" for name, value in options.items()]
     head = ["--head"] if is_head else []
     return [
