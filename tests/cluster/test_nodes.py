@@ -11,6 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.algorithms.test_reward_runs import reward_model
 
 SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 4}
 
@@ -35,18 +36,27 @@ def joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tmp_path / "model")
+    taste = {
+        "kind": "local_model",
+        "name": "taste",
+        "model_path": str(reward_model(tmp_path / "taste", model)),
+    }
     changes = {
+        "rewards": [taste, {"function": "tests.algorithms.rewards:starts_right"}],
         "algorithm": {"num_steps": 2, "validation": {"period": 2}},
         "policy": {"layout": {"data_parallel_size": 2}},
     }
-    spread = {"num_nodes": 2, "placement": "SPREAD"}
-    apart = write_experiment(
-        tmp_path, model, "apart", cluster=spread, generation={"transport": "gloo"}, **changes
-    )
+    one = {"policy_threads": 1}  # the number of threads is seen in the last digits
+    spread = {**one, "num_nodes": 2, "placement": "SPREAD"}
+    sampler = {"threads": 1, "transport": "gloo"}
+    apart = write_experiment(tmp_path, model, "apart", cluster=spread, generation=sampler, **changes)
     status, output = finish(start("train", apart))
     assert status == 0, output
     monkeypatch.delenv("RAY_ADDRESS")
-    status, output = finish(start("train", write_experiment(tmp_path, model, "together", **changes)))
+    together = write_experiment(
+        tmp_path, model, "together", cluster=one, generation={"threads": 1}, **changes
+    )
+    status, output = finish(start("train", together))
     assert status == 0, output
     told = json.loads((tmp_path / "apart" / "header.json").read_text())[-1]["run"]
     assert told["node second"].startswith("policy rank 0")  # its domain is the first by name
