@@ -44,7 +44,6 @@ class Ports:
             "dashboard-agent-listen-port",
             "dashboard-agent-grpc-port",
             "runtime-env-agent-port",
-            "ray-client-server-port",
             "ray-client-server-port",  # Ray 2.60 cannot be told to start none: 0 is refused
         )
         fixed = {name: self.first + 2 + i for i, name in enumerate(names)}
