@@ -1,5 +1,7 @@
 from pathlib import Path
 
+from ray._private.parameter import RayParams
+
 from nemorl.slurm.hardware import Hardware
 from nemorl.slurm.meeting import Card, Plan
 from nemorl.slurm.ports import Ports
@@ -21,6 +23,17 @@ def test_the_head_listens_and_the_others_join() -> None:
     assert {"--address=10.0.0.1:20000", "--num-gpus=4", "--node-ip-address=10.0.0.2"} <= set(other)
     assert "--head" not in other
     assert not any(word.startswith("--port=") for word in other)
+
+
+def test_ray_takes_the_ports_of_the_head() -> None:
+    words = [
+        word.removeprefix("--").partition("=") for word in start_command(card("n1"), PLAN, Path("/r"), 1)
+    ]
+    given = {name.replace("-", "_"): int(port) for name, _, port in words if name.endswith("-port")}
+    given["gcs_server_port"] = given.pop("port", 20000)
+    given["metrics_agent_port"] = given.pop("dashboard_agent_grpc_port")
+
+    RayParams(**given)  # raises where one is refused
 
 
 def test_labels_tell_name_part_and_domain() -> None:
