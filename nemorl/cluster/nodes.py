@@ -51,8 +51,8 @@ class Home:
 
 
 def alive_nodes() -> list[Node]:
-    """Those that take part now."""
-    return [_node(entry) for entry in ray.nodes() if entry["Alive"]]
+    """Those that take part now, by name."""
+    return sorted((_node(e) for e in ray.nodes() if e["Alive"]), key=lambda node: (node.name, node.id))
 
 
 def driver_node() -> str:
