@@ -31,6 +31,7 @@ def test_policy_on_one_node_and_generation_on_the_other_as_on_one_machine(place,
     job.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_running_job_is_told_of_attached_to_and_cancelled(place):
     config = place.config("cancelled", LONG)
     job = place.submit(config, "--nodes", "2")

@@ -1,0 +1,100 @@
+"""What becomes of a job on a real Slurm when it is disturbed; Ray and the run are stand-ins.
+
+With real ones, and the figures that they leave: test_on_cluster_disturbed.py.
+"""
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.jobs import Job, Place, until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """\
+#!/bin/sh
+shift 2  # `slurm node`
+export STAND_IN={folder} PYTHONPATH={root}
+exec {python} -m tests.slurm.stand_in "$@"
+"""
+
+
+class StandIn:
+    """A job whose Ray and run are stand-ins, steered by files in a folder."""
+
+    def __init__(self, place: Place, name: str, *words: str) -> None:
+        """Submit it, with further words for `submit`, and wait for the run's begin."""
+        self.folder = place.folder / f"stand-in-{name}"
+        program = self.folder / "bin" / "nemorl"
+        program.parent.mkdir(parents=True)
+        program.write_text(PROGRAM.format(folder=self.folder, root=ROOT, python=sys.executable))
+        program.chmod(0o755)
+        self.will("runs")
+        apart = replace(place, programs=self.folder)
+        self.job: Job = apart.submit(apart.config(name, ""), "--nodes", "2", *words)
+        until((self.folder / "began").exists, f"begin of the run\n{self.job.output}")
+
+    def will(self, what: str) -> None:
+        """What the next run does."""
+        (self.folder / "train").write_text(what)
+
+    def ends_well_after_another_start(self) -> None:
+        """The job is queued again, and done."""
+        self.will("ends 0")
+        self.job.is_queued_again()
+        assert self.job.ends() == "COMPLETED", self.job.output
+        assert self.job.restarts == 1
+        self.job.leaves_nothing()
+
+
+@pytest.mark.parametrize("partition", ["normal", pytest.param("scavenge", marks=pytest.mark.slow)])
+def test_pre_empted(place, partition):
+    """With a grace time, in which it ends by itself and would not come back, and without."""
+    run = StandIn(place, f"urgent-{partition}", "--partition", partition)
+    place.urgent_job("n2")
+    run.ends_well_after_another_start()
+
+
+def test_looked_into_and_cancelled_it_does_not_come_back(place):
+    run = StandIn(place, "cancel")
+    status = place.nemorl("slurm", "status", "runs/cancel")
+    assert "RUNNING" in status
+    assert run.job.number in status
+    command = ("printenv", "SLURM_JOB_ID", "SLURMD_NODENAME")
+    attached = place.nemorl("slurm", "attach", "runs/cancel", "--node", "n2", "--", *command)
+    assert attached.split() == [run.job.number, "n2"]
+    place.nemorl("slurm", "cancel", "runs/cancel")
+    assert run.job.state == "CANCELLED"
+    assert run.job.restarts == 0
+    run.job.leaves_nothing()
+
+
+def test_ray_ends_on_a_node(place):
+    run = StandIn(place, "ray-ends")
+    os.kill(int((run.folder / "n2.ray").read_text()), signal.SIGKILL)
+    run.ends_well_after_another_start()
+    assert "node n2 is lost: Ray ended there" in run.job.output
+
+
+@pytest.mark.slow
+def test_the_daemon_of_a_node_is_killed(place):
+    """Slurm sees it after SlurmdTimeout, and queues the job again itself."""
+    run = StandIn(place, "daemon")
+    place.slurm.kill_daemon("n2")
+    try:
+        run.will("ends 0")
+        run.job.is_queued_again()
+    finally:
+        place.slurm.revive()
+    run.ends_well_after_another_start()
+    assert "n2" in run.job.output
+
+
+@pytest.mark.slow
+def test_the_time_limit(place):
+    run = StandIn(place, "limit", "--time", "1", "--sbatch=--signal=USR1@20")
+    run.ends_well_after_another_start()
+    assert "stopped before the time limit" in run.job.output
