@@ -3,6 +3,7 @@
 With real ones, and the figures that they leave: test_on_cluster_disturbed.py.
 """
 
+import json
 import os
 import signal
 import sys
@@ -25,14 +26,14 @@ exec {python} -m tests.slurm.stand_in "$@"
 class StandIn:
     """A job whose Ray and run are stand-ins, steered by files in a folder."""
 
-    def __init__(self, place: Place, name: str, *words: str) -> None:
-        """Submit it, with further words for `submit`, and wait for the run's begin."""
+    def __init__(self, place: Place, name: str, *words: str, ends: str = "runs") -> None:
+        """Submit it, with further words for `submit`, and wait for the begin of the run, which does what `ends` says."""
         self.folder = place.folder / f"stand-in-{name}"
         program = self.folder / "bin" / "nemorl"
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM.format(folder=self.folder, root=ROOT, python=sys.executable))
         program.chmod(0o755)
-        self.will("runs")
+        self.will(ends)
         apart = replace(place, programs=self.folder)
         self.job: Job = apart.submit(apart.config(name, ""), "--nodes", "2", *words)
         until((self.folder / "began").exists, f"begin of the run\n{self.job.output}")
@@ -70,6 +71,27 @@ def test_looked_into_and_cancelled_it_does_not_come_back(place):
     assert run.job.state == "CANCELLED"
     assert run.job.restarts == 0
     run.job.leaves_nothing()
+
+
+def test_nodes_for_cpus_are_the_second_part_of_a_heterogeneous_job(place):
+    run = StandIn(place, "het", "--nodes", "1", "--cpu-nodes", "1", ends="ends 0")
+    assert run.job.ends() == "COMPLETED", run.job.output
+    cards = run.job.run_dir / "slurm" / f"{run.job.number}.0"
+    parts = {node: json.loads((cards / f"{node}.json").read_text())["part"] for node in ("n1", "n2")}
+    assert parts == {"n1": "gpu", "n2": "cpu"}
+
+
+def test_a_sweep_runs_its_tasks_beside_each_other(place):
+    """Each on a node of its own, of the same machine; none takes the other's ports."""
+    words = ("--nodes", "1", "--sweep", "policy.optimizer.lr=1e-4,2e-4")
+    run = StandIn(place, "sweep", *words, ends="ends 0")
+    until(lambda: not place.slurm.run("squeue", "--noheader", "--jobs", run.job.number), "end of the sweep")
+    tasks = sorted(run.job.run_dir.glob("0*"))
+    assert [task.name for task in tasks] == ["00_lr=1e-4", "01_lr=2e-4"]
+    ends = [json.loads(next(task.glob("slurm/*/exit.json")).read_text()) for task in tasks]
+    assert [end["code"] for end in ends] == [0, 0]
+    ports = [json.loads(next(task.glob("slurm/*/plan.json")).read_text())["ports"] for task in tasks]
+    assert [list(nodes) for nodes in ports] == [["n1"], ["n2"]]
 
 
 def test_ray_ends_on_a_node(place):
