@@ -27,7 +27,7 @@ class StandIn:
     """A job whose Ray and run are stand-ins, steered by files in a folder."""
 
     def __init__(self, place: Place, name: str, *words: str, ends: str = "runs") -> None:
-        """Submit it, with further words for `submit`, and wait for the begin of the run, which does what `ends` says."""
+        """Submit it, with further words for `submit`; wait until the run begins to do what `ends` says."""
         self.folder = place.folder / f"stand-in-{name}"
         program = self.folder / "bin" / "nemorl"
         program.parent.mkdir(parents=True)
