@@ -138,7 +138,7 @@ class ControlServer:
             message = await asyncio.wait_for(_received(reader), CONNECT_SECONDS)
             node, proof = str((message or {}).get("node")), str((message or {}).get("proof"))
             known = node in self.nodes and node not in self._lines
-            if known and hmac.compare_digest(proof, _proof(self._token, nonce, node)):
+            if known and hmac.compare_digest(proof.encode(), _proof(self._token, nonce, node).encode()):
                 return node
         return None
 
