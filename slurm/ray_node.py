@@ -23,6 +23,8 @@ END_SECONDS = 15.0
 LATE_SECONDS = 25.0
 TRIES = 4
 TAIL_BYTES = 8192
+# Of another Ray than this job's, where they are set; the last one lets `ray start` refuse several nodes.
+OF_ANOTHER_RAY = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
 TAILED = ("gcs_server.*", "raylet.*", "ray_process_exit.log", "monitor.*", "*agent*.log")
 
 
@@ -80,7 +82,7 @@ def ray_environment(environment: Mapping[str, str], card: Card, token_file: Path
     Ray's workers inherit it.
     """
     network = {"GLOO_SOCKET_IFNAME": card.interface, "NCCL_SOCKET_IFNAME": card.interface}
-    inherited = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}
+    inherited = {name: value for name, value in environment.items() if name not in OF_ANOTHER_RAY}
     ours = {
         "RAY_USAGE_STATS_ENABLED": "0",
         # When the run is over there is nothing to wait for; Ray would drain the node for 30 s, and Slurm's

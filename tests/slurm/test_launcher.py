@@ -165,7 +165,9 @@ def test_a_node_whose_ray_ends_is_named(launchers: Launchers) -> None:
     launchers.start("runs")
     launchers.began()
 
-    os.kill(int((launchers.folder / "n2.ray").read_text()), signal.SIGKILL)
+    written = launchers.folder / "n2.ray"  # the stand-in for the run does not wait for it
+    _until(lambda: written.exists() and bool(written.read_text()))
+    os.kill(int(written.read_text()), signal.SIGKILL)
 
     assert (launchers.ends("n1"), launchers.ends("n2")) == (75, 1)
     assert launchers.ending().reason.startswith("node n2 is lost: Ray ended there with exit status -9")
