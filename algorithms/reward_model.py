@@ -29,11 +29,11 @@ class ScorePairLoss:
         """Needs `units` and `labels`."""
         pairs, scores = find_pairs(batch), at_ends(values, batch)
         chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-        if isinstance(self.config, LogExpLossConfig):
-            per_pair = torch.log1p(torch.exp(-(chosen - rejected).abs())) + F.relu(rejected - chosen)
-        else:
-            per_pair = -F.logsigmoid(chosen - rejected - self.config.margin_scale * pairs.margins)
-        told = per_pair.sum() / self.num_pairs
+        ahead = chosen - rejected
+        if not isinstance(self.config, LogExpLossConfig):
+            ahead = ahead - self.config.margin_scale * pairs.margins
+        # log(1 + exp(-ahead)), which a sum of parts that have a kink at 0 would teach a fresh head nothing by
+        told = F.softplus(-ahead).sum() / self.num_pairs
         center = (chosen + rejected).square().sum() / self.num_pairs
         loss = told + self.config.center_coefficient * center
         sums = {

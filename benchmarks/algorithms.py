@@ -74,8 +74,8 @@ class Learnt:
 
     @property
     def change_in_standard_errors(self) -> float | None:
-        """How far beyond chance, as if the two sides had different tasks."""
-        if self.standard_errors is None:
+        """How far beyond chance, as if the two sides had different tasks; None of what has no error."""
+        if self.standard_errors is None or not any(self.standard_errors):
             return None
         return (self.after - self.before) / math.hypot(*self.standard_errors)
 

@@ -269,6 +269,14 @@ def test_scores_of_pairs_are_their_formula(form):
     assert figures["accuracy"] == sum(ends[c] > ends[r] for c, r in PAIRS) / 2
 
 
+@pytest.mark.parametrize("config", [BradleyTerryLossConfig(), LogExpLossConfig(name="log_exp")])
+def test_a_fresh_head_whose_scores_are_all_0_learns(config):
+    batch = batch_of(reference=False)
+    values = torch.zeros(batch.num_tokens, requires_grad=True)
+    (grad,) = torch.autograd.grad(ScorePairLoss(config, 2)(batch, values, None).loss, values)
+    assert grad[[3, 9, 12, 17]].abs().tolist() == [0.25] * 4  # half of a pair's share
+
+
 def test_scores_that_are_far_apart_do_not_overflow():
     batch = batch_of(reference=False)
     for sign in (-1.0, 1.0):
