@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from tests.config.experiments import GRPO, write
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("NEMORL_ENV", "NEMORL_CONTAINER", "NEMORL_MOUNTS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("NEMORL_")]:
+        monkeypatch.delenv(name)
 
 
 def words(options: Options, tasks: int = 0) -> str:
