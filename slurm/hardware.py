@@ -19,6 +19,14 @@ class Hardware:
     shared_memory_bytes: int
     gpus: int
     nvlink_domain: str  # empty where the GPUs of several nodes are not connected
+    gpus_given: int = 0  # by Slurm; it says nothing where it does not count them
+    gpu_name: str = ""  # of the GPU with the least memory
+    gpu_memory_bytes: int = 0
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether there are fewer GPUs than Slurm gave: one is broken, or its driver does not answer."""
+        return self.gpus < self.gpus_given
 
 
 def read_hardware(environment: Mapping[str, str]) -> Hardware:
@@ -27,12 +35,17 @@ def read_hardware(environment: Mapping[str, str]) -> Hardware:
     cores = environment.get("SLURM_CPUS_ON_NODE", "")
     megabytes = environment.get("SLURM_MEM_PER_NODE", "")
     memory = int(megabytes) * 2**20 if megabytes.isdecimal() else 0
+    given = environment.get("SLURM_GPUS_ON_NODE", "")
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
     return Hardware(
         int(cores) if cores.isdecimal() else machine.cores,
         min(memory, machine.memory_bytes) if memory else machine.memory_bytes,
         machine.shared_memory_bytes or 0,
         _gpus(environment, len(machine.gpus)),
         nvlink_domain(_nvidia_smi()) if machine.gpus else "",
+        int(given) if given.isdecimal() else 0,
+        smallest.name if smallest else "",
+        smallest.memory_bytes if smallest else 0,
     )
 
 

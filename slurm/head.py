@@ -11,7 +11,6 @@ from typing import Any
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.errors import ConfigError
 
 from . import ports
 from .allocation import Allocation
@@ -23,7 +22,7 @@ from .network import reachable
 from .processes import Child
 from .ray_node import RayNode, object_store_bytes
 from .records import REQUEUE, TERMINATED, newest_step
-from .wanted import rooms_of, violations_of, words_for
+from .wanted import violations_of, words_for
 
 MEMBERS_SECONDS = 600.0
 # After a node is lost: what runs on the others cannot finish a step, and may wait in a collective for long.
@@ -125,14 +124,10 @@ class Head:
                             ray.keep_tails()
 
     def _checked(self, cards: Mapping[str, Card]) -> tuple[Experiment, list[str]]:
-        """The experiment on these nodes, and the words that make it so. Raises `ConfigError`."""
+        """The experiment on these nodes, and the words that make it so. Raises `NemorlError`."""
         given = "gpus_per_node" in self._experiment.cluster.model_fields_set
         words = [*self._overrides, *words_for(cards, gpus_given=given)]
-        experiment = load_experiment(self._config, words)
-        violations = violations_of(experiment, rooms_of(cards))
-        if violations:
-            raise ConfigError(f"{self._config}, on {len(cards)} nodes,", violations)
-        return experiment, words
+        return load_experiment(self._config, words, lambda found: violations_of(found, cards)), words
 
     def _planned(self, cards: Mapping[str, Card]) -> Plan:
         hosts = {node: card.host for node, card in cards.items()}

@@ -1,36 +1,59 @@
 """What an experiment asks of the nodes of a job."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nemorl.cluster.requests import with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.models import models_of
 from nemorl.errors import Violation
+from nemorl.plan.fit import plan_run
+from nemorl.plan.machine import Gpu, Machine
 
+from .errors import SlurmError
 from .fit import Demand, Room, fit_violations
 from .meeting import Card
-from .ray_node import labels
+from .ray_node import NODE, labels
 
 
 def words_for(cards: Mapping[str, Card], *, gpus_given: bool) -> list[str]:
     """What the job's nodes make of the `cluster` section; `gpus_given` keeps the experiment's own number.
 
-    The GPUs of a node are those of the smallest, without the CPU nodes of a heterogeneous job.
+    The GPUs of a node are those of the one with the most, so that one with fewer is named, not made the rule.
+    CPU nodes of a heterogeneous job do not count. Raises `SlurmError` where a node does not see its GPUs.
     """
+    of_gpus = {card.node: card.hardware for card in cards.values() if card.part != "cpu"}
+    if blind := [
+        f"{node} sees {has.gpus} of {has.gpus_given}" for node, has in of_gpus.items() if has.is_blind
+    ]:
+        raise SlurmError(
+            f"Slurm gave the job GPUs that do not answer: {', '.join(blind)}. `nvidia-smi` on the node says "
+            "why; to do without a node, `nemorl slurm submit --sbatch=--exclude=NODE`"
+        )
     words = [f"cluster.num_nodes={len(cards)}"]
     if not gpus_given:
-        gpus = min(card.hardware.gpus for card in cards.values() if card.part != "cpu")
-        words.append(f"cluster.gpus_per_node={gpus}")
+        words.append(f"cluster.gpus_per_node={max(has.gpus for has in of_gpus.values())}")
     return words
 
 
 def rooms_of(cards: Mapping[str, Card]) -> list[Room]:
-    """What the nodes offer."""
-    return [Room(c.node, c.hardware.cores, c.hardware.gpus, labels(c)) for c in cards.values()]
+    """What the nodes offer, the head's first."""
+    return [Room(c.node, c.hardware.cores, c.hardware.gpus, labels(c), c.part) for c in cards.values()]
 
 
-def demands_of(experiment: Experiment) -> list[Demand]:
-    """The places of all processes of a training run."""
+def machine_of(cards: Mapping[str, Card]) -> Machine:
+    """The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each."""
+    nodes = [card.hardware for card in cards.values()]
+    return Machine(
+        cores=min(node.cores for node in nodes),
+        memory_bytes=sum(node.memory_bytes for node in nodes),
+        shared_memory_bytes=None,
+        gpus=tuple(Gpu(node.gpu_name, node.gpu_memory_bytes) for node in nodes if node.gpus),
+        nodes=len(nodes),
+    )
+
+
+def demands_of(experiment: Experiment, head: str) -> list[Demand]:
+    """The places of all processes of a training run; `head` is the node of its driver."""
     from nemorl.cluster.placement import wanted_bundles  # Ray
 
     sampling = experiment.algorithm.generates
@@ -39,12 +62,24 @@ def demands_of(experiment: Experiment) -> list[Demand]:
     requests = [request for request in worker_requests(experiment) if request.group not in left_out]
     own = [request for request in with_places(requests) for _ in range(request.count)]
     return [
-        Demand(request.group, bundle["CPU"], bundle.get("GPU", 0.0), request.labels)
+        Demand(
+            request.group,
+            bundle["CPU"],
+            bundle.get("GPU", 0.0),
+            {**request.labels, **({NODE: head} if request.at_driver else {})},
+            request.topology,
+        )
         for request, bundle in zip(own, wanted_bundles(requests), strict=True)
     ]
 
 
-def violations_of(experiment: Experiment, rooms: Sequence[Room]) -> list[Violation]:
-    """Why the experiment does not fit these nodes."""
-    cluster = experiment.cluster
-    return list(fit_violations(demands_of(experiment), rooms, cluster.strategy, cluster.gpus_per_node))
+def no_room(experiment: Experiment, rooms: Sequence[Room]) -> Iterator[Violation]:
+    """Why the processes of an experiment do not find room on these nodes, of which the first is the head."""
+    cluster, demands = experiment.cluster, demands_of(experiment, rooms[0].node)
+    yield from fit_violations(demands, rooms, cluster.strategy, cluster.gpus_per_node)
+
+
+def violations_of(experiment: Experiment, cards: Mapping[str, Card]) -> Iterator[Violation]:
+    """What speaks against an experiment on these nodes: model, files, memory, and room for its processes."""
+    yield from plan_run(experiment, machine_of(cards)).violations
+    yield from no_room(experiment, rooms_of(cards))

@@ -217,5 +217,6 @@ def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Vio
     }
     for field, threads in wanted.items():
         if threads is not None and threads > machine.cores:
-            mend = f"this machine has {machine.cores} cores: take no more than that, or leave it out"
+            where = "a node of the job" if machine.nodes else "this machine"
+            mend = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
             yield Violation(field, threads, mend)

@@ -26,6 +26,12 @@ class Machine:
     memory_bytes: int
     shared_memory_bytes: int | None  # size of /dev/shm; None where there is none
     gpus: tuple[Gpu, ...]
+    nodes: int = 0  # of a job that this stands for; 0 for the machine at hand
+
+    @property
+    def has(self) -> str:
+        """For messages."""
+        return f"the {self.nodes} nodes of the job have" if self.nodes > 1 else "this machine has"
 
 
 def read_machine() -> Machine:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
-from nemorl.config.algorithm import OnlineConfig, PreferenceConfig
+from nemorl.config.algorithm import KtoConfig, OnlineConfig, PreferenceConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
@@ -22,9 +22,12 @@ _MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
 
 
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
-    """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none."""
+    """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none.
+
+    The nodes of a job are a machine too.
+    """
     elsewhere = "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
-    return not elsewhere and bool(machine.gpus or not experiment.cluster.gpus_per_node)
+    return bool(machine.nodes or not elsewhere) and bool(machine.gpus or not experiment.cluster.gpus_per_node)
 
 
 def memory_violations(
@@ -38,7 +41,7 @@ def memory_violations(
         return
     needed = sum(process.total * process.count for process in processes)
     if needed > machine.memory_bytes:
-        problem = f"all processes need about {_gigabytes(needed)}, and this machine has "
+        problem = f"all processes need about {_gigabytes(needed)}, and {machine.has} "
         yield _blamed(experiment, processes, problem + _gigabytes(machine.memory_bytes))
 
 
@@ -132,7 +135,7 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
-        case "reference", _ if isinstance(experiment.algorithm, PreferenceConfig):
+        case "reference", _ if isinstance(experiment.algorithm, PreferenceConfig | KtoConfig):
             return "algorithm.reference", "set it to precomputed, which keeps none"
         case "reference", _ if isinstance(experiment.algorithm, OnlineConfig):
             return "algorithm.kl.coefficient", "set it to 0, which keeps no reference"

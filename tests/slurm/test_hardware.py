@@ -1,5 +1,6 @@
 import pytest
 
+from nemorl.plan.machine import Gpu, Machine
 from nemorl.slurm.hardware import nvlink_domain, read_hardware
 
 FABRIC = """\
@@ -34,3 +35,14 @@ def test_slurms_numbers_come_before_the_machines() -> None:
 
     assert hardware.cores == 3
     assert hardware.memory_bytes == 1000 * 2**20
+    assert (hardware.gpus_given, hardware.is_blind) == (0, False)
+
+
+def test_gpus_that_slurm_gave_and_that_do_not_answer_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Machine(8, 10**9, None, (Gpu("Large", 80 * 10**9), Gpu("Small", 40 * 10**9)))
+    monkeypatch.setattr("nemorl.slurm.hardware.read_machine", lambda: seen)
+
+    hardware = read_hardware({"SLURM_GPUS_ON_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+    assert (hardware.gpus, hardware.gpus_given, hardware.is_blind) == (2, 3, True)
+    assert (hardware.gpu_name, hardware.gpu_memory_bytes) == ("Small", 40 * 10**9)

@@ -14,6 +14,7 @@ import pytest
 
 from nemorl.slurm.records import Ending
 from tests.config.experiments import GRPO, write
+from tests.plan.models import write_model
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60.0
@@ -93,6 +94,7 @@ def _until(reached: Callable[[], bool]) -> None:
 def launchers(tmp_path: Path) -> Iterator[Launchers]:
     """Nothing of them is left after a test."""
     write(tmp_path, GRPO)
+    write_model(tmp_path / "models" / "arithmetic")
     started = Launchers(tmp_path, {})
     yield started
     for process in started.processes.values():
