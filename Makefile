@@ -17,8 +17,8 @@ quickstart: .venv/ready-dev  ## Teach a tiny model sums: a short SFT, then GRPO 
 	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
 	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
 
-test: .venv/ready-dev  ## Run the tests, without the slow ones
-	@$(BIN)/pytest -m "not slow"
+test: .venv/ready-dev  ## Run the tests, without the slow ones, in two processes
+	@$(BIN)/pytest -m "not slow" --numprocesses 2
 
 test-slow: .venv/ready-dev  ## Run the slow tests
 	@$(BIN)/pytest -m slow
