@@ -37,6 +37,7 @@ from nemorl.weights.venue import TransportOptions
 
 DTYPE = "bfloat16"
 BUCKET_BYTES = 8 * 2**20
+PLAN_BUCKET_BYTES = 64 * 2**20  # what runs have when nothing is said
 GATHER = "gather and broadcast"
 Row = dict[str, Any]  # of a table
 SHOWN = {  # columns of each part's table, by key
@@ -310,7 +311,7 @@ def measure_plan() -> list[Row]:
             for rank, slices in enumerate(needed)
         ]
         began, cpu = time.perf_counter(), time.process_time()
-        plan = plan_transfers(senders, receivers, 64 * 2**20)
+        plan = plan_transfers(senders, receivers, PLAN_BUCKET_BYTES)
         planned, planned_cpu = time.perf_counter() - began, time.process_time() - cpu
         parts = [*plan.sender_parts(len(senders)), *plan.receiver_parts(len(receivers))]
         seconds, seconds_cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -360,9 +361,8 @@ def main() -> None:
         found["plan"] = measure_plan()
     for part, rows in found.items():
         shown = [{short: row[key] for key, short in SHOWN[part].items()} for row in rows]
-        publish(
-            f"refit_{part}", {"bucket_bytes": BUCKET_BYTES, "rows": rows}, table_of(f"refit: {part}", shown)
-        )
+        size = PLAN_BUCKET_BYTES if part == "plan" else BUCKET_BYTES
+        publish(f"refit_{part}", {"bucket_bytes": size, "rows": rows}, table_of(f"refit: {part}", shown))
 
 
 if __name__ == "__main__":
