@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemorl.cluster.requests import with_places, worker_requests
+from nemorl.cluster.requests import wanted_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.models import models_of
 from nemorl.errors import Violation
@@ -54,8 +54,6 @@ def machine_of(cards: Mapping[str, Card]) -> Machine:
 
 def demands_of(experiment: Experiment, head: str) -> list[Demand]:
     """The places of all processes of a training run; `head` is the node of its driver."""
-    from nemorl.cluster.placement import wanted_bundles  # Ray
-
     sampling = experiment.algorithm.generates
     left_out = {model.name for model in models_of(experiment) if model.scores and not sampling}
     left_out |= set() if sampling else {"generation", "rollout", "endpoint"}

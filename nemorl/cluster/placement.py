@@ -1,6 +1,5 @@
 """Where workers run: on which machine of the cluster, in which of the places that were reserved."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,16 +87,6 @@ class Placement:
         """Give the places back; workers that still live there are ended."""
         for place in {place.id: place for place in self.places.values()}.values():
             remove_placement_group(place)
-
-
-def wanted_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
-    """What to reserve, group by group. What is beside others has no bundles, but a CPU in each of theirs."""
-    beside = Counter(request.beside for request in requests)
-    return [
-        {**request.bundle, "CPU": request.bundle["CPU"] + beside[request.group]}
-        for request in with_places(requests)
-        for _ in range(request.count)
-    ]
 
 
 def assigned_bundles(

@@ -1,5 +1,6 @@
 """Which processes an experiment wants: how many of each group, with which resources, on which nodes."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -84,3 +85,13 @@ def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
     """Those that are in nobody else's."""
     there = {request.group for request in requests}
     return [request for request in requests if request.beside not in there]
+
+
+def wanted_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
+    """What to reserve, group by group. What is beside others has no bundles, but a CPU in each of theirs."""
+    beside = Counter(request.beside for request in requests)
+    return [
+        {**request.bundle, "CPU": request.bundle["CPU"] + beside[request.group]}
+        for request in with_places(requests)
+        for _ in range(request.count)
+    ]

@@ -18,8 +18,8 @@ from ray.util.placement_group import (
 
 from .errors import PlacementFailed
 from .nodes import DOMAIN_LABEL, NODE_LABEL, Node, alive_nodes, driver_node, labels_in_use
-from .placement import Placement, assigned_bundles, wanted_bundles
-from .requests import WorkerRequest, with_places
+from .placement import Placement, assigned_bundles
+from .requests import WorkerRequest, wanted_bundles, with_places
 
 _WAIT_SECONDS = 1.0  # at most this long does the thread of a cancelled wait live on
 _PLAIN = re.compile(r"[\w./-]*")  # a label's value, and none of the operators that selectors have

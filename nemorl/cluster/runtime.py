@@ -18,9 +18,9 @@ from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
 from .nodes import wait_for_nodes
-from .placement import Placement, wanted_bundles
+from .placement import Placement
 from .ray_start import start_apart
-from .requests import WorkerRequest
+from .requests import WorkerRequest, wanted_bundles
 from .reserving import available_cores, reserve
 from .temporary import FOLDERS, hold, remove_abandoned
 

@@ -11,8 +11,8 @@ from nemorl.cluster import reserving
 from nemorl.cluster.errors import PlacementFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Node
-from nemorl.cluster.placement import Placement, assigned_bundles, wanted_bundles
-from nemorl.cluster.requests import WorkerRequest, worker_requests
+from nemorl.cluster.placement import Placement, assigned_bundles
+from nemorl.cluster.requests import WorkerRequest, wanted_bundles, worker_requests
 from nemorl.cluster.reserving import reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
