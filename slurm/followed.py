@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,21 +46,21 @@ def rows(run_dir: Path) -> list[Row]:
     submission = submitted(run_dir)
     there = jobs(submission.job)
     if not submission.tasks:
-        return [_row(submission.job, run_dir, there[0] if there else None)]
+        return [_row(submission.job, run_dir, there)]
     return [
         _row(
             f"{submission.job}_{index}",
             Path(folder),
-            next((job for job in there if job.is_task(index)), None),
+            [job for job in there if job.is_task(index)],
         )
         for index, folder in enumerate(submission.run_dirs)
     ]
 
 
-def starts(run_dir: Path) -> list[Path]:
-    """The folders of all starts of a run, the newest last."""
+def starts(run_dir: Path, job: str = "*") -> list[Path]:
+    """The folders of all starts of a run, or of those by one job, the newest last."""
     return sorted(
-        (path for path in (run_dir / FOLDER).glob("*.*") if path.is_dir()),
+        (path for path in (run_dir / FOLDER).glob(f"{job}.*") if path.is_dir()),
         key=lambda path: path.stat().st_mtime,
     )
 
@@ -78,21 +78,25 @@ def logs(run_dir: Path) -> dict[str, Path]:
     """What can be read of a run, by name: the job's output, each rank, each node of the newest start."""
     found: dict[str, Path] = {}
     submission = latest(run_dir)
-    if submission is not None and not submission.tasks:
-        found["job"] = run_dir / FOLDER / f"{submission.job}.log"
+    if submission is not None and submission.tasks:
+        found |= {f"job-{i}": submission.task(i).log for i in range(len(submission.run_dirs))}
+    elif submission is not None:
+        found["job"] = submission.log
     found |= {path.stem: path for path in sorted(RunPaths(run_dir).logs.glob("*.log"))}
     newest = starts(run_dir)[-1:]
     found |= {path.stem: path for start in newest for path in sorted(start.glob("*.log"))}
     return found
 
 
-def _row(number: str, run_dir: Path, job: Job | None) -> Row:
-    ending = next((e for start in reversed(starts(run_dir)) if (e := Ending.read(start))), None)
-    if job is None:
+def _row(number: str, run_dir: Path, there: Sequence[Job]) -> Row:
+    """Of the records of a job, of which a heterogeneous one has several."""
+    ending = next((e for start in reversed(starts(run_dir, number)) if (e := Ending.read(start))), None)
+    if not there:
         why = ending.reason if ending else "Slurm has forgotten it, and it left no word: see its output"
         return Row(number, "ended", "", _step(run_dir), 0, _first_line(why), run_dir)
+    job, nodes = there[0], ",".join(part.nodes for part in there)
     why = job.reason or (ending.reason if ending and not job.active else "")
-    return Row(number, job.state, job.nodes, _step(run_dir), job.restarts, _first_line(why), run_dir)
+    return Row(number, job.state, nodes, _step(run_dir), job.restarts, _first_line(why), run_dir)
 
 
 def _step(run_dir: Path) -> str:

@@ -11,7 +11,10 @@ from .errors import SlurmError
 COMMAND_SECONDS = 60.0
 QUICK_SECONDS = 5.0  # for what is told 30 s before SIGKILL
 OUT_OF_TIME = "out of time"
-ACTIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED", "RESIZING"}
+ACTIVE = {
+    *("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "COMPLETING"),
+    *("STAGE_OUT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+}
 
 # Why a job waits, in words; https://slurm.schedmd.com/job_reason_codes.html has them all.
 REASONS = {
@@ -49,6 +52,11 @@ class Job:
     """A job, or one task of an array, as `scontrol show job` has it."""
 
     facts: Mapping[str, str]
+
+    @property
+    def number(self) -> str:
+        """Its own, also where it is a task of an array."""
+        return self.facts.get("JobId", "")
 
     @property
     def state(self) -> str:
@@ -112,6 +120,17 @@ def parsed(line: str) -> Job:
     """A record of `scontrol show job --oneliner`: `Name=value` words, of which values may have spaces."""
     words = re.split(r"\s(?=[A-Za-z][A-Za-z0-9/:_]*=)", line.strip())
     return Job(dict(word.split("=", 1) for word in words))
+
+
+def most_cpus(partition: str | None) -> int:
+    """CPUs of the largest node of a partition, or of all that there are; 0 where Slurm does not say."""
+    command = ["sinfo", "--noheader", "--exact", "--format=%c"]
+    command += [f"--partition={partition}"] * (partition is not None)
+    try:
+        told = call(command, seconds=QUICK_SECONDS)
+    except SlurmError:
+        return 0
+    return max((int(word) for word in told.stdout.split() if word.isdecimal()), default=0)
 
 
 def why_terminated(number: str, nodes: Sequence[str], restart: int) -> str:

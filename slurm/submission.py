@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +36,7 @@ class Options:
     account: str | None = None
     at_once: int | None = None  # tasks of a sweep
     more: tuple[str, ...] = ()  # further options of sbatch
+    cpu_more: tuple[str, ...] = ()  # for the CPU nodes
 
     def words(self, name: str, folder: Path, tasks: int) -> list[str]:
         """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `SlurmError`."""
@@ -53,7 +54,8 @@ class Options:
             return first
         partition = self.cpu_partition or self.partition
         second = [f"--nodes={self.cpu_nodes}", *both, "--requeue"]
-        return [*first, ":", *second, *([f"--partition={partition}"] * (partition is not None))]
+        second += [f"--partition={partition}"] * (partition is not None)
+        return [*first, ":", *second, *self.cpu_more]
 
 
 def limit_seconds(time: str) -> int:
@@ -94,6 +96,7 @@ class Submission:
     submitted: str = ""
     cpu_nodes: int = 0
     tasks: bool = field(default=False)  # whether it is a sweep
+    options: tuple[str, ...] = ()  # of `nemorl slurm submit`, for another submission of the same run
 
     def __str__(self) -> str:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
@@ -109,13 +112,36 @@ class Submission:
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Self:
         """From JSON."""
-        return cls(**{**tree, "command": tuple(tree["command"]), "run_dirs": tuple(tree["run_dirs"])})
+        lists = {name: tuple(tree.get(name, ())) for name in ("command", "run_dirs", "options")}
+        return cls(**{**tree, **lists})
 
     def keep(self, run_dir: Path) -> None:
-        """Add it to the run folder's list."""
+        """Add it to the run folder's list, and each task of a sweep to that of its own folder."""
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         writer = JsonLinesWriter(run_dir / FOLDER / RECORD)
         writer.append(asdict(self))
         writer.close()
+        for index, folder in enumerate(self.run_dirs if self.tasks else ()):
+            self.task(index).keep(Path(folder))
+
+    def task(self, index: int) -> Self:
+        """A task of a sweep, as if it had been submitted by itself."""
+        own = f"{self.job}_{index}"
+        return replace(self, job=own, run_dirs=(self.run_dirs[index],), tasks=False)
+
+    @property
+    def log(self) -> Path:
+        """Where Slurm writes what the job says, or a task."""
+        pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
+        path = Path(self.folder, re.sub("%j|%A_%a", self.job, pattern.partition("=")[2]))
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with the run."""
+        config, task = Path(self.command[-1]), self.job.partition("_")[2]
+        config = config / f"{task}.yaml" if task else config
+        return shlex.join(["nemorl", "slurm", "submit", "--resume", str(config), *self.options])
 
 
 def latest(run_dir: Path) -> Submission | None:
@@ -132,8 +158,12 @@ def submission(
     container: str | None,
     mounts: str | None,
     sweep: bool,
+    again: Sequence[str] = (),
 ) -> Submission:
-    """The call for an experiment; what it reads is written by `write_configs`."""
+    """The call for an experiment; what it reads is written by `write_configs`.
+
+    `again` are options of `nemorl slurm submit` that say the same another time.
+    """
     folder = experiment.run_dir / FOLDER
     # The name is for lists of jobs, where spaces and the like would be in the way.
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", experiment.run_dir.name) or "nemorl"
@@ -153,6 +183,7 @@ def submission(
         tuple(map(str, run_dirs)),
         cpu_nodes=options.cpu_nodes,
         tasks=sweep,
+        options=tuple(again),
     )
 
 
@@ -165,14 +196,19 @@ def write_configs(run_dir: Path, experiments: Sequence[Experiment], *, sweep: bo
         write_whole(path, _yaml(experiment))
 
 
-def check_image(container: str) -> None:
-    """Raises `SlurmError` where an image is a file that is not there."""
-    is_file = container.startswith(("/", ".")) or container.endswith(".sqsh")
-    if is_file and not Path(container).is_file():
+def image(container: str) -> str:
+    """As pyxis wants it: the path of a file from the root, since it takes others for names of a registry.
+
+    Raises `SlurmError` where an image is a file that is not there.
+    """
+    if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
+        return container
+    if not Path(container).is_file():
         raise SlurmError(
             f"--container {container}: there is no such file. Name a .sqsh file (`enroot import` makes one), "
             "or an image of a registry as pyxis writes them, nvcr.io#nvidia/pytorch:25.10-py3"
         )
+    return str(Path(container).absolute())
 
 
 def _yaml(experiment: Experiment) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import SlurmError
 from .followed import Row, plan, rows, starts, submitted
 from .jobs import ACTIVE, call, jobs
-from .ray_node import secret_environment
+from .ray_node import OF_ANOTHER_RAY, secret_environment
 
 CANCEL_SECONDS = 300.0
 POLL_SECONDS = 1.0
@@ -39,16 +39,19 @@ def attach(run_dir: Path, words: Sequence[str], node: str | None) -> int:
     if not found or found[0].state != "RUNNING":
         state = found[0].state.lower() if found else "over"
         raise SlurmError(f"job {submission.job} is {state}: a shell can be opened in one that runs")
-    start = next(reversed(starts(run_dir)), None)
+    start = next(reversed(starts(run_dir, submission.job)), None)
     decided = plan(start) if start else None
     if decided is None or start is None:
         raise SlurmError(f"job {submission.job} has just begun, and its nodes are still coming together")
     nodes = list(decided.ports)
     if node is not None and node not in nodes:
         raise SlurmError(f"{node} is no node of job {submission.job}; there are {', '.join(nodes)}")
-    environment = {**os.environ, **secret_environment(start), "RAY_ADDRESS": decided.gcs}
-    command = ["srun", f"--jobid={submission.job}", "--overlap", "--nodes=1", "--ntasks=1"]
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_RAY}
+    environment = {**inherited, **secret_environment(start), "RAY_ADDRESS": decided.gcs}
+    command = ["srun", f"--jobid={found[0].number}", "--overlap", "--nodes=1", "--ntasks=1"]
     command += [f"--nodelist={node or nodes[0]}", "--mpi=none", f"--chdir={submission.folder}"]
+    if node in nodes[len(nodes) - submission.cpu_nodes :]:
+        command += ["--het-group=1"]
     command += _environment_of(submission.variables, submission.folder, environment)
     command += ["--pty"] * sys.stdin.isatty()
     return subprocess.run([*command, *(words or ["bash"])], env=environment).returncode

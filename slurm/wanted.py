@@ -10,9 +10,11 @@ from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 
 from .errors import SlurmError
-from .fit import Demand, Room, fit_violations
+from .fit import PART, Demand, Room, fit_violations
+from .jobs import most_cpus
 from .meeting import Card
 from .ray_node import NODE, labels
+from .submission import Options
 
 
 def words_for(cards: Mapping[str, Card], *, gpus_given: bool) -> list[str]:
@@ -38,6 +40,20 @@ def words_for(cards: Mapping[str, Card], *, gpus_given: bool) -> list[str]:
 def rooms_of(cards: Mapping[str, Card]) -> list[Room]:
     """What the nodes offer, the head's first."""
     return [Room(c.node, c.hardware.cores, c.hardware.gpus, labels(c), c.part) for c in cards.values()]
+
+
+def rooms_asked(options: Options) -> list[Room]:
+    """What the nodes that are asked for offer at most; none where Slurm does not tell how large they are."""
+    parts = [(options.nodes, options.partition, options.gpus_per_node, "gpu")]
+    if options.cpu_nodes:
+        parts.append((options.cpu_nodes, options.cpu_partition or options.partition, 0, "cpu"))
+    rooms: list[Room] = []
+    for count, partition, gpus, part in parts:
+        if not (cpus := most_cpus(partition)):
+            return []
+        own = {PART: part} if options.cpu_nodes or gpus else {}  # else the nodes say it
+        rooms += [Room(f"node {len(rooms) + i}", cpus, gpus, own, part) for i in range(1, count + 1)]
+    return rooms
 
 
 def machine_of(cards: Mapping[str, Card]) -> Machine:

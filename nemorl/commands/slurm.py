@@ -124,6 +124,7 @@ def _attach(arguments: Namespace) -> int:
 
 
 def _cancel(arguments: Namespace) -> int:
+    from nemorl.slurm.followed import submitted
     from nemorl.slurm.records import newest_step
     from nemorl.slurm.view import cancel
 
@@ -131,7 +132,7 @@ def _cancel(arguments: Namespace) -> int:
         step = newest_step(row.run_dir)
         kept = f"its newest checkpoint is of step {step}" if step else "it has no checkpoint"
         say(f"{row.job}: {row.state.lower()}; {kept}" + (f" ({row.why})" if row.why else ""))
-    say(f"to go on: nemorl slurm submit --resume {arguments.run}")
+        say(f"to go on: {submitted(row.run_dir).again}")
     return ExitCode.WELL
 
 

@@ -1,5 +1,6 @@
 """`nemorl slurm submit`: check an experiment and hand it to Slurm."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from nemorl.commands.preflight import prepare
 from nemorl.commands.terminal import notes, plan_table, say
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.errors import NemorlError
+from nemorl.errors import ConfigError, NemorlError
 from nemorl.plan.machine import Machine
 
 if TYPE_CHECKING:
-    from nemorl.slurm.submission import Submission
+    from nemorl.slurm.submission import Options, Submission
 
 HELP = "check an experiment and hand it to Slurm"
 
@@ -70,6 +71,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run that the run folder holds already"
     )
+    parser.add_argument(
+        "--cpu-sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="the same for the CPU nodes, which are a component of their own",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
     parser.set_defaults(action=_submit)
 
@@ -80,8 +88,8 @@ def _submit(arguments: Namespace) -> int:
     from nemorl.slurm.sweep import table as task_table
     from nemorl.slurm.sweep import tasks
 
-    if arguments.container:
-        slurm.check_image(arguments.container)
+    container = arguments.container or os.environ.get("NEMORL_CONTAINER")
+    container = slurm.image(container) if container else None
     found = tasks(arguments.sweep) if arguments.sweep else []
     whole = load_experiment(arguments.config, arguments.overrides) if found else None
     experiments: list[Experiment] = []
@@ -94,25 +102,15 @@ def _submit(arguments: Namespace) -> int:
     first = whole or experiments[0]
     if (earlier := slurm.latest(first.run_dir)) and not arguments.dry_run:
         _refuse_if_active(earlier, [row.state for row in rows(first.run_dir)], first.run_dir)
-    cluster = experiments[0].cluster
-    options = slurm.Options(
-        nodes=cluster.num_nodes,
-        gpus_per_node=cluster.gpus_per_node,
-        cpu_nodes=arguments.cpu_nodes,
-        time=arguments.time,
-        partition=arguments.partition,
-        cpu_partition=arguments.cpu_partition,
-        account=arguments.account,
-        at_once=arguments.at_once,
-        more=tuple(arguments.sbatch),
-    )
+    options = _options(arguments, experiments[0])
     submission = slurm.submission(
         first,
         options,
         [experiment.run_dir for experiment in experiments],
-        container=arguments.container,
+        container=container,
         mounts=arguments.mounts,
         sweep=bool(found),
+        again=_again(arguments, options, container),
     )
     if arguments.dry_run:
         say(slurm.SCRIPT.read_text(encoding="utf-8"))
@@ -130,9 +128,14 @@ def _submit(arguments: Namespace) -> int:
 
 def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experiment:
     """An experiment that nothing speaks against, on the nodes that are asked for. Raises `ConfigError`."""
+    from nemorl.slurm.wanted import no_room, rooms_asked
+
     words = [*arguments.overrides, *own]
-    if arguments.nodes is not None:
-        words.append(f"cluster.num_nodes={arguments.nodes}")
+    nodes = arguments.nodes
+    if nodes is None and arguments.cpu_nodes:
+        nodes = load_experiment(arguments.config, words).cluster.num_nodes
+    if nodes is not None:
+        words.append(f"cluster.num_nodes={nodes + arguments.cpu_nodes}")
     if arguments.gpus_per_node is not None:
         words.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
     # What this machine has says nothing about the nodes.
@@ -145,9 +148,47 @@ def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experi
         resumes=arguments.resume,
         starts=False,
     )
+    rooms = rooms_asked(_options(arguments, ready.experiment))
+    if refused := list(no_room(ready.experiment, rooms)) if rooms else []:
+        raise ConfigError(str(arguments.config), refused)
     if shown:
         notes().print(plan_table(ready.plan))
     return ready.experiment
+
+
+def _options(arguments: Namespace, experiment: Experiment) -> "Options":
+    from nemorl.slurm.submission import Options
+
+    cluster = experiment.cluster
+    return Options(
+        nodes=cluster.num_nodes - arguments.cpu_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        cpu_nodes=arguments.cpu_nodes,
+        time=arguments.time,
+        partition=arguments.partition,
+        cpu_partition=arguments.cpu_partition,
+        account=arguments.account,
+        at_once=arguments.at_once,
+        more=tuple(arguments.sbatch),
+        cpu_more=tuple(arguments.cpu_sbatch),
+    )
+
+
+def _again(arguments: Namespace, options: "Options", container: str | None) -> list[str]:
+    """What is not in the configuration that is kept, as words for this command."""
+    given = {
+        "nodes": options.nodes,
+        "cpu-nodes": options.cpu_nodes or None,
+        "time": options.time,
+        "partition": options.partition,
+        "cpu-partition": options.cpu_partition,
+        "account": options.account,
+        "container": container,
+        "mounts": arguments.mounts,
+    }
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words += [f"--sbatch={option}" for option in options.more]
+    return words + [f"--cpu-sbatch={option}" for option in options.cpu_more]
 
 
 def _refuse_if_active(earlier: "Submission", states: Sequence[str], run_dir: Path) -> None:

@@ -1,11 +1,15 @@
 """`nemorl slurm` with a stand-in for Slurm's commands."""
 
+import json
 import os
 import stat
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from nemorl.slurm.meeting import Plan
+from nemorl.slurm.ports import Ports
 from tests.cli.conftest import Nemorl
 
 SBATCH = """\
@@ -22,6 +26,14 @@ SCANCEL = """\
 #!/bin/sh
 echo "JobId=$1 JobState=CANCELLED Reason=None NodeList=n1 Restarts=0" > state
 """
+SINFO = """\
+#!/bin/sh
+test -f cpus && cat cpus
+"""
+SRUN = """\
+#!/bin/sh
+echo "$@" "token=$RAY_AUTH_TOKEN $RAY_AUTH_TOKEN_PATH" > srun.called
+"""
 RUNNING = "JobId=12 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] NumNodes=2\n"
 
 
@@ -29,7 +41,8 @@ RUNNING = "JobId=12 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] NumN
 def _commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+    commands = {"sbatch": SBATCH, "scontrol": SCONTROL, "scancel": SCANCEL, "sinfo": SINFO, "srun": SRUN}
+    for name, text in commands.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755 | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -74,6 +87,32 @@ def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> N
     assert not Path("sbatch.called").exists()
 
 
+def test_what_no_node_has_the_cpus_for_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
+    """A policy rank, an engine and six rollout workers; Slurm's nodes have two and three CPUs."""
+    Path("cpus").write_text("2\n3\n")
+
+    told = nemorl("slurm", "submit", experiment, "--nodes", 2, "cluster.rollout_workers=6")
+
+    assert told.status == 2
+    assert "cluster.rollout_workers = 6 cpus" in told.err
+    assert "there: node 1 3, node 2 3" in told.err
+    assert not Path("sbatch.called").exists()
+    assert nemorl("slurm", "submit", experiment, "--nodes", 2, "cluster.rollout_workers=4").status == 0
+
+
+def test_cpu_nodes_are_nodes_of_the_run_too(nemorl: Nemorl, experiment: Path) -> None:
+    """An address that only one of them reaches is refused before anything is queued."""
+    words = ("slurm", "submit", experiment, "--nodes", 1, "--cpu-nodes", 1)
+
+    assert nemorl(*words, "--cpu-sbatch=--qos=cpu").status == 0
+
+    assert "num_nodes: 2" in Path("runs/sums/slurm/config.yaml").read_text()
+    gpu, _, cpu = Path("sbatch.called").read_text().partition("\n:\n")
+    assert ("--nodes=1" in gpu, "--nodes=1" in cpu, "--qos=cpu" in cpu) == (True, True, True)
+    server = "generation={backend: openai, base_url: 'http://127.0.0.1:8000/v1', model: m}"
+    assert "generation.base_url" in nemorl(*words, server).err
+
+
 def test_a_folder_with_a_job_that_is_not_over_takes_no_other(nemorl: Nemorl, experiment: Path) -> None:
     nemorl("slurm", "submit", experiment)
     Path("state").write_text(RUNNING)
@@ -109,6 +148,13 @@ def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: 
         ["12_2", "PENDING"],
         ["12_3", "PENDING"],
     ]
+    assert "job-3: runs/sums/slurm/12_3.log" in nemorl("slurm", "logs", "runs/sums", "--list").out
+    task = "runs/sums/00_lr=1e-4_seed=1"
+    assert "job: runs/sums/slurm/12_0.log" in nemorl("slurm", "logs", task, "--list").out
+    Path("state").write_text("JobId=13 ArrayJobId=12 ArrayTaskId=0 JobState=PENDING Reason=Resources\n")
+    assert "job 12_0 is pending" in nemorl("slurm", "attach", task).err
+    told = nemorl("slurm", "cancel", task).out
+    assert "to go on: nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml --nodes=1\n" in told
 
 
 def test_a_sweep_with_a_wrong_value_is_refused_whole(nemorl: Nemorl, experiment: Path) -> None:
@@ -117,6 +163,17 @@ def test_a_sweep_with_a_wrong_value_is_refused_whole(nemorl: Nemorl, experiment:
     assert told.status == 2
     assert "seed = -1" in told.err
     assert not Path("runs").exists()
+
+
+def test_a_reason_is_that_of_the_job(nemorl: Nemorl, experiment: Path) -> None:
+    """The one before it left its own in the folder."""
+    nemorl("slurm", "submit", experiment)
+    for job, why in (("11", "of another"), ("12", "of this one")):
+        folder = Path(f"runs/sums/slurm/{job}.0")
+        folder.mkdir()
+        ending = {"code": 1, "reason": why, "step_before": 0, "step": 0}
+        (folder / "exit.json").write_text(json.dumps(ending))
+        assert (why in nemorl("slurm", "status", experiment).out) is (job == "12")
 
 
 def test_status_tells_step_and_restarts(nemorl: Nemorl, experiment: Path) -> None:
@@ -150,7 +207,7 @@ def test_logs_are_named(nemorl: Nemorl, experiment: Path) -> None:
 
 
 def test_cancel_says_what_became_of_it(nemorl: Nemorl, experiment: Path) -> None:
-    nemorl("slurm", "submit", experiment)
+    nemorl("slurm", "submit", experiment, "--time", 30, "--sbatch=--qos=high")
     Path("state").write_text(RUNNING)
     Path("runs/sums/checkpoints/step_00000004").mkdir(parents=True)
 
@@ -158,7 +215,8 @@ def test_cancel_says_what_became_of_it(nemorl: Nemorl, experiment: Path) -> None
 
     assert told.status == 0
     assert "12: cancelled; its newest checkpoint is of step 4" in told.out
-    assert f"to go on: nemorl slurm submit --resume {experiment}" in told.out
+    again = "nemorl slurm submit --resume runs/sums/slurm/config.yaml --nodes=1 --time=30 --sbatch=--qos=high"
+    assert f"to go on: {again}\n" in told.out
 
 
 def test_without_slurm_it_says_where_to_run(
@@ -177,6 +235,29 @@ def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: P
     Path("state").write_text("JobId=12 JobState=PENDING Reason=Resources\n")
 
     assert "job 12 is pending" in nemorl("slurm", "attach", experiment).err
+
+
+@pytest.mark.parametrize(("node", "group"), [("n1", ""), ("c1", "--het-group=1 ")])
+def test_a_shell_finds_the_ray_of_its_job(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch, node: str, group: str
+) -> None:
+    """The newest start of this job, in the part of it that the node belongs to; and nobody else's secret."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another's")
+    nemorl("slurm", "submit", experiment, "--nodes", 1, "--cpu-nodes", 1)
+    Path("state").write_text(RUNNING)
+    ports = {"n1": Ports(20000, 20099), "c1": Ports(20000, 20099)}
+    plan = Plan("10.0.0.1", ports, {"n1": "a", "c1": "b"})
+    for start in ("12.1", "11.0"):  # the older one was written to last
+        Path("runs/sums/slurm", start).mkdir()
+        Path("runs/sums/slurm", start, "plan.json").write_text(json.dumps(asdict(plan)))
+
+    assert nemorl("slurm", "attach", experiment, "--node", node, "--", "true").status == 0
+
+    called = Path("srun.called").read_text()
+    assert f"--jobid=12 --overlap --nodes=1 --ntasks=1 --nodelist={node} " in called
+    assert f"{group}true" in called
+    assert ("--het-group" in called) is bool(group)
+    assert called.endswith(f"token= {Path.cwd()}/runs/sums/slurm/12.1/ray_token\n")
 
 
 def test_a_command_for_a_node_may_have_options_of_its_own(nemorl: Nemorl, experiment: Path) -> None:

@@ -29,6 +29,12 @@ def test_a_running_job_has_its_nodes_and_no_reason() -> None:
     assert (job.active, job.nodes, job.reason) == (True, "n[1-2]", "")
 
 
+@pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT"])
+def test_a_job_that_is_held_or_between_states_is_not_over(state: str) -> None:
+    assert Job({"JobState": state}).active
+    assert not Job({"JobState": "TIMEOUT"}).active
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [

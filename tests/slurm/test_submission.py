@@ -1,5 +1,6 @@
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from nemorl.slurm.errors import SlurmError
 from nemorl.slurm.submission import (
     SCRIPT,
     Options,
-    check_image,
+    image,
     latest,
     limit_seconds,
     submission,
@@ -57,6 +58,10 @@ def test_cpu_nodes_are_a_component_of_their_own() -> None:
     assert "--partition=big" in cpu
     other = words(Options(nodes=2, cpu_nodes=4, partition="big", cpu_partition="small"))
     assert other.endswith("--partition=small")
+    gpu, _, cpu = words(
+        Options(nodes=2, cpu_nodes=4, more=("--constraint=h100",), cpu_more=("--qos=cpu",))
+    ).partition(" : ")
+    assert ("h100" in gpu, "h100" in cpu, cpu.endswith("--qos=cpu")) == (True, False, True)
 
 
 def test_further_options_are_handed_on() -> None:
@@ -112,12 +117,31 @@ def test_the_newest_submission_is_found_again() -> None:
     assert latest(experiment.run_dir) == made
 
 
+def test_a_task_of_a_sweep_is_a_submission_of_its_own() -> None:
+    experiment = load_experiment(write(Path()))
+    folders = [Path("runs/sums/00_a=1"), Path("runs/sums/01_a=2")]
+    again = ["--nodes=1", "--sbatch=--qos=high"]
+    made = submission(experiment, Options(1), folders, container=None, mounts=None, sweep=True, again=again)
+    made = replace(made, job="12")
+
+    made.keep(experiment.run_dir)
+
+    assert latest(experiment.run_dir) == made
+    task = latest(folders[1])
+    assert task is not None
+    assert (task.job, task.tasks, task.run_dirs) == ("12_1", False, ("runs/sums/01_a=2",))
+    assert task.log == Path("runs/sums/slurm/12_1.log")
+    config = "runs/sums/slurm/tasks/1.yaml"
+    assert task.again == f"nemorl slurm submit --resume {config} --nodes=1 --sbatch=--qos=high"
+
+
 def test_an_image_that_is_a_file_has_to_be_there() -> None:
+    """And is named from the root, else pyxis would ask a registry for it."""
     with pytest.raises(SlurmError, match=r"--container images/a.sqsh: there is no such file"):
-        check_image("images/a.sqsh")
-    check_image("nvcr.io#nvidia/pytorch:25.10-py3")
+        image("images/a.sqsh")
+    assert image("nvcr.io#nvidia/pytorch:25.10-py3") == "nvcr.io#nvidia/pytorch:25.10-py3"
     Path("a.sqsh").touch()
-    check_image("a.sqsh")
+    assert image("a.sqsh") == image("./a.sqsh") == str(Path.cwd() / "a.sqsh")
 
 
 @pytest.mark.parametrize(
