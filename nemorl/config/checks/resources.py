@@ -58,7 +58,10 @@ def gpus_for_all_processes(
     teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
 ) -> Iterator[Violation]:
-    """Where there are GPUs every process of a model has one, and every engine that does not share theirs."""
+    """Where there are GPUs every process of a model has one, and every engine that does not share theirs.
+
+    Nodes without any are counted as if they had some; what is refused here fits nowhere.
+    """
     engines = generation.replicas * generation.ranks_per_replica
     if not (generates(algorithm) and generation.has_engines) or generation.shares_devices:
         engines = 0
