@@ -53,12 +53,14 @@ def test_a_running_job_is_told_of_attached_to_and_cancelled(place):
 
 
 def test_what_does_not_fit_the_allocation_is_refused_before_ray_starts(place):
-    """Ten processes of one CPU each on twice four."""
-    config = place.config("too-large", "cluster: {rollout_workers: 7}")
+    """Five processes of one CPU each on a node of four; `submit` does not know which nodes it will get."""
+    labels = "{rollout: {nemorl.io/node: n1}}"
+    config = place.config("too-large", f"cluster: {{rollout_workers: 5, labels: {labels}}}")
     job = place.submit(config, "--nodes", "2")
     assert job.ends() == "FAILED"
     assert job.facts()["ExitCode"] == "2:0"
     assert "cluster.rollout_workers" in job.output
+    assert "no node with nemorl.io/node=n1 has room" in " ".join(job.output.split())
     assert "Ray runs at" not in job.output
     assert not list(job.run_dir.glob("slurm/*/ray_token"))
     assert not (job.run_dir / "metrics.jsonl").exists()
