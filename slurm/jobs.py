@@ -110,7 +110,7 @@ def jobs(number: str, seconds: float = COMMAND_SECONDS) -> list[Job]:
     """The job's records: one, or those of the tasks or components. None when Slurm has forgotten it."""
     told = call(["scontrol", "show", "job", "--oneliner", number], check=False, seconds=seconds)
     if told.returncode != 0:
-        if "Invalid job id" in told.stderr:
+        if "Invalid job id" in told.stderr or f"Job {number} not found" in told.stdout:  # a task of an array
             return []
         raise SlurmError(f"Slurm does not tell about job {number}: {told.stderr.strip()}")
     return [parsed(line) for line in told.stdout.splitlines() if line.startswith("JobId=")]

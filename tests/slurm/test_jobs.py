@@ -1,6 +1,8 @@
+import subprocess
+
 import pytest
 
-from nemorl.slurm.jobs import OUT_OF_TIME, Job, lost_nodes, parsed
+from nemorl.slurm.jobs import OUT_OF_TIME, Job, jobs, lost_nodes, parsed
 
 PENDING = (
     "JobId=5 ArrayJobId=5 ArrayTaskId=2-3,7%2 JobName=a b UserId=root(0) Priority=1 JobState=PENDING "
@@ -27,6 +29,20 @@ def test_a_running_job_has_its_nodes_and_no_reason() -> None:
     job = Job({"JobState": "RUNNING", "Reason": "None", "NodeList": "n[1-2]", "NumNodes": "2"})
 
     assert (job.active, job.nodes, job.reason) == (True, "n[1-2]", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "out", "error"),
+    [("99", "", "slurm_load_jobs error: Invalid job id specified\n"), ("4_3", "Job 4_3 not found\n", "")],
+)
+def test_what_slurm_has_forgotten_has_no_records(
+    monkeypatch: pytest.MonkeyPatch, number: str, out: str, error: str
+) -> None:
+    """It says so of a task in another way than of a job."""
+    told = subprocess.CompletedProcess([], 1, out, error)
+    monkeypatch.setattr("nemorl.slurm.jobs.call", lambda *words, **options: told)
+
+    assert jobs(number) == []
 
 
 @pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT"])
