@@ -51,18 +51,23 @@ class ScorePairLoss:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Cross entropy of right and wrong at the end of each step, weighed by the batch's `weights`."""
+    """Cross entropy of right and wrong at the end of each step, weighed by the batch's `weights`.
+
+    A step that is right with probability p costs `-p log s(value) - (1 - p) log s(-value)`.
+    """
 
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `labels`, which are 1 and -1 where the loss mask is set."""
+        """Needs `labels`, which are `2 p - 1` where the loss mask is set: 1 right, -1 wrong."""
         assert batch.labels is not None, "steps have labels"
         mask, labels = batch.loss_mask, batch.labels
-        loss = -(batch.weights * F.logsigmoid(labels * values)).sum()
+        right, wrong = (1 + labels) / 2, (1 - labels) / 2
+        costs = -right * F.logsigmoid(values) - wrong * F.logsigmoid(-values)
+        loss = (batch.weights * costs).sum()
         sums = {
             "loss/total": loss,
-            "compared": mask.sum(),
+            "compared": (mask & (labels != 0)).sum(),
             "accuracy": ((labels * values > 0) & mask).sum(),
             "score/margin": (labels * values * mask).sum(),
         }

@@ -94,7 +94,7 @@ class FeedbackDataset(Config):
 
 
 class StepsDataset(Config):
-    """Answers in steps, each right or wrong; one JSON object a line."""
+    """Answers in steps, each right or wrong, or likely right; one JSON object a line."""
 
     name: Literal["steps"]
     path: Path
@@ -104,9 +104,9 @@ class StepsDataset(Config):
     steps_key: str = "completions"
     """Key of the list of steps, texts."""
     labels_key: str = "labels"
-    """Key of the list of their judgements, true or false."""
+    """Key of the list of their judgements: true, false, or from 0 to 1 how likely the step is right."""
     separator: str = "\n"
-    """Put after each step."""
+    """Put after each step; empty where steps are single tokens."""
 
 
 DatasetConfig = Annotated[

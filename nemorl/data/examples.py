@@ -27,7 +27,7 @@ class Example:
 
     tokens: Int32Array  # [T]
     loss_mask: BoolArray  # [T] True where the token is learnt
-    labels: Float32Array | None = None  # [T] of steps: 1 right, -1 wrong, where the mask is True
+    labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
 
     @property
     def num_tokens(self) -> int:
@@ -96,12 +96,15 @@ def dialogue_example(
 def steps_example(
     opening: Sequence[Message],
     steps: Sequence[str],
-    labels: Sequence[bool],
+    labels: Sequence[float],
     tokenizer: Tokenizer,
     prompts: Prompts,
     max_length: int,
 ) -> Example:
-    """An answer in steps, each labelled right or wrong at its last token. Raises ExampleError."""
+    """An answer in steps, each labelled at its last token with how likely it is right, from 0 to 1.
+
+    Raises ExampleError.
+    """
     if not steps or len(steps) != len(labels):
         raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: every step wants one")
     tokens = prompts.open(opening)
@@ -115,9 +118,9 @@ def steps_example(
         tokens += encoded
         ends.append(len(tokens) - 1)
     _check_length(len(tokens), start, max_length)
-    marks = np.zeros(len(tokens), dtype=np.float32)
-    marks[ends] = np.where(labels, 1.0, -1.0)
-    return Example(np.array(tokens, dtype=np.int32), marks != 0, marks)
+    mask, marks = np.zeros(len(tokens), dtype=np.bool_), np.zeros(len(tokens), dtype=np.float32)
+    mask[ends], marks[ends] = True, 2 * np.array(labels, dtype=np.float32) - 1
+    return Example(np.array(tokens, dtype=np.int32), mask, marks)
 
 
 def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:

@@ -93,6 +93,13 @@ def boolean(value: Any, key: str) -> bool:
     raise DatasetError(f"key `{key}`: true or false is wanted, not {value!r}")
 
 
+def probability(value: Any, key: str) -> float:
+    """A true or a false, or a number from 0 to 1. Raises DatasetError."""
+    if isinstance(value, bool | int | float) and 0 <= value <= 1:
+        return float(value)
+    raise DatasetError(f"key `{key}`: true, false or a number from 0 to 1 is wanted, not {value!r}")
+
+
 def number(value: Any, key: str) -> float:
     """Raises DatasetError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):

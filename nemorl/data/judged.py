@@ -24,6 +24,7 @@ from .json_lines import (
     ending_with_assistant,
     messages,
     number,
+    probability,
     read_rows,
     text_or_messages,
 )
@@ -61,11 +62,11 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Steps:
-    """A continuation in steps, each right or wrong."""
+    """A continuation in steps, each right or wrong, or the one as likely as its label says."""
 
     opening: Messages
     steps: tuple[str, ...]
-    labels: tuple[bool, ...]
+    labels: tuple[float, ...]  # 1 right, 0 wrong
 
 
 def load_conversations(dataset: ConversationsDataset, data: DataConfig) -> list[Dialogue]:
@@ -141,7 +142,7 @@ def _sums(dataset: DatasetConfig, data: DataConfig, what: str) -> ArithmeticTask
 def _digits(task: Task, sums: ArithmeticTasks) -> Steps:
     right, other = str(task.answer), sums.alternative(task.index)
     answer = right if task.index % 2 == 0 else other
-    labels = tuple(answer[:end] == right[:end] for end in range(1, len(answer) + 1))
+    labels = tuple(float(answer[:end] == right[:end]) for end in range(1, len(answer) + 1))
     return Steps(task.messages, tuple(answer), labels)
 
 
@@ -212,5 +213,5 @@ def _steps(row: Row, config: StepsDataset, data: DataConfig) -> Steps:
     return Steps(
         opening(prompt, data),
         tuple(step + config.separator for step in steps),
-        tuple(boolean(label, config.labels_key) for label in labels),
+        tuple(probability(label, config.labels_key) for label in labels),
     )

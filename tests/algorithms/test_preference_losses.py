@@ -1,6 +1,7 @@
 """Losses of pairs, single answers and scores against formulas written out in plain Python floats."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -94,7 +95,7 @@ def logprobs_of(batch: PackedBatch, seed: int = 1) -> torch.Tensor:
     return (-torch.rand(batch.num_tokens, generator=g).double() - 0.1).requires_grad_()
 
 
-def answers(values: list[float], *, mean: bool) -> list[float]:
+def answers(values: Sequence[float], *, mean: bool) -> list[float]:
     """Sum or mean over each answer, one token at a time."""
     found, start = [], 0
     for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
@@ -104,44 +105,64 @@ def answers(values: list[float], *, mean: bool) -> list[float]:
     return found
 
 
+def differences(formula: Callable[[list[float]], float], at: torch.Tensor) -> list[float]:
+    """Central differences of a written-out loss at every token."""
+    found = []
+    for token in range(at.numel()):
+        up, down = at.tolist(), at.tolist()
+        up[token] += 1e-5
+        down[token] -= 1e-5
+        found.append((formula(up) - formula(down)) / 2e-5)
+    return found
+
+
+def relative_by_hand(values: Sequence[float], batch: PackedBatch, *, mean: bool) -> list[float]:
+    """Of each answer its logprob, less the reference's where there is one."""
+    policy = answers(values, mean=mean)
+    if batch.reference_logprobs is None:
+        return policy
+    reference = answers(batch.reference_logprobs.tolist(), mean=mean)
+    return [p - r for p, r in zip(policy, reference, strict=True)]
+
+
+def sft_by_hand(values: Sequence[float]) -> float:
+    sums = answers(values, mean=False)
+    return -(sums[1] + sums[3]) / 6
+
+
+def preference_by_hand(name: str, values: Sequence[float], batch: PackedBatch) -> float:
+    """The whole loss of a preset."""
+    relative = relative_by_hand(values, batch, mean=name in MEANS)
+    pairs = sum(BY_HAND[name](relative[c], relative[r], MARGINS[c]) for c, r in PAIRS) / 2
+    return pairs + SFT.get(name, 0.0) * sft_by_hand(values)
+
+
 @pytest.mark.parametrize("name", PREFERENCE_PRESETS)
 def test_every_preset_is_its_formula(name):
     config, batch = config_of(name), batch_of(reference=name not in NO_REFERENCE)
     logprobs = logprobs_of(batch)
     output = Preference(config).loss(2, 0.0)(batch, logprobs, None)
 
-    policy = answers(logprobs.tolist(), mean=name in MEANS)
-    relative = policy
-    if name not in NO_REFERENCE:
-        reference = answers(batch.reference_logprobs.tolist(), mean=name in MEANS)
-        relative = [p - r for p, r in zip(policy, reference, strict=True)]
-    expected = sum(BY_HAND[name](relative[c], relative[r], MARGINS[c]) for c, r in PAIRS) / 2
-    sums = answers(logprobs.tolist(), mean=False)
-    sft = -(sums[1] + sums[3]) / 6
-    expected += SFT.get(name, 0.0) * sft
-    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+    values = logprobs.tolist()
+    assert output.loss.item() == pytest.approx(preference_by_hand(name, values, batch), rel=1e-6)
     figures = Preference(config).figures({k: float(v) for k, v in output.sums.items()}, {})
+    policy = answers(values, mean=name in MEANS)
+    relative = relative_by_hand(values, batch, mean=name in MEANS)
     assert figures["rewards/margin"] == pytest.approx(
         BETA * sum(relative[c] - relative[r] for c, r in PAIRS) / 2, rel=1e-5
     )
     assert figures["rewards/accuracy"] == sum(relative[c] > relative[r] for c, r in PAIRS) / 2
-    assert figures["loss/sft"] == pytest.approx(sft, rel=1e-5)
+    assert figures["loss/sft"] == pytest.approx(sft_by_hand(values), rel=1e-5)
     assert figures["logprobs/chosen"] == pytest.approx((policy[1] + policy[3]) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_PRESETS)
 def test_gradients_are_those_of_the_formula(name):
-    """By central differences of the written-out loss at every token."""
     config, batch = config_of(name), batch_of(reference=name not in NO_REFERENCE)
-    loss = Preference(config).loss(2, 0.0)
     logprobs = logprobs_of(batch)
-    (grad,) = torch.autograd.grad(loss(batch, logprobs, None).loss, logprobs)
-    for token in range(batch.num_tokens):
-        moved = [logprobs.detach().clone() for _ in range(2)]
-        moved[0][token] += 1e-5
-        moved[1][token] -= 1e-5
-        up, down = (loss(batch, values, None).loss.item() for values in moved)
-        assert grad[token].item() == pytest.approx((up - down) / 2e-5, abs=1e-6)
+    (grad,) = torch.autograd.grad(Preference(config).loss(2, 0.0)(batch, logprobs, None).loss, logprobs)
+    expected = differences(lambda values: preference_by_hand(name, values, batch), logprobs)
+    assert grad.tolist() == pytest.approx(expected, abs=1e-6)
     assert torch.equal(grad != 0, batch.loss_mask & (grad != 0))  # prompts teach nothing
 
 
@@ -216,20 +237,22 @@ def test_kto_is_its_formula(divergence):
     )
     batch, logprobs = batch_of(), logprobs_of(batch_of())
     output = Kto(config).loss(4, divergence)(batch, logprobs, None)
-    policy, reference = (
-        answers(values.tolist(), mean=False) for values in (logprobs, batch.reference_logprobs)
-    )
     z = max(divergence, 0)
-    expected = 0.0
-    for p, r, label in zip(policy, reference, LABELS, strict=True):
-        if label > 0:
-            expected += 1.5 * (1 - sigmoid(BETA * (p - r - z))) / 4
-        else:
-            expected += 0.5 * (1 - sigmoid(BETA * (z - (p - r)))) / 4
-    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+
+    def by_hand(values: list[float]) -> float:
+        cost = 0.0
+        for x, label in zip(relative_by_hand(values, batch, mean=False), LABELS, strict=True):
+            cost += 1.5 * (1 - sigmoid(BETA * (x - z))) if label > 0 else 0.5 * (1 - sigmoid(BETA * (z - x)))
+        return cost / 4
+
+    assert output.loss.item() == pytest.approx(by_hand(logprobs.tolist()), rel=1e-6)
+    (grad,) = torch.autograd.grad(output.loss, logprobs)
+    assert grad.tolist() == pytest.approx(differences(by_hand, logprobs), abs=1e-6)
+    assert torch.equal(grad != 0, batch.loss_mask)
+    relative = relative_by_hand(logprobs.tolist(), batch, mean=False)
     figures = Kto(config).figures({k: float(v) for k, v in output.sums.items()}, {})
-    good = [p - r for p, r, label in zip(policy, reference, LABELS, strict=True) if label > 0]
-    bad = [p - r for p, r, label in zip(policy, reference, LABELS, strict=True) if label < 0]
+    good = [x for x, label in zip(relative, LABELS, strict=True) if label > 0]
+    bad = [x for x, label in zip(relative, LABELS, strict=True) if label < 0]
     assert figures["rewards/desirable"] == pytest.approx(BETA * sum(good) / 2, rel=1e-5)
     assert figures["rewards/undesirable"] == pytest.approx(BETA * sum(bad) / 2, rel=1e-5)
     right = sum(x > z for x in good) + sum(x < z for x in bad)
@@ -254,13 +277,22 @@ def test_scores_of_pairs_are_their_formula(form):
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3)).double()
     values.requires_grad_()
     output = ScorePairLoss(config, 2)(batch, values, None)
-    ends = [values[sum(LENGTHS[: i + 1]) - 1].item() for i in range(4)]
-    expected = sum(
-        math.log(1 + math.exp(ends[r] - ends[c] + margin * MARGINS[c])) + 0.05 * (ends[c] + ends[r]) ** 2
-        for c, r in PAIRS
-    )
-    assert output.loss.item() == pytest.approx(expected / 2, rel=1e-6)
+
+    def ends_of(values: list[float]) -> list[float]:
+        return [values[sum(LENGTHS[: i + 1]) - 1] for i in range(4)]
+
+    def by_hand(values: list[float]) -> float:
+        ends = ends_of(values)
+        costs = (
+            math.log(1 + math.exp(ends[r] - ends[c] + margin * MARGINS[c])) + 0.05 * (ends[c] + ends[r]) ** 2
+            for c, r in PAIRS
+        )
+        return sum(costs) / 2
+
+    ends = ends_of(values.tolist())
+    assert output.loss.item() == pytest.approx(by_hand(values.tolist()), rel=1e-6)
     (grad,) = torch.autograd.grad(output.loss, values)
+    assert grad.tolist() == pytest.approx(differences(by_hand, values), abs=1e-6)
     assert grad.nonzero().flatten().tolist() == [3, 9, 12, 17]  # the last token of each answer alone
     config = TypeAdapter(AlgorithmConfig).validate_python(
         {"name": "reward_model", "num_steps": 1, "batch_size": 2}
@@ -286,18 +318,26 @@ def test_scores_that_are_far_apart_do_not_overflow():
         assert loss.item() == pytest.approx((math.log(2) + (2000 if sign < 0 else 0)) / 2)
 
 
-def test_steps_are_cross_entropy():
+@pytest.mark.parametrize("sure", [1.0, 0.4], ids=["right or wrong", "as likely as labels say"])
+def test_steps_are_cross_entropy(sure):
     batch = batch_of(reference=False, label_tokens=True)
+    batch = replace(batch, labels=batch.labels * sure)
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(3)).double()
+    values.requires_grad_()
     output = StepLoss()(batch, values, None)
-    expected = 0.0
-    for value, label, weight in zip(
-        values.tolist(), batch.labels.tolist(), batch.weights.tolist(), strict=True
-    ):
-        if label:
-            right = sigmoid(value) if label > 0 else 1 - sigmoid(value)
-            expected -= weight * math.log(right)
-    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+
+    def by_hand(values: list[float]) -> float:
+        cost = 0.0
+        rows = (values, batch.labels.tolist(), batch.weights.tolist(), batch.loss_mask.tolist())
+        for value, label, weight, learnt in zip(*rows, strict=True):
+            right = (1 + label) / 2
+            if learnt:
+                cost -= weight * (right * math.log(sigmoid(value)) + (1 - right) * math.log(sigmoid(-value)))
+        return cost
+
+    assert output.loss.item() == pytest.approx(by_hand(values.tolist()), rel=1e-6)
+    (grad,) = torch.autograd.grad(output.loss, values)
+    assert grad.tolist() == pytest.approx(differences(by_hand, values), abs=1e-6)
     marked = batch.labels != 0
     assert torch.equal(marked, batch.loss_mask)
     told = ((values > 0) == (batch.labels > 0))[marked]

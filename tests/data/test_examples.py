@@ -64,6 +64,9 @@ def test_steps_are_labelled_at_their_ends(tokenizer):
     assert tokenizer.decode(example.tokens) == "112ab a"
     assert example.labels.tolist() == [0, 1, 0, -1]  # "1", "12", "ab", " a"
     assert example.loss_mask.tolist() == [False, True, False, True]
+    unsure = steps_example(ASKED, ["12", "ab a"], [0.25, 0.5], tokenizer, PlainPrompts(tokenizer), 99)
+    assert unsure.labels.tolist() == [0, -0.5, 0, 0]
+    assert unsure.loss_mask.tolist() == example.loss_mask.tolist()
     with pytest.raises(ExampleError, match="2 steps and 1 labels"):
         steps_example(ASKED, ["1", "2"], [True], tokenizer, PlainPrompts(tokenizer), 99)
 

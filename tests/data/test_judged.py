@@ -83,9 +83,9 @@ def test_feedback_and_steps(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "hi", "completion": "yo", "label": 1})
     (judged,) = load_feedback(FeedbackDataset(name="feedback", path=path), DATA)
     assert (judged.opening, judged.completion, judged.good) == (ASKED, (Message("assistant", "yo"),), True)
-    path = file_of(tmp_path, {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]})
+    path = file_of(tmp_path, {"prompt": "hi", "completions": ["a", "b"], "labels": [True, 0.25]})
     (steps,) = load_steps(StepsDataset(name="steps", path=path), DATA)
-    assert (steps.steps, steps.labels) == (("a\n", "b\n"), (True, False))
+    assert (steps.steps, steps.labels) == (("a\n", "b\n"), (1.0, 0.25))
 
 
 def test_sums_know_what_is_better() -> None:
@@ -138,6 +138,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "steps",
         {"prompt": "hi", "completions": ["a", "b"], "labels": [True]},
         "key `labels`: a list of 2 labels, one a step, is wanted",
+    ),
+    "more than sure": (
+        "steps",
+        {"prompt": "hi", "completions": ["a"], "labels": [1.5]},
+        "key `labels`: true, false or a number from 0 to 1 is wanted, not 1.5",
     ),
 }
 

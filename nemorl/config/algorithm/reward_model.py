@@ -32,7 +32,10 @@ class LogExpLossConfig(RewardLossBase):
 
 
 class ProcessLossConfig(Config):
-    """Binary cross entropy at the last token of each step (Lightman et al. 2023, arXiv 2305.20050)."""
+    """Binary cross entropy at the last token of each step (Lightman et al. 2023, arXiv 2305.20050).
+
+    A label between 0 and 1 is the probability that the step is right (Wang et al. 2023, arXiv 2312.08935).
+    """
 
     name: Literal["process"]
     aggregation: Literal["step-mean", "answer-mean"] = "step-mean"
