@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nemorl.config.algorithm import (
     DistillationAlgorithm,
@@ -10,7 +11,6 @@ from nemorl.config.algorithm import (
     OfflineBase,
     OnlineConfig,
     OnPolicyDistillationConfig,
-    PreferenceConfig,
     RejectionSamplingConfig,
 )
 from nemorl.config.checks.figures import reward_weights
@@ -47,6 +47,7 @@ class TrainingData:
 
     order: TaskOrder
     position: int
+    done: int  # steps that the run has behind it
     offline: OfflineData | None  # of a run that learns from data as it stands
     taught_by: Sequence[str] = ()  # names of the teachers of the tasks, of on-policy distillation
 
@@ -63,7 +64,7 @@ def load_data(experiment: Experiment, progress: Progress) -> TrainingData:
         if isinstance(algorithm, OnPolicyDistillationConfig):
             taught_by = teachers_of_tasks(tasks, algorithm.teacher_key, list(experiment.teachers))
     order = TaskOrder(size, experiment.seed, experiment.data.shuffle)
-    return TrainingData(order, progress.position, offline, taught_by)
+    return TrainingData(order, progress.position, progress.step, offline, taught_by)
 
 
 async def reference_of(
@@ -71,11 +72,10 @@ async def reference_of(
 ) -> ReferenceSums:
     """What the weights that the run starts from say of all that it compares, where the algorithm asks."""
     algorithm = experiment.algorithm
-    if data.offline is None or not isinstance(algorithm, PreferenceConfig):
+    if data.offline is None or not isinstance(algorithm, OfflineBase) or not algorithm.precomputes_reference:
         return ReferenceSums()
-    if not algorithm.precomputes_reference:
-        return ReferenceSums()
-    examples = data.offline.of_steps(data.order, algorithm.num_steps * algorithm.batch_size)
+    left = algorithm.num_steps - data.done
+    examples = partial(data.offline.compared, data.order, algorithm, data.position, left)
     multiple = experiment.policy.layout.fewest_units
     model = experiment.policy.model_path
     return await reference_sums(examples, experiment.run_dir, model, session, observer, multiple)

@@ -3,7 +3,8 @@
 The point of comparison is the divergence of the policy from the reference (Ethayarajh et al. 2024, arXiv
 2402.01306): the mean of `log policy - log reference` over prompts joined to answers of other
 prompts of the same batch, at least 0, without a gradient. It is measured before the step, over the whole
-batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's.
+batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's. What a
+step joins follows from the order of the data, so the reference's part may be computed beforehand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ class KtoLoss:
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `labels` and `reference_logprobs`."""
+        """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
         assert batch.reference_logprobs is not None, "KTO wants the reference's logprobs"
         labels = sequence_labels(batch)  # [S]
         relative = answer_logprobs(logprobs - batch.reference_logprobs, batch, mean=False)

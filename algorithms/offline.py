@@ -124,7 +124,10 @@ class OfflineLoop:
         learner = self.session.learner
         await learner.load(self._places([Unit((example,)) for example in examples]), kind="examples")
         policy = await learner.sequence_logprobs(reference=False)
-        reference = await learner.sequence_logprobs(reference=True)
+        if self.config.precomputes_reference:
+            reference = [self.references.known(example) for example in examples]
+        else:
+            reference = await learner.sequence_logprobs(reference=True)
         apart = math.fsum(policy) - math.fsum(reference)
         self._divergence = {"kl/reference": apart / len(examples)}
         return apart / len(examples)

@@ -1,6 +1,6 @@
 """From a checked experiment to what an offline run learns and measures on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import (
@@ -38,11 +38,21 @@ class OfflineData:
     units: Sequence[Unit]
     held_out: Sequence[Unit]  # of the validation data
 
-    def of_steps(self, order: TaskOrder, num_units: int) -> list[Example]:
-        """All sequences that the first `num_units` units of the order and a validation need."""
-        drawn = {order.task_index(place) for place in range(num_units)}
-        needed = [*(self.units[index] for index in sorted(drawn)), *self.held_out]
-        return [example for unit in needed for example in unit.examples]
+    def compared(
+        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
+    ) -> Iterator[Example]:
+        """What so many steps from a place in the order on, and a validation, compare with a reference.
+
+        That is what is learnt, and what it is contrasted with; the same sequence may come several times.
+        """
+        algorithm, size = offline_algorithm(config), config.batch_size
+        drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
+        needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
+        yield from (example for unit in needed for example in unit.examples)
+        for start in range(0, len(drawn), size):
+            yield from algorithm.contrast([self.units[index] for index in drawn[start : start + size]])
+        if self.held_out:
+            yield from algorithm.contrast(self.held_out)
 
 
 def offline_algorithm(config: OfflineBase) -> OfflineAlgorithm:

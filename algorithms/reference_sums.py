@@ -1,12 +1,14 @@
 """The reference's logprobs of whole answers: computed once, with the weights that a run starts from.
 
-Losses of pairs ask for the sum over an answer's tokens, so that is all that is kept: a number for each
-sequence, by its content, in a file of the run folder. The reference's weights then need no memory.
+Losses of pairs and of single answers ask for the sum over an answer's tokens, so that is all that is kept: a
+number for each sequence, by its content, in a file of the run folder. The reference's weights then need no
+memory.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,15 @@ class ReferenceSums:
 
     def of(self, example: Example) -> float | None:
         """The sum of the reference's logprobs of the learnt tokens; 0 of an example without any."""
-        if not self._sums:
-            return None
+        return self.known(example) if self._sums else None
+
+    def known(self, example: Example) -> float:
+        """The same of one that was asked for beforehand."""
         return self._sums[_key(example)] if example.num_learnt else 0.0
 
 
 async def reference_sums(
-    examples: Iterable[Example],
+    examples: Callable[[], Iterable[Example]],
     run_dir: Path,
     model: Path,
     session: Session,
@@ -43,15 +47,16 @@ async def reference_sums(
 ) -> ReferenceSums:
     """Read what the run folder holds, and compute the rest with the weights that the policy has now.
 
-    Call it before the policy learns or restores anything. `multiple` is that of `OfflineLoop`.
+    Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
+    they need not all be in memory. `multiple` is that of `OfflineLoop`.
     """
-    wanted = {_key(example): example for example in examples if example.num_learnt}
+    wanted = {_key(example) for example in examples() if example.num_learnt}
     file, of_model = run_dir / FILE, _fingerprint(model)
     known = _read(file, of_model)
-    missing = [(key, example) for key, example in wanted.items() if key not in known]
+    missing = wanted - known.keys()
     if missing:
         with observer.stage("reference", total=len(missing), unit="sequences", outside_step=True) as stage:
-            for part in _parts(missing):
+            for part in _parts(_found(missing, examples())):
                 sums = await _computed([example for _, example in part], session, multiple)
                 known |= dict(zip((key for key, _ in part), sums, strict=True))
                 stage.advance(len(part))
@@ -67,8 +72,19 @@ async def _computed(examples: Sequence[Example], session: Session, multiple: int
     return (await session.learner.sequence_logprobs(reference=False))[: len(examples)]
 
 
-def _parts(items: Sequence[tuple[str, Example]]) -> Iterator[Sequence[tuple[str, Example]]]:
-    return (items[start : start + _AT_A_TIME] for start in range(0, len(items), _AT_A_TIME))
+def _found(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Example]]:
+    """Each once, with its key."""
+    left = set(keys)
+    for example in examples:
+        key = _key(example)
+        if key in left:
+            left.remove(key)
+            yield key, example
+
+
+def _parts(items: Iterator[tuple[str, Example]]) -> Iterator[list[tuple[str, Example]]]:
+    while part := list(islice(items, _AT_A_TIME)):
+        yield part
 
 
 def _key(example: Example) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,9 +114,9 @@ class Run:
     async def references(self, data: OfflineData, order: TaskOrder) -> ReferenceSums:
         """Computed beforehand, as `nemorl train` does."""
         config: Any = self.experiment.algorithm
-        if not getattr(config, "precomputes_reference", False):
+        if not config.precomputes_reference:
             return ReferenceSums()
-        examples = data.of_steps(order, config.num_steps * config.batch_size)
+        examples = partial(data.compared, order, config, 0, config.num_steps)
         run_dir, model = self.experiment.run_dir, self.experiment.policy.model_path
         return await reference_sums(examples, run_dir, model, self.session, self.observer, 1)
 

@@ -5,12 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from nemorl.algorithms.reference_sums import FILE
+from nemorl.algorithms.offline_data import OfflineData
+from nemorl.algorithms.reference_sums import FILE, ReferenceSums
 from nemorl.config.algorithm.preference import PREFERENCE_PRESETS
 from nemorl.config.checks.figures import figures
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
+from nemorl.data.order import TaskOrder
 from nemorl.models.create import create_arithmetic_model
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write
@@ -90,6 +93,28 @@ def test_a_live_reference_is_the_precomputed_one(folder, host):
         assert precomputed[0][name] == pytest.approx(live[0][name], abs=1e-5)
         assert precomputed[0][name] == once_more[0][name]
     assert abs(live[0]["rewards/margin"]) < 1e-5  # before anything is learnt
+
+
+class Moved(Run):
+    """A policy that is no longer the reference when its first step comes."""
+
+    async def references(self, data: OfflineData, order: TaskOrder) -> ReferenceSums:
+        found = await super().references(data, order)
+        noise = torch.Generator().manual_seed(0)
+        for parameter in self.learner.host.parameters().values():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=noise)
+        return found
+
+
+def test_a_live_reference_of_single_answers_is_the_precomputed_one(folder, host):
+    """Also of the answers to other prompts, which are others in each epoch and in a validation."""
+    first = {}
+    for reference in ("precomputed", "live"):
+        changes = ("algorithm.name=kto", f"algorithm.reference={reference}", "algorithm.num_steps=2")
+        (first[reference], *_) = asyncio.run(Moved(experiment_of(folder, *changes), host).run())
+    assert abs(first["live"]["kl/reference"]) > 0.01
+    for name in ("kl/reference", "loss/preference", "rewards/desirable", "rewards/undesirable"):
+        assert first["precomputed"][name] == pytest.approx(first["live"][name], rel=1e-3)
 
 
 def test_micro_batches_do_not_show(folder, host):

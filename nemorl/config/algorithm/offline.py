@@ -33,6 +33,11 @@ class OfflineBase(AlgorithmBase):
         return self.validation.scheduled and self.validation.generate
 
     @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference's logprobs are computed before the first step."""
+        return False
+
+    @property
     def units_per_update(self) -> int:
         """The batch; the sequences of one example go together."""
         return self.batch_size

@@ -97,6 +97,9 @@ else:
     PreferenceName = Literal[tuple(PREFERENCE_PRESETS)]
 
 
+ReferenceTime = Literal["precomputed", "live"]
+
+
 class PreferenceConfig(OfflineBase):
     """Raise the chosen answer of a pair over the rejected one."""
 
@@ -105,7 +108,7 @@ class PreferenceConfig(OfflineBase):
     """What a pair costs."""
     sft_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative logprob of the chosen answers' tokens, added to the loss."""
-    reference: Literal["precomputed", "live"] = "precomputed"
+    reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, and keep their sums in the run folder; or
     keep its weights, and compute them in every step."""
 
@@ -150,6 +153,9 @@ class KtoConfig(OfflineBase):
     """Of good answers. The paper: good and other answers, each times their weight, 1 to 1 up to 4 to 3."""
     undesirable_weight: float = Field(1.0, ge=0)
     """Of the others."""
+    reference: ReferenceTime = "precomputed"
+    """Compute the reference's logprobs once, before the first step, of the answers and of those to other
+    prompts that the steps will see; or keep its weights, and compute them in every step."""
 
     @property
     def sequences_per_update(self) -> int:
@@ -158,5 +164,10 @@ class KtoConfig(OfflineBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """The answers to other prompts change with every step."""
-        return True
+        """Whether its weights stay beside the policy's."""
+        return self.reference == "live"
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether its logprobs are computed before the first step."""
+        return self.reference == "precomputed"
