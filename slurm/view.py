@@ -50,8 +50,8 @@ def attach(run_dir: Path, words: Sequence[str], node: str | None) -> int:
     environment = {**inherited, **secret_environment(start), "RAY_ADDRESS": decided.gcs}
     command = ["srun", f"--jobid={found[0].number}", "--overlap", "--nodes=1", "--ntasks=1"]
     command += [f"--nodelist={node or nodes[0]}", "--mpi=none", f"--chdir={submission.folder}"]
-    if node in nodes[len(nodes) - submission.cpu_nodes :]:
-        command += ["--het-group=1"]
+    if submission.cpu_nodes:  # they are the last
+        command += [f"--het-group={int(node in nodes[-submission.cpu_nodes :])}"]
     command += _environment_of(submission.variables, submission.folder, environment)
     command += ["--pty"] * sys.stdin.isatty()
     return subprocess.run([*command, *(words or ["bash"])], env=environment).returncode

@@ -100,8 +100,10 @@ def _submit(arguments: Namespace) -> int:
     if not found:
         experiments.append(_checked(arguments, [], shown=True))
     first = whole or experiments[0]
-    if (earlier := slurm.latest(first.run_dir)) and not arguments.dry_run:
-        _refuse_if_active(earlier, [row.state for row in rows(first.run_dir)], first.run_dir)
+    folders = [] if arguments.dry_run else [first.run_dir, *(task.run_dir(first.run_dir) for task in found)]
+    for folder in folders:
+        if earlier := slurm.latest(folder):
+            _refuse_if_active(earlier, [row.state for row in rows(folder)], folder)
     options = _options(arguments, experiments[0])
     submission = slurm.submission(
         first,

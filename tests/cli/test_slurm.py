@@ -153,6 +153,7 @@ def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: 
     assert "job: runs/sums/slurm/12_0.log" in nemorl("slurm", "logs", task, "--list").out
     Path("state").write_text("JobId=13 ArrayJobId=12 ArrayTaskId=0 JobState=PENDING Reason=Resources\n")
     assert "job 12_0 is pending" in nemorl("slurm", "attach", task).err
+    assert f"run_dir = {task}: job 12_0 of" in nemorl("slurm", "submit", experiment, f"run_dir={task}").err
     told = nemorl("slurm", "cancel", task).out
     assert "to go on: nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml --nodes=1\n" in told
 
@@ -237,9 +238,9 @@ def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: P
     assert "job 12 is pending" in nemorl("slurm", "attach", experiment).err
 
 
-@pytest.mark.parametrize(("node", "group"), [("n1", ""), ("c1", "--het-group=1 ")])
+@pytest.mark.parametrize(("node", "group"), [("n1", 0), ("c1", 1)])
 def test_a_shell_finds_the_ray_of_its_job(
-    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch, node: str, group: str
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch, node: str, group: int
 ) -> None:
     """The newest start of this job, in the part of it that the node belongs to; and nobody else's secret."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another's")
@@ -255,8 +256,7 @@ def test_a_shell_finds_the_ray_of_its_job(
 
     called = Path("srun.called").read_text()
     assert f"--jobid=12 --overlap --nodes=1 --ntasks=1 --nodelist={node} " in called
-    assert f"{group}true" in called
-    assert ("--het-group" in called) is bool(group)
+    assert f" --het-group={group} true" in called
     assert called.endswith(f"token= {Path.cwd()}/runs/sums/slurm/12.1/ray_token\n")
 
 
