@@ -6,6 +6,7 @@ changes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,16 +14,36 @@ from torch import Tensor
 from nemorl.config.algorithm import Aggregation
 
 
-def sequence_weights(sampled: Sequence[int], aggregation: Aggregation, length: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Divisor:
+    """What an optimizer step has of that which enters the loss; at least 1, so that nothing divides by 0."""
+
+    tokens: float
+    sequences: int  # with any such token
+
+    @classmethod
+    def of(cls, sampled: Sequence[float]) -> "Divisor":
+        """Of all sequences of the step, by their numbers of such tokens."""
+        return cls(max(sum(sampled), 1), max(sum(count > 0 for count in sampled), 1))
+
+
+def sequence_weights(
+    sampled: Sequence[float],
+    aggregation: Aggregation,
+    length: int | None = None,
+    divisor: Divisor | None = None,
+) -> Tensor:
     """Weight of each sampled token, one per sequence: [S] float32.
 
     `sampled` [S] counts the tokens that enter the loss; a sequence without any has weight 0 and does not
     count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al.
-    2025, arXiv 2503.20783); the names of the schemes are the field's.
+    2025, arXiv 2503.20783); the names of the schemes are the field's. The `divisor` is the whole step's where
+    `sampled` is a part of it.
     """
     counts = torch.tensor(sampled, dtype=torch.float64)
     present = counts > 0
-    tokens, sequences = counts.sum().clamp(min=1), present.sum().clamp(min=1)
+    whole = divisor or Divisor.of(sampled)
+    tokens, sequences = whole.tokens, whole.sequences
     match aggregation:
         case "token-mean":
             weights = torch.ones_like(counts) / tokens

@@ -8,7 +8,8 @@ engine (other kernels, other precision, older weights) is corrected by a weight 
     bypass      old := engine, so the ratio corrects both at once; masks compare current / engine
 
 Whatever is left out stays among the tokens that divide the sum: a mask makes a term 0 and the others no
-larger. Divergence and entropy terms are neither weighed nor left out.
+larger. Divergence and entropy terms are neither weighed nor left out. verl takes what its masks leave out
+from the divisor, the divergence and the entropy too: `divisor: kept`.
 """
 
 from collections.abc import Mapping
@@ -73,6 +74,18 @@ def correct(
     if figures:
         figures |= {"correction/mean": weight, "correction/square": weight.square()}
     return Corrected(weight, figures, largest)
+
+
+@torch.no_grad()
+def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
+    """[N] bool: sampled tokens that neither bounds nor sequence mask leave out, in the decoupled form.
+
+    That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
+    """
+    assert batch.old_logprobs is not None, "which tokens are kept is told by old logprobs"
+    of_old = config.model_copy(update={"off_policy_threshold": None})
+    old = batch.old_logprobs
+    return batch.loss_mask & (correct(batch, old, old, of_old, has_ratio=True).weight > 0)
 
 
 def importance_weights(

@@ -11,7 +11,6 @@ from nemorl.config.algorithm import (
     DistillationConfig,
     DistillationLossConfig,
     JsdLossConfig,
-    KLConfig,
     OnPolicyDistillationConfig,
     ReverseKlLossConfig,
     TopLossConfig,
@@ -28,7 +27,7 @@ from nemorl.session.shard import SequencePlace
 from .aggregation import sequence_weights
 from .bookkeeping import Bookkeeper
 from .gate import LogprobGate, gap_figures, versions_of
-from .kl import kl_divergence, kl_penalty
+from .kl import kl_divergence
 from .losses import finish_metrics
 from .offline import Unit
 from .teachers import Teachers
@@ -44,7 +43,8 @@ class SampledReverseKL:
     The value is k1, `x = log policy - log teacher`, which has no bias; the gradient is k2's, `x` times that
     of the logprob, which is that of the divergence at this place (`kl.py`). It is also that of a policy
     gradient with advantage `-x` in an on-policy step, as others write it (Lu 2025, "On-Policy Distillation").
-    What a token does to the divergence of later ones is left out, as in GKD (arXiv 2306.13649).
+    What a token does to the divergence of later ones is left out, as in GKD (arXiv 2306.13649). `x` is
+    clamped to ±20 in value and gradient: what the teacher would never say is pushed away, though not beyond.
     """
 
     needs_entropy: bool = True  # a figure, as in every online algorithm
@@ -53,8 +53,8 @@ class SampledReverseKL:
         """`sum of weight * x`; figures that are means over tokens are divided by `finish_metrics`."""
         assert batch.reference_logprobs is not None, "the loss wants the teacher's logprobs"
         assert entropy is not None, "the loss wants the entropy"
-        kl = KLConfig(estimator="k1", straight_through=True)
-        terms = kl_penalty(logprobs, batch.reference_logprobs, kl)
+        x = kl_divergence(logprobs, batch.reference_logprobs, "k1").detach()
+        terms = x + x * (logprobs - logprobs.detach())
         figures = {"distillation/reverse_kl": terms, "entropy": entropy}
         gaps, largest = _gap(batch, logprobs)
         return _output(batch, (batch.weights * terms).sum(), figures | gaps, largest)

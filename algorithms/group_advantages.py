@@ -1,7 +1,9 @@
 """Advantages within each group: what a trajectory is beside the others of its task.
 
 Each function takes the groups of a batch and gives a list for each, of a number for each trajectory. Where
-a group is compared with itself, one of a single member, or of equal rewards, has advantage 0 exactly.
+a group is compared with itself, one of a single member, or of equal rewards, has advantage 0 exactly. In verl
+a single member has its raw reward: that is the advantage `reinforce` with `normalization: none` here, for
+groups of one; a member whose others failed has 0 all the same.
 """
 
 import math

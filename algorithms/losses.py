@@ -16,9 +16,11 @@ from nemorl.config.algorithm import (
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-from .correction import correct
+from .aggregation import Divisor, sequence_weights
+from .correction import correct, kept
 from .kl import gap_divergence, kl_divergence, kl_penalty
 from .policy_losses import Choice, bounded_exp, choose, least_entropy, log_ratio, token_loss
+from .sequences import sequence_of, totals
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class PolicyLoss:
     """`correction * policy loss + kl.coefficient * divergence - entropy_coefficient * entropy` of each token.
 
     And `likelihood_coefficient * likelihood_weights * -logprob` (VAPO, Yue et al. 2025, arXiv 2504.05118).
-    With `loss.top_entropy_quantile` only the tokens of the highest entropy have a policy loss.
+    With `loss.top_entropy_quantile` only the tokens of the highest entropy have a policy loss. With
+    `correction.divisor: kept` the tokens that a correction leaves out have no term at all, and the others
+    share the weight (`prepared`).
 
     Needs `advantages`. The `old` logprobs are the engine's in the bypass form of the correction, otherwise
     the batch's `old_logprobs`, or where it has none the current ones: with one update in a step the ratio is
@@ -40,6 +44,7 @@ class PolicyLoss:
     likelihood_coefficient: float = 0.0
     choice: Choice | None = None  # of losses that choose among all tokens of an update
     least_entropy: float | None = None  # of tokens with a policy loss; None takes all
+    divisor: Divisor | None = None  # of the tokens that the correction keeps; None leaves the batch's weights
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor]) -> "PolicyLoss":
@@ -48,6 +53,9 @@ class PolicyLoss:
         if self.config.selects_by_entropy:
             border = least_entropy(batch, self.config.top_entropy_quantile, over_ranks)
             loss = replace(loss, least_entropy=border)
+        if self.correction.divisor == "kept":
+            counts = over_ranks(totals(kept(batch, self.correction).double(), batch))
+            loss = replace(loss, divisor=Divisor.of(counts.tolist()))
         if not isinstance(self.config, ClipCovLossConfig | KlCovLossConfig):
             return loss
         old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
@@ -59,6 +67,7 @@ class PolicyLoss:
         assert batch.advantages is not None, "the policy loss wants advantages"
         assert entropy is not None, "the policy loss wants the entropy"
         old = self._old(batch, logprobs)
+        weights = batch.weights if self.divisor is None else self._weights_of_kept(batch, self.divisor)
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
         terms, figures = found.loss, dict(found.figures)
         largest: dict[str, Tensor] = {}
@@ -72,7 +81,7 @@ class PolicyLoss:
             chosen = batch.old_entropies >= self.least_entropy
             terms = terms * chosen
             figures["top_entropy_fraction"] = chosen
-        policy = (batch.weights * terms).sum()
+        policy = (weights * terms).sum()
         if found.ratio is not None:
             figures |= {
                 "ratio/mean": found.ratio,
@@ -94,7 +103,7 @@ class PolicyLoss:
                 ratio = bounded_exp(log_ratio(batch, logprobs, old))
                 penalty = kl_penalty(logprobs, batch.reference_logprobs, self.kl, ratio)
                 terms = terms + self.kl.coefficient * penalty
-        loss = (batch.weights * terms).sum()
+        loss = (weights * terms).sum()
         mask = batch.loss_mask
         sums = {"loss/policy": policy, "tokens": mask.sum()}
         if self.likelihood_coefficient > 0:
@@ -106,6 +115,13 @@ class PolicyLoss:
         return LossOutput(
             loss, _detached(sums), _detached({name: (v * mask).max() for name, v in largest.items()})
         )
+
+    def _weights_of_kept(self, batch: PackedBatch, divisor: Divisor) -> Tensor:
+        """[N] as `batch.weights`, of the tokens that the correction keeps; the others have 0."""
+        mask = kept(batch, self.correction)
+        counts = totals(mask.double(), batch).tolist()
+        weights = sequence_weights(counts, self.config.aggregation, self.config.aggregation_length, divisor)
+        return weights.to(mask.device)[sequence_of(batch)] * mask
 
     def _old(self, batch: PackedBatch, logprobs: Tensor) -> Tensor:
         if self.correction.form == "bypass":

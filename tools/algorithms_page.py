@@ -49,7 +49,7 @@ def _row(preset: Preset) -> str:
         f"`{config.loss.name}`",
         config.loss.aggregation,
         ", ".join(f"`{part}`" for part in beside),
-        f"[{preset.paper.rpartition('/')[2]}]({preset.paper})" if preset.paper else "",
+        f"[{preset.paper.rpartition('/')[2]}]({preset.paper})",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -59,7 +59,7 @@ def _config(preset: Preset) -> OnlineConfig:
 
 
 def _titled(preset: Preset) -> str:
-    return f"{preset.title}: [paper]({preset.paper})." if preset.paper else f"{preset.title}."
+    return f"{preset.title}: [paper]({preset.paper})."
 
 
 def _explained(preset: Preset) -> str:

@@ -52,17 +52,17 @@ def choose(
 ) -> Choice | None:
     """From this rank's part of an update; None where no token is chosen at all.
 
-    At most `fraction` of all sampled tokens, rounded down as in the paper (verl takes one at least), so small
-    batches may have none. Clip-Cov draws among the tokens within its bounds; the paper draws at random, here
-    a token's draw is made of the tokens up to it, so that it is the same under every layout and after a
-    resume. KL-Cov takes the highest, of positive ones alone: where all advantages are equal there are none.
+    At most `fraction` of all sampled tokens, rounded down, but one at least as in the paper's code and verl.
+    Clip-Cov draws among the tokens within its bounds; the paper draws at random, here a token's draw is made
+    of the tokens up to it, so that it is the same under every layout and after a resume. KL-Cov takes the
+    highest, of positive ones alone: where all advantages are equal there are none.
     """
     assert batch.advantages is not None, "a choice by covariance wants advantages"
     mask = batch.loss_mask
     logprobs, advantages = over_ranks(old[mask].double()), over_ranks(batch.advantages[mask].double())
-    count = int(config.fraction * len(logprobs))
-    if count == 0:
+    if len(logprobs) == 0:
         return None
+    count = max(1, int(config.fraction * len(logprobs)))
     means = float(logprobs.mean()), float(advantages.mean())
     covariance = _covariance(logprobs, advantages, *means)
     if isinstance(config, KlCovLossConfig):
@@ -86,8 +86,9 @@ def clip_cov(
 ) -> TokenLoss:
     """PPO's clipped surrogate (`clip`), but 0 and without gradient for the chosen tokens.
 
-    These count among the tokens that divide the sum. verl draws among tokens that PPO does not clip already;
-    before the first update of a step there are no others.
+    These count among the tokens that divide the sum. The draw is among all tokens within the bounds, also
+    those that PPO clips already; verl draws among the others. In the first update of a step, where Clip-Cov's
+    preset has its only one, none is clipped and both are the same.
     """
     ratio = bounded_exp(log_ratio(batch, logprobs, old))
     found = clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)

@@ -5,8 +5,8 @@
     the others PPO's clipped surrogate
 
 The change of the entropy in a step is minus the covariance of logprob and advantage, which a small share of
-tokens makes up. The paper takes a fraction of 2e-4 between 1 and 5. It acts where an update has 1 / fraction
-tokens, 5000, or more.
+tokens makes up. The paper takes a fraction of 2e-4 between 1 and 5: one token of an update at least, where
+any lies there.
 """
 
 from nemorl.config.algorithm.presets import Preset

@@ -13,7 +13,7 @@ from nemorl.config.algorithm.presets import Preset
 PRESET = Preset(
     name="reinforce",
     title="REINFORCE with the batch as the baseline",
-    paper="",
+    paper="https://doi.org/10.1007/BF00992696",
     settings={
         "advantage": {"name": "reinforce", "normalization": "mean"},
         "loss": {"name": "reinforce", "aggregation": "seq-mean-token-sum"},

@@ -186,15 +186,19 @@ CORRECTIONS: list[CorrectionConfig] = [
         name="icepop", level="geometric", low=0.9, high=1.1, sequence_mask=MASK, off_policy_threshold=0.1
     ),
     KINDS["icepop"]("token").model_copy(update={"form": "bypass"}),
+    KINDS["mis"]("token").model_copy(
+        update={"sequence_mask": MASK, "off_policy_threshold": 0.1, "divisor": "kept"}
+    ),
 ]
 
 
-@pytest.mark.parametrize("config", CORRECTIONS, ids=lambda c: f"{c.name}-{c.level}-{c.form}")
+@pytest.mark.parametrize("config", CORRECTIONS, ids=lambda c: f"{c.name}-{c.level}-{c.form}-{c.divisor}")
 def test_micro_batches_change_nothing(config: CorrectionConfig) -> None:
     batch = ragged(8)
     kl = KLConfig(coefficient=0.1, importance_weighted=True)
     loss = PolicyLoss(ClipLossConfig(), kl, config, entropy_coefficient=0.01)
     logprobs = current(batch, 8).requires_grad_()
+    loss = loss.prepared(batch, lambda values: values)
     assert_same_in_parts(loss, batch, logprobs, torch.rand(batch.num_tokens), ((3, 0), (1,), (2,)))
 
 
@@ -242,6 +246,52 @@ def test_what_is_left_out_keeps_its_divergence() -> None:
     figures = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
     assert figures["correction/ess"] == 0
     assert figures["correction/masked"] == 1
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_what_is_left_out_can_leave_the_divisor_the_divergence_and_the_entropy(aggregation: Any) -> None:
+    """As in verl, whose masks are taken from the response mask."""
+    batch = ragged(7, aggregation)
+    logprobs, entropy = current(batch, 7), torch.rand(batch.num_tokens)
+    config = KINDS["icepop"]("token").model_copy(update={"divisor": "kept", "off_policy_threshold": 0.05})
+    loss = PolicyLoss(
+        ClipLossConfig(aggregation=aggregation), KLConfig(coefficient=0.5, estimator="k2"), config, 0.25
+    )
+    output = loss.prepared(batch, lambda values: values)(batch, logprobs, entropy)
+    terms: list[list[float]] = []  # of the tokens that are kept, a list for each sequence with any
+    told = (logprobs, batch.old_logprobs, batch.logprobs, batch.reference_logprobs, batch.advantages, entropy)
+    sequences = zip(*(by_sequence(batch, values) for values in told), strict=True)  # type: ignore[arg-type]
+    for now, old, engine, reference, advantages, spread in sequences:
+        drift = sum(q - p for p, q in zip(now, engine, strict=True)) / len(now)
+        of_sequence = []
+        for p, o, q, r, a, h in zip(now, old, engine, reference, advantages, spread, strict=True):
+            if not 0.8 <= math.exp(o - q) <= 1.1:
+                continue
+            ratio = math.exp(p - o)
+            surrogate = -math.exp(o - q) * min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
+            surrogate *= not (a < 0 and drift > 0.05)  # off-policy: without a loss, and still in the divisor
+            of_sequence.append(surrogate + 0.5 * (p - r) ** 2 / 2 - 0.25 * h)
+        terms += [of_sequence] if of_sequence else []
+    kept = sum(len(of_sequence) for of_sequence in terms)
+    assert 0 < kept < int(batch.loss_mask.sum())
+    expected = (
+        sum(map(sum, terms)) / kept
+        if aggregation == "token-mean"
+        else sum(sum(of_sequence) / len(of_sequence) for of_sequence in terms) / len(terms)
+    )
+    assert output.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert output.sums["tokens"] == batch.loss_mask.sum()
+    assert output.sums["correction/masked"] == batch.loss_mask.sum() - kept
+
+
+def test_where_all_is_left_out_a_divisor_of_nothing_is_no_error() -> None:
+    batch = ragged(10)
+    config = MaskedCorrectionConfig(name="mis", high=1e-6, divisor="kept")
+    loss = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.5, estimator="k2"), config)
+    output = loss.prepared(batch, lambda values: values)(
+        batch, current(batch, 10), torch.zeros(batch.num_tokens)
+    )
+    assert output.loss == 0
 
 
 LOSSES: list[dict[str, Any]] = [

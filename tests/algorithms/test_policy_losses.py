@@ -267,10 +267,21 @@ def test_the_choice_is_the_same_in_every_order_over_ranks_and_micro_batches(conf
     assert_same_in_parts(loss, batch, logprobs, torch.rand(batch.num_tokens), ((1, 3), (0,), (2,)))
 
 
-def test_fewer_tokens_than_a_fraction_chooses_none() -> None:
-    config = KlCovLossConfig(name="kl_cov")
+@pytest.mark.parametrize(
+    "config",
+    [KlCovLossConfig(name="kl_cov"), ClipCovLossConfig(name="clip_cov", covariance_low=0.0)],
+    ids=["kl_cov", "clip_cov"],
+)
+def test_of_fewer_tokens_than_a_fraction_makes_one_is_chosen(config: Any) -> None:
+    """As in the paper's code and in verl; of none, none."""
     batch = ragged(1)
-    assert PolicyLoss(config).prepared(batch, alone).choice is None
+    assert config.fraction * int(batch.loss_mask.sum()) < 1
+    choice = PolicyLoss(config).prepared(batch, alone).choice
+    assert choice is not None
+    chosen = choice.of(batch, batch.old_logprobs, batch.advantages)  # type: ignore[arg-type]
+    assert int(chosen.sum()) == 1
+    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert PolicyLoss(config).prepared(nothing, alone).choice is None
 
 
 def test_equal_advantages_hold_no_token() -> None:

@@ -604,6 +604,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "bypass",
         "`reinforce` has no ratio",
     ),
+    "a divisor that is known too late": (
+        ["algorithm.correction={name: mis, form: bypass, divisor: kept}"],
+        "algorithm.correction.divisor",
+        "kept",
+        "finds only by its own logprobs what it leaves out: take `all`",
+    ),
+    "a divisor of what nothing leaves out": (
+        ["algorithm.correction={name: tis, divisor: kept}"],
+        "algorithm.correction.divisor",
+        "kept",
+        "`tis` keeps every token: remove this",
+    ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
         "algorithm.advantage.epsilon",

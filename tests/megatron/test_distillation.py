@@ -49,6 +49,18 @@ def test_the_teacher_is_left_and_come_back_to(alone):
     assert jsd.sums["distillation/forward_kl"] < forward.sums["distillation/forward_kl"]
 
 
+@pytest.mark.parametrize("loss", [FORWARD, JSD], ids=lambda loss: loss.config.name)
+def test_a_model_that_went_away_comes_back_to_its_teacher(pool, model, loss):
+    """Three steps of cross entropy away from the first weights, and fifteen towards what these say."""
+    name = f"distillation/{loss.config.name}"
+    losses = [CrossEntropyLoss()] * 3 + [loss] * 15
+    (found,) = pool.run(
+        1, distilled, policy_config(model("llama")[1], layout=layout()), ragged_batch(), 8, K, losses
+    )
+    first, last = (step.sums[name] / step.sums["tokens"] for step in (found[2][3], found[2][-1]))
+    assert last < 0.2 * first
+
+
 @pytest.mark.parametrize(
     "where", [layout(cp=2, tp=2, sp=True), layout(pp=2, dp=2)], ids=lambda where: where.name
 )

@@ -25,7 +25,11 @@ from tests.megatron.examples import layout, policy_config, ragged_batch, referen
 
 KL = KLConfig(coefficient=0.05, importance_weighted=True)
 BY_SEQUENCE = TruncatedCorrectionConfig(
-    name="tis", level="sequence", high=1.5, sequence_mask=SequenceMaskConfig(low=0.9, high=1.1)
+    name="tis",
+    level="sequence",
+    high=1.5,
+    sequence_mask=SequenceMaskConfig(low=0.9, high=1.1),
+    divisor="kept",
 )
 LOSSES = (
     PolicyLoss(ClipLossConfig(), KL),  # so that the others see ratios other than 1

@@ -30,8 +30,17 @@ class CorrectionBase(Config):
     """Leave out sequences that engine and trainer see too differently."""
     off_policy_threshold: float | None = Field(None, gt=0)
     """Leave out sequences of negative advantage that became unlikelier by more nats per token than this."""
+    divisor: Literal["all", "kept"] = "all"
+    """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
+    as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
 
     weighs: ClassVar[bool] = True  # tokens or sequences get weights
+    bounds_leave_out: ClassVar[bool] = False  # what weighs too much gets the weight 0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some tokens may have no loss for what old policy and engine say of them."""
+        return self.bounds_leave_out or self.sequence_mask is not None
 
     @property
     def compares(self) -> bool:
@@ -73,6 +82,8 @@ class MaskedCorrectionConfig(CorrectionBase):
     high: float = Field(2.0, gt=0)
     """Larger weights become 0."""
 
+    bounds_leave_out: ClassVar[bool] = True
+
 
 class IcePopCorrectionConfig(CorrectionBase):
     """IcePop: what weighs too little or too much is left out (Ling Team 2025, arXiv 2510.18855)."""
@@ -84,6 +95,8 @@ class IcePopCorrectionConfig(CorrectionBase):
     """Smaller weights become 0."""
     high: float = Field(5.0, gt=0)
     """Larger weights become 0."""
+
+    bounds_leave_out: ClassVar[bool] = True
 
 
 CorrectionConfig = Annotated[

@@ -94,11 +94,12 @@ class OnlineConfig(OnlineBase):
         """Whether the policy's logprobs before the first update have to be computed.
 
         A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
-        chooses among all tokens before it sees any, by covariance or by entropy. Several want the pass where
-        a ratio, a weight or a mask is taken against the old policy; in the bypass form of the correction the
-        engine's logprobs are the old ones.
+        chooses among all tokens before it sees any, by covariance or by entropy, or is divided by those that
+        the correction keeps. Several want the pass where a ratio, a weight or a mask is taken against the old
+        policy; in the bypass form of the correction the engine's logprobs are the old ones.
         """
         compared = self.loss.has_ratio or self.correction.compares or self.kl.importance_weighted
-        wanted = self.loss.selects_tokens or (self.updates_per_step > 1 and compared)
+        before_all = self.loss.selects_tokens or self.correction.divisor == "kept"
+        wanted = before_all or (self.updates_per_step > 1 and compared)
         by_entropy = self.loss.selects_by_entropy
         return self.kl_in_reward or by_entropy or (wanted and self.correction.form == "decoupled")

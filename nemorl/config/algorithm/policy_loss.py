@@ -53,6 +53,7 @@ class GspoLossConfig(PolicyLossBase):
 
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number; a sequence counts once here, as its ratio does."""
     clip_low: float = Field(3e-4, ge=0, lt=1)
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
@@ -66,6 +67,7 @@ class GspoTokenLossConfig(PolicyLossBase):
 
     name: Literal["gspo_token"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number; a sequence counts once here, as its ratio does."""
     clip_low: float = Field(3e-4, ge=0, lt=1)
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
@@ -77,6 +79,7 @@ class GmpoLossConfig(PolicyLossBase):
 
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number; a sequence counts once here, as its mean of ratios does."""
     clip_low: float = Field(0.4, ge=0)
     """The logarithm of a token's ratio is clipped below -clip_low."""
     clip_high: float = Field(0.4, ge=0)
@@ -100,6 +103,7 @@ class SapoLossConfig(PolicyLossBase):
 
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """How per-token losses become one number; a sequence counts once here, as in the paper."""
     temperature_positive: float = Field(1.0, gt=0)
     """Steepness of the gate where the advantage is positive."""
     temperature_negative: float = Field(1.05, gt=0)

@@ -20,7 +20,7 @@ class Preset:
 
     name: str
     title: str  # in a few words, as the paper calls it
-    paper: str  # a link; empty for folklore
+    paper: str  # a link
     settings: Mapping[str, Any]  # of the `algorithm` section
 
 

@@ -57,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
     losses.entropy_settings_agree,
     losses.correction_has_bounds,
     losses.correction_fits_the_loss,
+    losses.divisor_differs,
     lengths.turn_fits_sequence,
     lengths.cache_holds_sequence,
     lengths.micro_batch_holds_sequence,

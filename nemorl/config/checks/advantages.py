@@ -46,7 +46,8 @@ def groups_can_be_compared(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         yield Violation(
             "algorithm.num_generations_per_prompt",
             1,
-            "a trajectory alone in its group has advantage 0 and nothing is learnt: take 2 or more",
+            "a trajectory alone in its group has advantage 0 and nothing is learnt: take 2 or more, or "
+            "algorithm.advantage `reinforce`, which compares with the batch or takes the reward as it is",
         )
 
 

@@ -138,3 +138,22 @@ def correction_fits_the_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if isinstance(correction, NoCorrectionConfig) and not loss.has_ratio and not masks:
         mend = f"`{loss.name}` has no ratio, so nothing is taken against the engine: remove it, or take `tis`"
         yield Violation("algorithm.correction.form", correction.form, mend)
+
+
+def divisor_differs(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """What is left out can leave the divisor where it is known before an update, and where there is any."""
+    if not isinstance(algorithm, OnlineConfig) or algorithm.correction.divisor == "all":
+        return
+    correction, field = algorithm.correction, "algorithm.correction.divisor"
+    if correction.form == "bypass":
+        mend = (
+            "in the bypass form an update finds only by its own logprobs what it leaves out: take `all`, or "
+            "algorithm.correction.form `decoupled`"
+        )
+        yield Violation(field, "kept", mend)
+    elif not correction.leaves_out:
+        mend = (
+            f"`{correction.name}` keeps every token: remove this, take `mis` or `icepop`, or give "
+            "algorithm.correction.sequence_mask"
+        )
+        yield Violation(field, "kept", mend)
