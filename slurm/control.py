@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from .errors import SlurmError
 
@@ -31,18 +31,27 @@ class Over:
 
     why: str
     failed: bool  # whether the run did not end well, so that logs are worth keeping
+    hurried: bool = False  # whether SIGKILL is near
+
+
+class Lost(NamedTuple):
+    """A node that takes no part any more."""
+
+    node: str
+    why: str
+    said: bool  # by the node itself; else it is only known to be gone
 
 
 class ControlServer:
-    """The head's end. `lost` gets the name of a node and what became of it."""
+    """The head's end. `lost` gets each node that is."""
 
     def __init__(self, host: str, port: int, token: str, nodes: Sequence[str]) -> None:
         """`nodes` are the others."""
         self._host, self._port, self._token = host, port, token
         self.nodes = tuple(nodes)
-        self.lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.lost: asyncio.Queue[Lost] = asyncio.Queue()
         self.gone: dict[str, str] = {}
-        self.failed = False  # what the others are told at the end
+        self.failed = self.hurried = False  # what the others are told at the end
         self._lines: dict[str, asyncio.StreamWriter] = {}
         self._pongs: dict[str, asyncio.Event] = {}
         self._joined = asyncio.Event()
@@ -61,12 +70,18 @@ class ControlServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tell everybody that it is over."""
+        """End."""
+        await self.end()
+
+    async def end(self) -> None:
+        """Tell everybody that it is over, once."""
+        if self._ending:
+            return
         self._ending = True
         self._server.close()
         for line in self._lines.values():
             with suppress(OSError):
-                _send(line, {"end": True, "failed": self.failed})
+                _send(line, {"end": True, "failed": self.failed, "hurried": self.hurried})
                 await line.drain()
             line.close()
         if self._tasks:
@@ -118,16 +133,16 @@ class ControlServer:
         self._lines[node] = writer
         if len(self._lines) == len(self.nodes):
             self._joined.set()
-        why = "its launcher ended or the node is down: its connection to the head broke"
+        why, said = "its launcher ended or the node is down: its connection to the head broke", False
         while (message := await _received(reader)) is not None:
             if "pong" in message and node in self._pongs:
                 self._pongs[node].set()
             if "failed" in message:
-                why = str(message["failed"])
+                why, said = str(message["failed"]), True
                 break
         if not self._ending:
             self.gone[node] = why
-            self.lost.put_nowait((node, why))
+            self.lost.put_nowait(Lost(node, why, said))
             if node in self._pongs:
                 self._pongs[node].set()
 
@@ -183,7 +198,7 @@ class ControlClient:
             if "ping" in message:
                 _send(self._writer, {"pong": True})
             if "end" in message:
-                return Over("the run is over", bool(message.get("failed")))
+                return Over("the run is over", bool(message.get("failed")), bool(message.get("hurried")))
         return Over(f"the head, {self._head}, is gone: its launcher ended or the node is down", failed=True)
 
     async def fail(self, why: str) -> None:

@@ -28,9 +28,7 @@ from .follower import follow
 from .hardware import read_hardware
 from .head import Head
 from .meeting import Card, Meeting, machine_name
-from .records import TERMINATED, Ending, barren_restarts, max_restarts, newest_step, with_bound
-
-VERDICT = "NEMORL_VERDICT"  # a file for `nemorl.sbatch`, since srun reports the worst status of all nodes
+from .records import REQUEUE, Record, max_restarts, write_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,6 @@ class Started:
     overrides: tuple[str, ...]
     allocation: Allocation
     meeting: Meeting
-    card: Card
 
 
 def run_node(config: Path, overrides: Sequence[str]) -> int:
@@ -53,16 +50,22 @@ def run_node(config: Path, overrides: Sequence[str]) -> int:
     try:
         experiment = load_experiment(_of_task(config), overrides)
     except ConfigError:
-        if allocation.rank > 0:  # the head says it
+        if allocation.rank > 0 and _of_task(config).exists():  # the head says it
             return 2
-        _write_verdict(2)
+        if allocation.rank == 0:
+            write_verdict(2)
         raise
     meeting = Meeting(experiment.run_dir, allocation.start, allocation.nodes)
     _log_to(meeting.log(allocation.here), allocation.here)
-    started = Started(
-        experiment, _of_task(config), tuple(overrides), allocation, meeting, _card(allocation, experiment)
-    )
-    return _lead(started) if allocation.rank == 0 else asyncio.run(_follow(started))
+    started = Started(experiment, _of_task(config), tuple(overrides), allocation, meeting)
+    if allocation.rank == 0:
+        return _lead(started)
+    try:
+        return asyncio.run(_follow(started, _card(allocation)))
+    except NemorlError as error:
+        logger.error("%s", error)
+        meeting.fail(allocation.here, str(error))
+        return 1
 
 
 def _of_task(config: Path) -> Path:
@@ -71,7 +74,7 @@ def _of_task(config: Path) -> Path:
     return config / f"{task}.yaml" if task and config.is_dir() else config
 
 
-def _card(allocation: Allocation, experiment: Experiment) -> Card:
+def _card(allocation: Allocation) -> Card:
     interface = network.own_interface(os.environ)
     hardware = read_hardware(os.environ)
     size = ports.block_size(hardware.cores)
@@ -89,68 +92,57 @@ def _card(allocation: Allocation, experiment: Experiment) -> Card:
 
 
 def _lead(started: Started) -> int:
-    run_dir, allocation = started.experiment.run_dir, started.allocation
-    limit, before = max_restarts(), newest_step(run_dir)
+    allocation, meeting = started.allocation, started.meeting
+    record = Record(started.experiment.run_dir, meeting.folder, allocation.job, allocation.restart)
     error: NemorlError | None = None
     code, reason = 1, "the launcher failed"
     try:
-        code, reason = asyncio.run(_head(started))
+        record.limit = max_restarts()
+        code, reason = asyncio.run(_head(started, record, _card(allocation)))
     except NemorlError as raised:
         error = raised
         code, reason = 2 if isinstance(raised, ConfigError) else 1, str(raised)
     finally:
-        started.meeting.forget_secret()
-        ending = Ending(code, reason, before, newest_step(run_dir))
-        ending = with_bound(ending, barren_restarts(run_dir, allocation.job, allocation.restart), limit)
-        ending.write(started.meeting.folder)
-        _write_verdict(ending.code)
+        ending = record.keep(code, reason)
+        meeting.end(ending.reason)
     if error is not None:
         raise error
     logger.info("%s (exit status %d)", ending.reason, ending.code)
     return ending.code
 
 
-async def _head(started: Started) -> tuple[int, str]:
+async def _head(started: Started, record: Record, card: Card) -> tuple[int, str]:
     head = Head(
         started.experiment,
         started.config,
         started.overrides,
         started.meeting,
-        started.card,
+        card,
         started.allocation,
+        record,
     )
     work = asyncio.ensure_future(head.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         loop.add_signal_handler(number, head.told, number, work)
+    record.keep(REQUEUE, "the launcher on the head was killed")  # stands where it is
     try:
         return await work
     except asyncio.CancelledError:
-        return head.stopped("the run had not begun")
+        return await head.stopped("the run had not begun")
 
 
-async def _follow(started: Started) -> int:
+async def _follow(started: Started, card: Card) -> int:
     megabytes = started.experiment.cluster.object_store_megabytes
-    head = started.allocation.nodes[0]
-    work = asyncio.ensure_future(follow(head, started.meeting, started.card, megabytes))
     loop = asyncio.get_running_loop()
     # Slurm signals all nodes at once: the head ends the run in order, and tells us.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         loop.add_signal_handler(number, _noted, number)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        return TERMINATED
+    return await follow(started.allocation.nodes[0], started.meeting, card, megabytes)
 
 
 def _noted(number: int) -> None:
     logger.info("got %s; the head ends the run", signal.Signals(number).name)
-
-
-def _write_verdict(code: int) -> None:
-    path = os.environ.get(VERDICT)
-    if path:
-        Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 def _log_to(path: Path, node: str) -> None:

@@ -1,6 +1,7 @@
 """How the nodes of a job find each other: by files in the run folder, before anything listens.
 
     <run_dir>/slurm/<job>.<restart>/<node>.json     what a node says of itself
+    <run_dir>/slurm/<job>.<restart>/<node>.failed   why its launcher ended
     <run_dir>/slurm/<job>.<restart>/plan.json       what the head makes of it
     <run_dir>/slurm/<job>.<restart>/ray_token       the secret of this start, until its end; for the owner
     <run_dir>/slurm/<job>.<restart>/<node>.log      what the launcher and Ray said there
@@ -116,9 +117,15 @@ class Meeting:
         """Say that this node is here."""
         write_whole(self.folder / f"{card.node}.json", json.dumps(asdict(card), indent=2) + "\n")
 
+    def fail(self, node: str, why: str) -> None:
+        """Say that a node is of no use."""
+        write_whole(self.folder / f"{node}.failed", why + "\n")
+
     async def everybody(self, seconds: float = MEETING_SECONDS) -> dict[str, Card]:
-        """The cards of all nodes, the head first. Raises `SlurmError` that names who is missing."""
-        await _until(lambda: not self._absent(), seconds)
+        """The cards of all nodes, the head first. Raises `SlurmError` that names who failed or is missing."""
+        await _until(lambda: not self._absent() or bool(self._failed()), seconds)
+        if failed := self._failed():
+            raise SlurmError("; ".join(f"{path.stem}: {path.read_text('utf-8').strip()}" for path in failed))
         if absent := self._absent():
             raise SlurmError(
                 f"{', '.join(absent)} did not appear in {self.folder} within {seconds:g} s, and "
@@ -145,13 +152,19 @@ class Meeting:
             )
         return Plan.read(_json(self.folder / PLAN))
 
-    def forget_secret(self) -> None:
-        """At the end nobody needs it."""
+    def end(self, reason: str) -> None:
+        """Nobody needs the secret any more; who still waits for a plan hears why there is none."""
+        if PLAN not in _names(self.folder):
+            self.publish(Plan("", {}, {}, refused=reason))
         self.token_file.unlink(missing_ok=True)
 
     def _absent(self) -> list[str]:
         there = _names(self.folder)
         return [node for node in self.nodes if f"{node}.json" not in there]
+
+    def _failed(self) -> list[Path]:
+        there = _names(self.folder)
+        return [self.folder / name for node in self.nodes if (name := f"{node}.failed") in there]
 
 
 async def _until(reached: Callable[[], bool], seconds: float) -> None:

@@ -42,17 +42,15 @@ def interfaces() -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def own_interface(environment: Mapping[str, str], *, towards: str | None = None) -> Interface:
-    """The interface for talking to the other nodes: the chosen one, or that of the way to `towards`.
+def own_interface(environment: Mapping[str, str]) -> Interface:
+    """The interface for talking to the other nodes: the chosen one, or that of the machine's own name.
 
-    Without either it is the one of the machine's own name, or of the way out. Raises `SlurmError`.
+    Where there is neither it is that of the way out. Raises `SlurmError`.
     """
     there = interfaces()
     chosen = environment.get(VARIABLE)
     if chosen:
         return _named(chosen, there)
-    if towards is not None:
-        return _with_address(_source_for(towards), there)
     candidates = [_address_of_name(), _source_for(_ANYWHERE), *(i.address for i in there)]
     reachable = [a for a in candidates if a and not a.startswith(_LOOPBACK)]
     return _with_address(next((a for a in reachable if a in {i.address for i in there}), None), there)

@@ -20,6 +20,8 @@ GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"
 LONGEST_TEMPORARY = 20  # characters: Ray's sockets lie deep below it, and their paths have 107 at most
 END_SECONDS = 15.0
+HURRIED_SECONDS = 8.0  # where SIGKILL comes 30 s after SIGTERM, and the run itself has to end before Ray
+TOGETHER_SECONDS = 600.0  # until it runs on all nodes
 LATE_SECONDS = 25.0
 TRIES = 4
 TAIL_BYTES = 8192
@@ -115,6 +117,7 @@ class RayNode:
         self._card, self._plan, self._meeting, self._store_bytes = card, plan, meeting, store_bytes
         self.environment = ray_environment(os.environ, card, meeting.token_file)
         self._starts = 0
+        self.hurried = False
 
     @property
     def was_late(self) -> bool:
@@ -138,7 +141,7 @@ class RayNode:
 
     async def __aexit__(self, *error: object) -> None:
         """End it, and remove its folder."""
-        await self._child.end(END_SECONDS)
+        await self._child.end(HURRIED_SECONDS if self.hurried else END_SECONDS)
         self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

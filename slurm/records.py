@@ -1,12 +1,14 @@
 """How each start of a job ended, and whether another one is worth its nodes."""
 
 import json
+import logging
 import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from nemorl.observe.errors import WriteError
 from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 
@@ -17,6 +19,9 @@ VARIABLE = "NEMORL_MAX_RESTARTS"
 DEFAULT = 3
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what `nemorl.sbatch` starts again
 TERMINATED = 143  # by SIGTERM: who sent it decides what becomes of the job
+VERDICT = "NEMORL_VERDICT"  # a file for `nemorl.sbatch`, since srun reports the worst status of all nodes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,17 @@ def barren_restarts(run_dir: Path, job: str, restart: int) -> int:
     """How many starts in a row before this one asked for another and brought no new checkpoint."""
     count = 0
     for before in reversed(range(restart)):
-        ending = Ending.read(run_dir / FOLDER / f"{job}.{before}")
+        ending = _newest(run_dir / FOLDER, f"{job}.{before}")
         if ending is None or ending.code != REQUEUE or ending.step > ending.step_before:
             break
         count += 1
     return count
+
+
+def _newest(folder: Path, start: str) -> Ending | None:
+    """Of a start, for which the script may have called `srun` several times: `12.0`, `12.0.1`, …"""
+    tries = sorted(folder.glob(f"{start}.*"), key=lambda path: int(path.suffix[1:]), reverse=True)
+    return next((e for path in [*tries, folder / start] if (e := Ending.read(path))), None)
 
 
 def with_bound(ending: Ending, barren: int, limit: int) -> Ending:
@@ -73,3 +84,31 @@ def with_bound(ending: Ending, barren: int, limit: int) -> Ending:
     starts = f"{barren + 1} start{'s' * (barren > 0)} in a row" if barren else "this start"
     why = f"{starts} brought no new checkpoint ({VARIABLE} = {limit}), so the job is not queued again"
     return Ending(1, f"{ending.reason}; {why}", ending.step_before, ending.step)
+
+
+def write_verdict(code: int) -> None:
+    """Tell the batch script."""
+    path = os.environ.get(VERDICT)
+    if path:
+        Path(path).write_text(f"{code}\n", encoding="ascii")
+
+
+class Record:
+    """What a start of a job leaves behind; kept at every turn of it, since each may be its last."""
+
+    def __init__(self, run_dir: Path, folder: Path, job: str, restart: int) -> None:
+        """`folder` is the start's own."""
+        self._run_dir, self._folder = run_dir, folder
+        self._before, self._barren = newest_step(run_dir), barren_restarts(run_dir, job, restart)
+        self.limit = DEFAULT  # as `max_restarts`
+
+    def keep(self, code: int, reason: str) -> Ending:
+        """This is how it ended, as far as is known now."""
+        ending = Ending(code, reason, self._before, newest_step(self._run_dir))
+        ending = with_bound(ending, self._barren, self.limit)
+        try:
+            write_verdict(ending.code)
+            ending.write(self._folder)
+        except (OSError, WriteError) as error:  # a full disk; the launcher's own status still tells
+            logger.error("how it ended cannot be kept: %s", error)
+        return ending

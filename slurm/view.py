@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import SlurmError
@@ -58,20 +58,35 @@ def attach(run_dir: Path, words: Sequence[str], node: str | None) -> int:
 
 
 def cancel(run_dir: Path) -> list[Row]:
-    """End the job of a run folder and wait for it; what became of it. Raises `SlurmError`."""
-    submission = submitted(run_dir)
-    call(["scancel", submission.job])
+    """End the job of a run folder and wait for it; what became of it. Raises `SlurmError`.
+
+    The launchers are told first: Slurm's own cancelling leaves a run half a minute to save its last step.
+    """
+    job = submitted(run_dir).job
+    if any(_hears(row) for row in rows(run_dir)):
+        call(["scancel", "--state=PENDING", job])  # tasks of a sweep, that would begin when others end
+        call(["scancel", "--signal=TERM", job])
+        _until(lambda: not any(row.state == "RUNNING" for row in rows(run_dir)))
+    call(["scancel", job])
+    if not _until(lambda: not any(row.state in ACTIVE for row in rows(run_dir))):
+        raise SlurmError(
+            f"job {job} was told to end and has not after {CANCEL_SECONDS:g} s: see `nemorl slurm logs "
+            f"{run_dir}`; an administrator can take its nodes back"
+        )
+    return rows(run_dir)
+
+
+def _hears(row: Row) -> bool:
+    """Whether the launchers of a job are there; before, it has nothing to save."""
+    own = starts(row.run_dir, row.job)
+    return row.state == "RUNNING" and bool(own) and plan(own[-1]) is not None
+
+
+def _until(reached: Callable[[], bool]) -> bool:
     end = time.monotonic() + CANCEL_SECONDS
-    while True:
-        there = rows(run_dir)
-        if not any(row.state in ACTIVE for row in there):
-            return there
-        if time.monotonic() > end:
-            raise SlurmError(
-                f"job {submission.job} was told to end and has not after {CANCEL_SECONDS:g} s: see `nemorl "
-                f"slurm logs {run_dir}`; an administrator can take its nodes back"
-            )
+    while not (done := reached()) and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
+    return done
 
 
 def _environment_of(variables: Mapping[str, str], folder: str, environment: dict[str, str]) -> list[str]:

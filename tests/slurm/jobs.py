@@ -18,6 +18,8 @@ from tests.slurm.keeper import descendants
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 400.0  # of a busy machine; nothing here waits for as long when all is well
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+# What a job says at its end of a node that Slurm has lost.
+NODE_LOST = re.compile(r"stopped by SIGTERM \(node n2 \(down\*?: .*\) is lost\).*\(exit status 143\)")
 # Figures that are clocks, or divided by one.
 CLOCKS = re.compile(r"^time/|^throughput/|seconds|waiting|per_second")
 

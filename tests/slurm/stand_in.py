@@ -4,9 +4,12 @@ Ray is a process that listens where the head's Ray would, or sleeps; files in th
 steer both:
 
     train       what the run does: `ends CODE`, once there is a file `go` with `ends CODE later`; or `runs`,
-                until SIGTERM, and then ends with 75
+                until SIGTERM, and then ends with 75; or `saves`, whatever it is told
     began       the run writes its command line here
     <node>.ray  Ray's process writes its number here
+    hold        as long as it is there, Ray does not know all nodes
+
+WHY is what Slurm says of the cause of SIGTERM; without it Slurm is asked.
 """
 
 import os
@@ -19,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 FOLDER = Path(os.environ.get("STAND_IN", "."))
-LONGEST_SECONDS = 60.0
+LONGEST_SECONDS = 200.0
 
 
 def main() -> int:
@@ -30,7 +33,7 @@ def main() -> int:
         case "--train":
             return _train(sys.argv[2:])
         case "--members":
-            return 0
+            return _members()
     return _launch(sys.argv[1:])
 
 
@@ -43,6 +46,9 @@ def _launch(words: Sequence[str]) -> int:
     head.members_command = lambda nodes: [*this, "--members"]
     meeting.Meeting.everybody.__defaults__ = (float(os.environ.get("MEETING_SECONDS", "30")),)
     control.ControlServer.silent.__defaults__ = (1.0,)
+    head.HURRIED_SECONDS = float(os.environ.get("HURRIED_SECONDS", head.HURRIED_SECONDS))
+    if "WHY" in os.environ:
+        head.why_terminated = lambda *of: os.environ["WHY"]
     ray_node.start_command = lambda card, plan, folder, store: [
         *this,
         "--ray",
@@ -64,6 +70,12 @@ def _ray(node: str, listens: Sequence[str]) -> int:
     return 1
 
 
+def _members() -> int:
+    while (FOLDER / "hold").exists():
+        time.sleep(0.05)
+    return 0
+
+
 def _train(words: Sequence[str]) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(75)
@@ -75,6 +87,8 @@ def _train(words: Sequence[str]) -> int:
         while does[2:] and not (FOLDER / "go").exists():
             time.sleep(0.05)
         return int(does[1])
+    if does[0] == "saves":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(LONGEST_SECONDS)
     return 1
 

@@ -68,6 +68,15 @@ class Launchers:
             _until(lambda file=file: not Path(f"/proc/{file.read_text()}").exists())
         assert not (self.start_folder / "ray_token").exists()
 
+    def verdict(self) -> str:
+        """What the batch script reads."""
+        return (self.folder / "verdict").read_text()
+
+    def ray_runs(self, node: str) -> None:
+        """Wait until Ray on a node does; the run does not."""
+        written = self.folder / f"{node}.ray"
+        _until(lambda: written.exists() and bool(written.read_text()))
+
 
 def _environment(folder: Path, node: str) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "NEMORL"))}
@@ -113,7 +122,7 @@ def test_a_run_that_is_done_ends_all_nodes_well(launchers: Launchers) -> None:
         "cluster.gpus_per_node=0",
     ]
     assert launchers.ending() == Ending(0, "the run is finished", 0, 0)
-    assert (launchers.folder / "verdict").read_text() == "0\n"
+    assert launchers.verdict() == "0\n"
     plan = json.loads((launchers.start_folder / "plan.json").read_text())
     assert list(plan["ports"]) == ["n1", "n2"]
     launchers.nothing_is_left()
@@ -128,17 +137,25 @@ def test_a_run_that_fails_or_is_refused_says_so(launchers: Launchers, code: int)
     launchers.nothing_is_left()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_a_signal_stops_the_run_in_order(launchers: Launchers, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "why"),
+    [
+        (signal.SIGUSR1, 75, "stopped before the time limit: "),
+        (signal.SIGTERM, 143, "stopped by SIGTERM (node n2 (down*: Not responding) is lost): "),
+    ],
+)
+def test_a_signal_stops_the_run_in_order(
+    launchers: Launchers, number: signal.Signals, code: int, why: str
+) -> None:
     """Slurm sends it to all nodes; only one of the two asks for another start."""
-    launchers.start("runs")
+    launchers.start("runs", WHY="node n2 (down*: Not responding) is lost")
     launchers.began()
 
     for process in launchers.processes.values():
         process.send_signal(number)
 
     assert (launchers.ends("n1"), launchers.ends("n2")) == (code, 0)
-    assert launchers.ending().reason.endswith("no step is saved")
+    assert launchers.ending().reason == f"{why}no step is saved"
     launchers.nothing_is_left()
 
 
@@ -163,13 +180,49 @@ def test_a_node_that_is_killed_is_named_and_another_start_asked_for(launchers: L
     launchers.nothing_is_left()  # what the killed launcher had started is gone too
 
 
+def test_a_node_that_is_killed_while_ray_starts_is_named_and_another_start_asked_for(
+    launchers: Launchers,
+) -> None:
+    (launchers.folder / "hold").touch()
+    launchers.start("runs")
+    launchers.ray_runs("n2")
+
+    launchers.processes["n2"].kill()
+
+    assert launchers.ends("n1") == 75
+    assert launchers.ending().reason.startswith("node n2 is lost: its launcher ended or the node is down")
+    launchers.nothing_is_left()
+
+
+def test_a_head_whose_launcher_is_killed_has_asked_for_another_start(launchers: Launchers) -> None:
+    launchers.start("runs")
+    launchers.began()
+
+    launchers.processes["n1"].kill()
+
+    assert launchers.ends("n2") == 0
+    assert launchers.verdict() == "75\n"
+    assert launchers.ending() == Ending(75, "the launcher on the head was killed", 0, 0)
+
+
+def test_a_run_that_still_saves_at_the_time_limit_is_ended_and_queued_again(launchers: Launchers) -> None:
+    launchers.start("saves", HURRIED_SECONDS="0.2", WHY="out of time")
+    launchers.began()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        launchers.processes["n1"].send_signal(number)
+        _until(lambda number=number: f"got {number.name}" in launchers.said("n1"))
+
+    assert (launchers.ends("n1"), launchers.ends("n2")) == (75, 0)
+    assert launchers.ending().reason.startswith("stopped by SIGTERM (out of time): nemorl train ended with")
+    launchers.nothing_is_left()
+
+
 def test_a_node_whose_ray_ends_is_named(launchers: Launchers) -> None:
     launchers.start("runs")
     launchers.began()
 
-    written = launchers.folder / "n2.ray"  # the stand-in for the run does not wait for it
-    _until(lambda: written.exists() and bool(written.read_text()))
-    os.kill(int(written.read_text()), signal.SIGKILL)
+    launchers.ray_runs("n2")
+    os.kill(int((launchers.folder / "n2.ray").read_text()), signal.SIGKILL)
 
     assert (launchers.ends("n1"), launchers.ends("n2")) == (75, 1)
     assert launchers.ending().reason.startswith("node n2 is lost: Ray ended there with exit status -9")
@@ -197,7 +250,7 @@ def test_starts_that_bring_nothing_come_to_an_end(launchers: Launchers) -> None:
     ending = Ending.read(folder / "12.2")
     assert ending is not None
     assert "3 starts in a row brought no new checkpoint (NEMORL_MAX_RESTARTS = 2)" in ending.reason
-    assert (launchers.folder / "verdict").read_text() == "1\n"
+    assert launchers.verdict() == "1\n"
 
 
 def test_what_does_not_fit_is_refused_before_ray_starts(launchers: Launchers) -> None:
@@ -217,7 +270,7 @@ def test_a_config_that_is_refused_is_told_once(launchers: Launchers) -> None:
     assert (launchers.ends("n1"), launchers.ends("n2")) == (2, 2)
     assert "seed = -1" in launchers.said("n1")
     assert launchers.said("n2") == ""
-    assert (launchers.folder / "verdict").read_text() == "2\n"
+    assert launchers.verdict() == "2\n"
 
 
 def test_a_node_that_does_not_come_is_named(launchers: Launchers) -> None:
@@ -226,3 +279,19 @@ def test_a_node_that_does_not_come_is_named(launchers: Launchers) -> None:
     assert launchers.ends("n1") == 1
     assert "n2 did not appear in runs/sums/slurm/12.0 within 1 s, and n1 did" in launchers.said("n1")
     assert not (launchers.folder / "n1.ray").exists()
+
+
+def test_a_node_that_cannot_take_part_says_why_and_is_not_waited_for(launchers: Launchers) -> None:
+    launchers.start("runs", nodes=("n1",))
+    launchers.start("runs", nodes=("n2",), NEMORL_INTERFACE="ib7")
+
+    assert (launchers.ends("n1"), launchers.ends("n2")) == (1, 1)
+    assert launchers.ending().reason.startswith("n2: NEMORL_INTERFACE = ib7: ")
+
+
+def test_a_head_that_cannot_begin_lets_the_others_go(launchers: Launchers) -> None:
+    launchers.start("runs", NEMORL_MAX_RESTARTS="many")
+
+    assert (launchers.ends("n1"), launchers.ends("n2")) == (1, 0)
+    assert launchers.verdict() == "1\n"
+    assert "NEMORL_MAX_RESTARTS = many" in launchers.said("n1")

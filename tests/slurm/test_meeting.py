@@ -52,14 +52,15 @@ def test_the_secret_is_for_its_owner_and_gone_at_the_end(tmp_path: Path) -> None
     assert all(
         secret not in path.read_text() for path in meeting.folder.iterdir() if path != meeting.token_file
     )
-    meeting.forget_secret()
+    meeting.end("over")
     assert not meeting.token_file.exists()
+    assert asyncio.run(meeting.plan(1)) == PLAN
 
 
-def test_a_refused_start_has_no_secret(tmp_path: Path) -> None:
+def test_a_start_that_ends_before_its_plan_is_refused_and_has_no_secret(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, "12.0", NODES)
 
-    meeting.publish(Plan("", {}, {}, refused="too small"))
+    meeting.end("too small")
 
     assert not meeting.token_file.exists()
     assert asyncio.run(meeting.plan(1)).refused == "too small"
@@ -75,6 +76,15 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
         asyncio.run(meeting.everybody(0))
 
     assert "run_dir is not on a file system that all nodes share" in str(refused.value)
+
+
+def test_who_fails_before_it_comes_is_not_waited_for(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, "12.0", ("n1", "n2.cluster", "n3"))
+    meeting.join(card("n1"))
+    meeting.fail("n2.cluster", "it has no such interface")
+
+    with pytest.raises(SlurmError, match=r"^n2\.cluster: it has no such interface$"):
+        asyncio.run(meeting.everybody(60))
 
 
 def test_a_folder_that_is_not_shared_shows_on_the_other_node_too(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """What happens to runs on a cluster: pre-empted, out of time, a node lost. They go on and learn the same."""
 
-import re
-
 import pytest
 
-from tests.slurm.jobs import figures, until
+from tests.slurm.jobs import NODE_LOST, figures, until
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +59,11 @@ def test_the_daemon_of_a_node_is_killed(place, local_run):
     place.slurm.kill_daemon("n2")
     try:
         job.is_queued_again()
+        until(lambda: "(exit status 143)" in job.output, "exit message")
     finally:
         place.slurm.revive()
     assert job.ends() == "COMPLETED", job.output
-    assert re.search("n2 is lost|n2 .*DOWN", job.output), job.output
+    assert NODE_LOST.search(job.output), job.output
     assert figures(job.run_dir) == local_run(LONGEST)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import Job, Place, until
+from tests.slurm.jobs import NODE_LOST, Job, Place, command_line, until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """\
@@ -109,14 +109,28 @@ def test_the_daemon_of_a_node_is_killed(place):
     try:
         run.will("ends 0")
         run.job.is_queued_again()
+        until(lambda: "(exit status 143)" in run.job.output, "exit message")
     finally:
         place.slurm.revive()
     run.ends_well_after_another_start()
-    assert "n2" in run.job.output
+    assert NODE_LOST.search(run.job.output)
 
 
 @pytest.mark.slow
-def test_the_time_limit(place):
-    run = StandIn(place, "limit", "--time", "1", "--sbatch=--signal=USR1@20")
+def test_the_launcher_on_the_head_is_killed(place):
+    run = StandIn(place, "head-killed")
+    launchers = [p for p in run.job.processes("n1") if "tests.slurm.stand_in runs/" in command_line(p)]
+    assert len(launchers) == 1
+    os.kill(launchers[0], signal.SIGKILL)
     run.ends_well_after_another_start()
-    assert "stopped before the time limit" in run.job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "said"), [("runs", "before the time limit"), ("saves", "by SIGTERM (out of time)")]
+)
+def test_the_time_limit(place, does, said):
+    """The run has ended before it, or still saves: then it is cut short in time for another start."""
+    run = StandIn(place, f"limit-{does}", "--time", "1", "--sbatch=--signal=USR1@20", ends=does)
+    run.ends_well_after_another_start()
+    assert f"stopped {said}" in run.job.output

@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.slurm.records import Ending, barren_restarts, newest_step, with_bound
+from nemorl.slurm.records import Ending, Record, barren_restarts, newest_step, with_bound
 
 
-def ended(run_dir: Path, restart: int, code: int, before: int, after: int) -> None:
+def ended(run_dir: Path, restart: int, code: int, before: int, after: int, attempt: str = "") -> None:
     """How a start of job 12 ended."""
-    folder = run_dir / "slurm" / f"12.{restart}"
+    folder = run_dir / "slurm" / f"12.{restart}{attempt}"
     folder.mkdir(parents=True)
     Ending(code, "because", before, after).write(folder)
 
@@ -29,6 +29,39 @@ def test_starts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path: Path) ->
     assert barren_restarts(tmp_path, "12", 4) == 2
     assert barren_restarts(tmp_path, "12", 2) == 0
     assert barren_restarts(tmp_path, "13", 4) == 0
+
+
+def test_of_several_attempts_at_a_start_the_last_counts(tmp_path: Path) -> None:
+    ended(tmp_path, 0, 75, 0, 0)
+    ended(tmp_path, 0, 1, 0, 0, ".2")
+    ended(tmp_path, 0, 75, 0, 0, ".10")
+    (tmp_path / "slurm" / "12.0.11").mkdir()
+
+    assert barren_restarts(tmp_path, "12", 1) == 1
+
+
+def test_what_is_kept_on_the_way_obeys_the_bound_and_says_it_to_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMORL_VERDICT", str(tmp_path / "verdict"))
+    ended(tmp_path, 0, 75, 0, 0)
+    record = Record(tmp_path, tmp_path / "slurm" / "12.0", "12", 1)
+    for limit, code in ((2, 75), (1, 1)):
+        record.limit = limit
+
+        assert record.keep(75, "killed").code == code
+        assert (tmp_path / "verdict").read_text() == f"{code}\n"
+        kept = Ending.read(tmp_path / "slurm" / "12.0")
+        assert kept is not None
+        assert (kept.code, kept.reason[:6]) == (code, "killed")
+
+
+def test_a_full_disk_does_not_hide_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMORL_VERDICT", str(tmp_path / "verdict"))
+
+    assert Record(tmp_path, tmp_path / "no such folder", "12", 0).keep(75, "killed").code == 75
+
+    assert (tmp_path / "verdict").read_text() == "75\n"
 
 
 def test_a_pre_empted_start_is_none_of_them(tmp_path: Path) -> None:

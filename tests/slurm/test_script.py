@@ -1,0 +1,92 @@
+"""What the batch script makes of the end of a run; Slurm's commands are stand-ins."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nemorl.slurm.submission import SCRIPT
+
+# `srun` ends with the next of the statuses, and the launcher on the head with what it leaves as its verdict.
+COMMANDS = {
+    "srun": 'read -r status rest <statuses; echo "$rest" >statuses; echo srun "$NEMORL_JOB" >>asked\n'
+    '[ -n "$VERDICT" ] && echo "$VERDICT" >"$NEMORL_VERDICT"; exit "$status"',
+    "scontrol": 'case "$*" in\n'
+    '*hostnames*) printf "n1\\nn2\\n";; *"show job"*) echo "$FACTS";; *) echo "$@" >>asked;; esac',
+    "scancel": 'echo scancel "$@" >>asked',
+    "sinfo": "",
+    "sleep": "",
+}
+RUNNING = "JobId=12 JobName=a JobState=RUNNING Reason=None Dependency=(null) PreemptTime=None Nodes=n1"
+PRE_EMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-22T02:00:00")
+OUT_OF_TIME = RUNNING.replace("RUNNING Reason=None", "COMPLETING Reason=TimeLimit")
+CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
+QUEUED = RUNNING.replace("RUNNING", "PENDING")  # by Slurm itself
+
+
+@dataclass
+class Script:
+    """The script, run in a folder."""
+
+    folder: Path
+
+    def ends(self, facts: str, *, statuses: str = "0", verdict: str = "", **variables: str) -> int:
+        """Its exit status, where Slurm says these facts of the job."""
+        (self.folder / "statuses").write_text(f"{statuses}\n")
+        given = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "FACTS": facts, "VERDICT": verdict}
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        command = ["bash", str(SCRIPT), "config.yaml"]
+        return subprocess.run(command, cwd=self.folder, env={**given, "PATH": path, **variables}).returncode
+
+    @property
+    def asked(self) -> list[str]:
+        """What it told Slurm to do."""
+        return (self.folder / "asked").read_text().splitlines()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Slurm's commands stand first in PATH."""
+    (tmp_path / "bin").mkdir()
+    for name, text in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return Script(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "facts", "code", "asked"),
+    [
+        ("0", RUNNING, 0, []),
+        ("1", RUNNING, 1, []),
+        ("75", RUNNING, 75, ["requeue 12"]),
+        ("75", OUT_OF_TIME, 75, ["requeue 12"]),
+        ("75", CANCELLED, 75, []),
+        ("75", QUEUED, 75, []),
+        ("143", OUT_OF_TIME, 75, ["requeue 12"]),
+        ("143", PRE_EMPTED, 75, ["requeue 12"]),
+        ("143", PRE_EMPTED.replace("RUNNING", "CANCELLED"), 143, []),
+        ("143", CANCELLED, 143, []),
+        ("143", RUNNING, 143, ["scancel 12"]),
+    ],
+)
+def test_what_becomes_of_the_job(
+    script: Script, verdict: str, facts: str, code: int, asked: list[str]
+) -> None:
+    """The launcher's word counts, not srun's; and what Slurm has decided stays."""
+    assert script.ends(facts, statuses="137", verdict=verdict) == code
+    assert script.asked == ["srun 12", *asked]
+
+
+def test_a_task_of_an_array_is_never_the_whole_array(script: Script) -> None:
+    """Whose number one of the tasks has."""
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert script.ends(RUNNING, verdict="75", **array) == 75
+    assert script.asked == ["srun 12_3", "requeue 12_3"]
+
+
+def test_a_step_that_a_node_does_not_begin_is_tried_again(script: Script) -> None:
+    assert script.ends(RUNNING, statuses="168 168 0") == 0
+    assert script.asked == ["srun 12"] * 3
