@@ -37,7 +37,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
-    scripts = sorted(CONTAINERS.glob("*.sh"))
+    scripts = [*sorted(CONTAINERS.glob("*.sh")), ROOT / "slurm" / "nemorl.sbatch"]
     lint = subprocess.run([program("shellcheck"), *scripts], capture_output=True, text=True)
     assert (lint.returncode, lint.stdout) == (0, "")
 
