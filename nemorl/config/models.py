@@ -16,7 +16,7 @@ class ModelSpec:
     section: str  # of the experiment, which messages name
     config: PolicyConfig
     trains: bool = True
-    on_policy_devices: bool = False  # it takes turns with the policy
+    on_policy_devices: bool = False  # it takes turns with the policy, where that runs
     scores: bool = False  # a reward model, which is there wherever something is sampled
 
 
@@ -39,9 +39,9 @@ def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
             found.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
     for place, reward in enumerate(experiment.rewards):
         if isinstance(reward, LocalModelRewardConfig):
-            config = reward.worker_config(policy)
+            config, shares = reward.worker_config(policy), reward.devices == "policy"
             name, section = reward_group(place), f"rewards.{place}"
-            found.append(ModelSpec(name, section, config, trains=False, scores=True))
+            found.append(ModelSpec(name, section, config, False, shares, scores=True))
     return tuple(found)
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .base import Config, default_variant
-from .policy import LayoutConfig, MoeConfig, NoRecompute, OffloadConfig, PolicyConfig, TokenizerConfig
+from .groups import ModelGroupConfig
+from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 Signature = Literal["trl", "verl", "openrlhf"]
 
@@ -82,36 +83,20 @@ class ModelRewardConfig(ServiceRewardBase):
     """Most answers of one request; vLLM takes conversations one by one."""
 
 
-class LocalModelRewardConfig(RewardBase):
+class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     kind: Literal["local_model"]
     """A reward model in processes of the run's own, of the same kind as the policy's; it does not learn."""
     model_path: Path
     """Folder of a …ForSequenceClassification with one label; its tokenizer and chat template are its own."""
     layout: LayoutConfig = LayoutConfig()
     """How it is spread over processes."""
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Type of the weights; null is the policy's."""
-    micro_batch_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one pass; null is as the policy."""
     batch_size: int = Field(16, ge=1)
     """Most answers of one request to it; it computes several requests together."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """The group as the section of a policy, which its processes are started with."""
-        return policy.model_copy(
-            update={
-                "model_path": self.model_path,
-                "tokenizer": TokenizerConfig(),
-                "layout": self.layout,
-                "precision": self.precision or policy.precision,
-                "micro_batch_tokens": self.micro_batch_tokens or policy.micro_batch_tokens,
-                "head": "scalar",
-                "lora": None,
-                "moe": MoeConfig(),
-                "recompute": NoRecompute(),
-                "offload": OffloadConfig(),
-            }
-        )
+        """With a scalar head that reads text by a tokenizer of its own, and without training."""
+        own = {"head": "scalar", "tokenizer": TokenizerConfig(), "lora": None, "recompute": NoRecompute()}
+        return super().worker_config(policy).model_copy(update=own)
 
 
 class JudgeRewardConfig(ServiceRewardBase):

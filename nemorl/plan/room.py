@@ -64,16 +64,22 @@ def _gpu_violations(
 def _turn_violations(
     experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu
 ) -> Iterator[Violation]:
-    """While one of the models on the policy's devices computes, the others keep what they do not leave."""
+    """While one of the models on the policy's devices computes, the others keep what they do not leave.
+
+    Reward models compute while something is sampled, so beside engines that are awake.
+    """
     residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}
     there = [process for process in processes if process.group in residents]
     if len(there) < 2:
         return
     kept = {process.group: _kept_aside(process, residents[process.group].config) for process in there}
-    needs = {p.group: p.on_device + sum(kept.values()) - kept[p.group] for p in there}
+    engines = [p for p in processes if p.group == "generation" and experiment.generation.shares_devices]
+    awake = {p.group: sum(e.on_device for e in engines) for p in there if residents[p.group].scores}
+    needs = {p.group: p.on_device + awake.get(p.group, 0) + sum(kept.values()) - kept[p.group] for p in there}
     most = max(needs, key=lambda group: needs[group])
     if needs[most] > gpu.memory_bytes:
-        guest = next(residents[p.group].section for p in there if p.group != "policy")
+        guests = [p.group for p in there if p.group != "policy"]
+        guest = residents[most if most in guests else guests[0]].section
         yield Violation(
             f"{guest}.devices",
             "policy",

@@ -7,6 +7,7 @@ together what is asked at the same time.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import ray
@@ -26,6 +27,7 @@ from nemorl.serve.errors import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 from nemorl.serve.server import AppOf, Listening
 
+from .device_turns import DeviceTurns
 from .model_group import ModelGroup
 from .shard import SequencePlace
 
@@ -54,16 +56,17 @@ class RewardScorer:
 
     model: ModelGroup
     units: int  # a batch of a multiple of so many divides over the group
+    turns: DeviceTurns | None = None  # on the policy's devices, where the group shares them
 
     async def score(self, examples: Sequence[Example]) -> list[float]:
         """One number each."""
         sequences = [*examples, *[STAND_IN] * (-len(examples) % self.units)]
         store = ray.put(sequences)
-        await self.model.load(
-            [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)], kind="examples"
-        )
-        await self.model.values()
-        return (await self.model.sequence_figures(LastValue()))[: len(examples)]
+        places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
+        async with self.turns.lent_by_generation(self.model) if self.turns is not None else nullcontext():
+            await self.model.load(places, kind="examples")
+            await self.model.values()
+            return (await self.model.sequence_figures(LastValue()))[: len(examples)]
 
 
 def telling(scorer: RewardScorer) -> Score:

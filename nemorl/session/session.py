@@ -25,6 +25,7 @@ from nemorl.rollout.dispatch import RunGroups
 from nemorl.serve.server import answering
 from nemorl.weights.exchange import RefitStats, WeightExchange
 
+from .device_turns import DeviceTurns
 from .model_group import ModelGroup
 from .models import handles
 from .pool import GenerationPool
@@ -214,11 +215,19 @@ class _Opening:
         chat, listening = self.experiment.data.chat, {}
         for model, group in zip(models, groups, strict=True):
             handle = ModelGroup(self._ends(group), model.config, deadlines, trains=False)
-            scorer = RewardScorer(handle, model.config.layout.fewest_units)
+            turns = self._turns_of(handle) if model.on_policy_devices else None
+            scorer = RewardScorer(handle, model.config.layout.fewest_units, turns)
             app_of = reward_app(model.config, endpoint, chat=chat, score=telling(scorer))
             at = await self.stack.enter_async_context(answering(endpoint, app_of, address))
             listening[model.name] = at
         return asked_by_url(self.experiment.rewards, listening, endpoint)
+
+    def _turns_of(self, reward_model: ModelGroup) -> DeviceTurns | None:
+        """Those on the policy's devices, which it joins; without a policy they are its own."""
+        turns = self.session.policy.turns if self.session.policy is not None else None
+        if turns is not None:
+            turns.join(reward_model)
+        return turns
 
     async def rollout(self, samplers: Sequence[Worker]) -> WorkerGroup:
         """The rollout workers."""

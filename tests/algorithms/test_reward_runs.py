@@ -1,4 +1,4 @@
-"""A run that is paid by a reward model in processes of its own."""
+"""A run that is paid by a reward model, which has the policy's devices by turns."""
 
 import json
 from pathlib import Path
@@ -47,10 +47,12 @@ def test_a_policy_is_paid_by_a_reward_model_of_the_run(tmp_path: Path) -> None:
                 "model_path": str(taste),
                 "weight": 2.0,
                 "batch_size": 3,
+                "devices": "policy",
+                "offload": {"weights": True},
             },
             {"function": "length_penalty", "arguments": {"max_length": 6}},
         ],
-        policy={"layout": {}},
+        policy={"layout": {}, "offload": {"weights": True}},
         algorithm={"num_steps": 2, "validation": {}, "kl": {}},
         logger={"console": "plain", "samples_per_step": 16},
     )

@@ -77,12 +77,13 @@ SHARING = {
     "data": {"train": {"name": "arithmetic"}, "validation": {"name": "arithmetic"}},
     "cluster": {"gpus_per_node": 6},
     "policy": {**EXPERIMENT["policy"], "offload": {"weights": True, "optimizer": True}},
+    "rewards": [{"kind": "local_model", "model_path": "m", "devices": "policy"}],
 }
 
 
 def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
-    assert wanted_bundles(requests) == [{"CPU": 2.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
+    assert wanted_bundles(requests) == [{"CPU": 3.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
     three_on_each = dict(enumerate("baabba" + "a"))
     with pytest.raises(PlacementFailed, match=r"generation rank 1 uses the GPUs of policy ranks 2 to 3"):
         assigned_bundles(requests, three_on_each)
@@ -92,15 +93,18 @@ def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     assert bundles["generation"] == (0, 2, 3)
     placement = on_one_node(bundles, requests)
     assert placement.beside("generation") == (range(2), range(2, 4), range(4, 6))
-    assert [placement.options(group, 0)["num_gpus"] for group in ("policy", "generation")] == [1, 0]
+    groups = ("policy", "generation", "reward_0")  # which Ray lends a part of the policy's
+    assert [placement.options(group, 0)["num_gpus"] for group in groups] == [0.5, 0, 0.5]
+    assert placement.beside("reward_0") == (range(1),)
 
 
 def test_engines_without_a_policy_have_their_own_gpus():
     """As in an evaluation and in `nemorl serve`."""
     requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
     alone = [request for request in requests if request.group != "policy"]
-    assert wanted_bundles(alone) == [{"CPU": 1.0, "GPU": 2.0}] * 3 + [{"CPU": 1.0}]
-    bundles = assigned_bundles(alone, dict.fromkeys(range(4), "a"))
+    own = [{"CPU": 1.0, "GPU": 1.0}] + [{"CPU": 1.0, "GPU": 2.0}] * 3 + [{"CPU": 1.0}]
+    assert wanted_bundles(alone) == own
+    bundles = assigned_bundles(alone, dict.fromkeys(range(5), "a"))
     placement = on_one_node(bundles, alone)
     assert placement.beside("generation") == ()
     assert placement.options("generation", 1)["num_gpus"] == 2

@@ -12,6 +12,12 @@ from tests.config.experiments import violations_of, write
 PPO = ["algorithm.name=ppo"]
 REFERENCE = ["algorithm.kl.coefficient=0.1"]
 
+
+def paid(more: str) -> str:
+    """By a reward model of the run."""
+    return f"rewards=[{{kind: local_model, model_path: m, {more}}}]"
+
+
 WRONG: dict[str, tuple[list[str], str, str]] = {
     "values without a critic": (
         [*PPO, "algorithm.critic=null"],
@@ -69,6 +75,34 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
         "critic.schedule.min_lr",
         "the rate decays from critic.optimizer.lr",
     ),
+    "a reward model of more processes than devices": (
+        [paid("devices: policy, layout: {tensor_parallel_size: 2}")],
+        "rewards.0.layout",
+        "the policy has devices for 1 processes",
+    ),
+    "a reward model with nobody to leave them to": (
+        [paid("offload: {weights: true}")],
+        "rewards.0.offload.weights",
+        "rewards.0.devices is `own`",
+    ),
+    "a reward model's pass too short": (
+        [paid("micro_batch_tokens: 32, layout: {data_parallel_size: 3}")],  # three need not divide a step
+        "rewards.0.micro_batch_tokens",
+        "one pass must hold one whole conversation",
+    ),
+    "a reward model that stays where engines sample": (
+        [
+            *("generation={backend: vllm, colocated: true}", "cluster.gpus_per_node=1"),
+            *("policy.offload={weights: true, optimizer: true}", paid("devices: policy")),
+        ],
+        "rewards.0.offload.weights",
+        "engines need the memory that this takes: set it to true",
+    ),
+    "nodes of a reward model that lives with the policy": (
+        [paid("devices: policy"), "cluster.labels={reward_0: {zone: a}}"],
+        "cluster.labels.reward_0",
+        "it lives where the policy does",
+    ),
     "too few GPUs": (
         [*PPO, "cluster.gpus_per_node=2"],
         "cluster.gpus_per_node",
@@ -82,6 +116,13 @@ def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, mend: s
     (violation,) = violations_of(write(tmp_path), *overrides)
     assert violation.field == field
     assert mend in violation.mend
+
+
+def test_a_reward_model_does_not_score_where_the_policy_trains(tmp_path: Path) -> None:
+    overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]  # which nothing takes yet
+    (_, violation) = violations_of(write(tmp_path), *overrides)
+    assert (violation.field, violation.value) == ("rewards.0.devices", "policy")
+    assert "answers are scored while the policy trains there: set it to own" in violation.mend
 
 
 @pytest.mark.parametrize("override", ["critic=null", "algorithm.name=ppo"], ids=["null", "left out"])
@@ -105,9 +146,10 @@ def test_what_a_critic_does_not_say_is_as_the_policy_has_it(tmp_path: Path) -> N
             "policy.lora={rank: 4, alpha: 8}",
             "critic={layout: {tensor_parallel_size: 2}, optimizer: {lr: 0.001}, devices: policy}",
             "reference={model_path: models/other}",
+            paid("devices: policy, offload: {weights: true}"),
         ],
     )
-    policy, critic, reference = models_of(experiment)
+    policy, critic, reference, taste = models_of(experiment)
     assert (policy.name, critic.name, reference.name) == ("policy", "critic", "reference")
     assert critic.config.model_path == policy.config.model_path
     assert critic.config.head == "scalar"
@@ -122,6 +164,10 @@ def test_what_a_critic_does_not_say_is_as_the_policy_has_it(tmp_path: Path) -> N
     assert reference.config.lora is None
     assert not reference.trains
     assert not reference.on_policy_devices
+    assert (taste.name, taste.section, taste.config.layout.name) == ("reward_0", "rewards.0", "one process")
+    assert taste.on_policy_devices
+    assert taste.config.offload.weights
+    assert (taste.config.head, taste.config.lora, taste.trains) == ("scalar", None, False)
 
 
 @pytest.mark.parametrize("name", ["ppo", "vapo", "turn_gae", "bi_level_gae", "reinforce_plus_plus"])

@@ -109,3 +109,26 @@ def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure:
     assert "while the policy computes" in violation.mend
     leaving = [*shared, "critic.offload={weights: true, optimizer: true}"]
     assert plan_run(configure(*PPO, *leaving), small).violations == ()
+
+
+def test_a_reward_model_finds_room_beside_engines_that_are_awake(
+    configure: Configure, tmp_path: Path
+) -> None:
+    taste = write_model(tmp_path / "taste")
+    trained = CONFIG | {"architectures": ["LlamaForSequenceClassification"]}
+    (taste / "config.json").write_text(json.dumps(trained), encoding="utf-8")
+    experiment = configure(
+        "generation.backend=vllm", "generation.colocated=true", "cluster.gpus_per_node=1",
+        "policy.offload={weights: true, optimizer: true}",
+        f"rewards=[{{kind: local_model, model_path: {taste}, devices: policy, offload: {{weights: true}}}}]",
+    )  # fmt: skip
+    of = {process.group: process for process in plan_run(experiment, ROOMY).processes}
+    policy, engine, reward = of["policy"], of["generation"], of["reward_0"]
+    assert (reward.gradients, reward.optimizer, reward.logits) == (0, 0, 0)
+    left = policy.weights + policy.gradients + policy.optimizer + policy.activations + policy.logits
+    wanted = reward.on_device + engine.on_device + policy.on_device - left
+    for short, fields in ((0, []), (1, ["rewards.0.devices"])):
+        machine = replace(ROOMY, gpus=(Gpu("Tiny 1000", wanted - short),))
+        found = [v for v in plan_run(experiment, machine).violations if v.field != "generation.backend"]
+        assert [violation.field for violation in found] == fields
+    assert "while the reward_0 computes" in found[0].mend

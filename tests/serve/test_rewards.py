@@ -20,6 +20,7 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
 from nemorl.serve.server import answering
+from nemorl.session.device_turns import DeviceTurns
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model
@@ -168,9 +169,26 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
             assert isinstance(figure, LastValue)
             return [float(place.num_tokens) for place in self.places]
 
+        async def leave(self):
+            pass
+
+        async def settle(self):
+            self.settled = True
+
+    async def scored(group):
+        turns = DeviceTurns([])
+        turns.join(group)
+        scores = asyncio.create_task(RewardScorer(group, units=4, turns=turns).score([of_length(3)] * 5))
+        await asyncio.sleep(0)
+        assert not hasattr(group, "places")  # not before the devices are generation's
+        await turns.give_to(None)
+        return await scores
+
     monkeypatch.setattr(ray, "put", lambda sequences: tuple(sequences))
     group = Group()
-    assert asyncio.run(RewardScorer(group, units=4).score([of_length(3)] * 5)) == [3.0] * 5
+    assert asyncio.run(RewardScorer(Group(), units=4).score([of_length(3)] * 5)) == [3.0] * 5
+    assert asyncio.run(scored(group)) == [3.0] * 5
+    assert group.settled
     assert [place.num_tokens for place in group.places] == [3] * 5 + [1] * 3
 
 

@@ -45,3 +45,33 @@ def test_others_leave_before_one_settles() -> None:
         "policy leaves",
         "critic settles",
     ]
+
+
+def test_a_reward_model_answers_in_generations_turn_and_keeps_it_until_then() -> None:
+    log: list[str] = []
+    policy, taste = Group("policy", log), Group("taste", log)
+    turns = DeviceTurns([policy])
+    turns.join(taste)
+
+    async def score(number: int) -> None:
+        async with turns.lent_by_generation(taste):
+            log.append(f"score {number} begins")
+            await asyncio.sleep(0)
+            log.append(f"score {number} ends")
+
+    async def steps() -> None:
+        await turns.give_to(policy)
+        early = asyncio.create_task(score(1))  # asked for by somebody who went away in the step before
+        await asyncio.sleep(0)
+        log.append("training")
+        await turns.give_to(None)
+        await early
+        late = asyncio.create_task(score(2))
+        await asyncio.sleep(0)
+        await turns.give_to(policy)
+        await late
+
+    asyncio.run(asyncio.wait_for(steps(), 60))
+    scored = ["taste settles", "score 1 begins", "score 1 ends"]
+    again = ["score 2 begins", "score 2 ends", "taste leaves", "policy settles"]
+    assert log == ["taste leaves", "training", "policy leaves", *scored, *again]

@@ -1,7 +1,8 @@
 """Policy and engines on the same GPUs: who has them when. All processes are stand-ins."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,8 @@ from nemorl.cluster.placement import assigned_bundles
 from nemorl.cluster.requests import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.generation.types import EngineHealth
+from nemorl.serve.server import Listening
+from nemorl.session import session as session_module
 from nemorl.session import start
 from nemorl.session.session import Session, _Opening
 from nemorl.session.start import Starter
@@ -96,15 +99,31 @@ def experiment(folder: Path) -> Experiment:
             },
             "data": {"train": {"name": "arithmetic"}, "validation": {"name": "arithmetic"}},
             "algorithm": {"name": "sft", "num_steps": 1, "batch_size": 1, "validation": {"period": 1}},
+            "rewards": [
+                {
+                    "kind": "local_model", "model_path": folder / "model", "devices": "policy",
+                    "offload": {"weights": True},
+                }
+            ],
             "cluster": {"gpus_per_node": 4},
         }
     )  # fmt: skip
 
 
+@asynccontextmanager
+async def answering(*_: Any) -> AsyncIterator[Listening]:
+    """Nobody asks over HTTP here."""
+    yield Listening("http://127.0.0.1:1/v1", "key", generated=True)
+
+
 def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatch: Any) -> None:
+    """And a reward model, while engines sample."""
     told: list[str] = []
-    started = Started(told)
+    started, scorers = Started(told), []
     monkeypatch.setattr(start, "WorkerGroup", started)
+    monkeypatch.setattr(session_module, "answering", answering)
+    monkeypatch.setattr(session_module, "reward_app", lambda *_, **__: None)
+    monkeypatch.setattr(session_module, "telling", scorers.append)
     asked = experiment(tmp_path)
     requests = worker_requests(asked)
     bundles = assigned_bundles(requests, dict.fromkeys(range(20), "node"))
@@ -121,15 +140,21 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
             # Engines measure what is free when they start.
             starts = ["policy: starts", "policy: offload", "generation: starts", "engine: sleep 1"]
             assert _since(told) == starts
+            await opening.reward_models()
+            (scorer,) = scorers
+            assert _since(told) == ["reward_0: starts"]
             session.exchange = cast(Any, Exchange(told))
-            for version, leaves in ((1, []), (2, ["policy: offload"])):
+            for version, leaves in ((1, ["reward_0: offload"]), (2, ["policy: offload"])):
                 async with session.generating():
                     told.append("sampling")
-                assert _since(told) == [*leaves, "engine: wake ()", "sampling", "engine: sleep 1"]
+                    async with scorer.turns.lent_by_generation(scorer.model):
+                        told.append("scoring")
+                samples = ["sampling", "reward_0: onload", "scoring"]
+                assert _since(told) == [*leaves, "engine: wake ()", *samples, "engine: sleep 1"]
                 await session.hand_over(version)
                 # The engine's weights have room beside the policy, its cache has not.
                 refit = ["policy: onload", "engine: wake ('weights',)", f"refit {version}"]
-                assert _since(told) == refit
+                assert _since(told) == ["reward_0: offload", *refit]
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -118,6 +118,7 @@ CHECKS: tuple[Check, ...] = (
     groups.critic_settings_are_used,
     groups.groups_have_devices,
     groups.groups_are_as_sound_as_policies,
+    groups.reward_models_are_asked_while_sampling,
     megatron_generation.policy_can_sample,
     megatron_generation.policy_samples_as_it_is,
     trtllm.trtllm_wants_gpus,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineConfig
+from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineBase, OnlineConfig
 from nemorl.config.algorithm.presets import presets
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
 from nemorl.config.base import Config
@@ -17,6 +17,7 @@ from nemorl.config.groups import (
     teachers_held,
 )
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -120,9 +121,10 @@ def groups_have_devices(
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
 ) -> Iterator[Violation]:
     """What shares the policy's devices finds one for each of its processes; others leave nobody theirs."""
-    for name, group in _sections(critic, reference, teachers):
+    for name, group in _sections(critic, reference, teachers, rewards):
         if group.devices == "own":
             for part in ("weights", "optimizer"):
                 if getattr(group.offload, part):
@@ -142,13 +144,20 @@ def groups_are_as_sound_as_policies(
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
 ) -> Iterator[Violation]:
-    """What is asked of a policy's section is asked of theirs, where they say something else than it."""
-    for name, group in _sections(critic, reference, teachers):
+    """What is asked of a policy's section is asked of theirs, where they say something else than it.
+
+    What a reward model scores is no optimizer step: it is filled up until it divides.
+    """
+    for name, group in _sections(critic, reference, teachers, rewards):
         config = group.worker_config(policy)
-        problems = [
+        of_steps = [
             *data_parallel_divides(config, algorithm),
             *interleaved_stages_have_work(config, algorithm),
+        ]
+        problems = [
+            *(of_steps if not isinstance(group, LocalModelRewardConfig) else []),
             *micro_batch_holds_sequence(config),
             *kernels_want_gpus(cluster, config),
             *narrow_optimizer_has_its_kernel(cluster, config),
@@ -165,14 +174,34 @@ def groups_are_as_sound_as_policies(
                 yield replace(problem, field=f"{name}.{field}", mend=mend)
 
 
+def reward_models_are_asked_while_sampling(
+    algorithm: AlgorithmConfig, rewards: tuple[RewardConfig, ...]
+) -> Iterator[Violation]:
+    """What scores on the policy's devices finds them free."""
+    if not isinstance(algorithm, OnlineBase) or not algorithm.max_staleness:
+        return
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig) and reward.devices == "policy":
+            mend = (
+                "with algorithm.max_staleness answers are scored while the policy trains there: set it to own"
+            )
+            yield Violation(f"rewards.{place}.devices", "policy", mend)
+
+
 def _sections(
-    critic: CriticConfig | None, reference: ReferenceConfig | None, teachers: dict[str, TeacherConfig]
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
 ) -> Iterator[tuple[str, ModelGroupConfig]]:
     if critic is not None:
         yield "critic", critic
     if reference is not None:
         yield "reference", reference
     yield from ((f"teachers.{name}", teacher) for name, teacher in teachers_held(teachers).items())
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig):
+            yield f"rewards.{place}", reward
 
 
 def _given(section: Config) -> object:

@@ -33,7 +33,7 @@ def labels_name_groups(
         own[f"teacher_{name}"] = teacher.devices == "own"
     for place, reward in enumerate(rewards):
         if isinstance(reward, LocalModelRewardConfig):
-            own[f"reward_{place}"] = True
+            own[f"reward_{place}"] = reward.devices == "own"
     for field, groups in (("labels", cluster.labels), ("topology", cluster.topology)):
         for group, wanted in groups.items():
             if group not in own:

@@ -68,8 +68,8 @@ def gpus_for_all_processes(
     beside = [critic or CriticConfig()] if algorithm.keeps_critic else []
     started: list[ModelGroupConfig] = [*beside, *([reference] if reference is not None else [])]
     started += teachers_held(teachers).values()
+    started += [reward for reward in rewards if isinstance(reward, LocalModelRewardConfig)]
     others = sum(m.worker_config(policy).layout.world_size for m in started if m.devices == "own")
-    others += sum(r.layout.world_size for r in rewards if isinstance(r, LocalModelRewardConfig))
     wanted = policy.layout.world_size + others + engines
     there = cluster.num_nodes * cluster.gpus_per_node
     if 0 < there < wanted:

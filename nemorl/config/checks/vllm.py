@@ -7,6 +7,7 @@ from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
@@ -94,6 +95,7 @@ def vllm_shares_gpus(
     policy: PolicyConfig,
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
+    rewards: tuple[RewardConfig, ...],
     algorithm: AlgorithmConfig,
 ) -> Iterator[Violation]:
     """Engines find the memory of the policy's GPUs free, and enough of these."""
@@ -106,6 +108,9 @@ def vllm_shares_gpus(
         **_offloads("critic", critic, ("weights", "optimizer")),
         **_offloads("reference", reference, ("weights",)),
     }
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig):
+            stay |= _offloads(f"rewards.{place}", reward, ("weights",))
     for field, leaves in stay.items():
         if not leaves:
             mend = "generation.colocated is true, and engines need the memory that this takes: set it to true"
