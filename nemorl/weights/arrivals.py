@@ -24,7 +24,7 @@ class Arrivals:
 
     def __init__(self, pieces: Callable[["Arrivals"], Iterator[Piece]]) -> None:
         self._pieces = pieces
-        self.num_bytes = 0  # that have come
+        self.num_bytes = 0  # that have come; of files, that were read
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces(self)
@@ -65,9 +65,9 @@ def pieces_of(bucket: PartBucket, content: Tensor) -> list[Piece]:
 
 def _read(arrivals: Arrivals, folder: VersionFolder, layout: ReceiverLayout) -> Iterator[Piece]:
     for part, dtype in zip(layout.slices, layout.dtypes, strict=True):
-        for piece, values in folder.pieces(part, torch_dtype(dtype)):
-            arrivals.num_bytes += values.nbytes
-            yield piece, values
+        for piece in folder.pieces(part, torch_dtype(dtype)):
+            arrivals.num_bytes = folder.num_bytes
+            yield piece
 
 
 def _received(

@@ -39,8 +39,8 @@ class RefitStats:
     version: int
     seconds: float  # all of it
     seconds_transfer: float  # sending and receiving
-    num_bytes: int  # that came, over all receivers
-    num_bytes_whole: int  # of a full refit
+    num_bytes: int  # that came, over all receivers; of files, that were read
+    num_bytes_whole: int  # of a full refit; of files, that were written
     num_buckets: int
     extra_bytes: int  # memory for buckets, of all senders together
     kept_bytes: int  # host memory of all senders for what they sent last

@@ -86,4 +86,4 @@ class ReceiveReport:
     """What one receiver now has, beside or in its weights."""
 
     fingerprints: Mapping[str, int]  # by tensor
-    num_bytes: int  # that came
+    num_bytes: int  # that came; of files, that were read

@@ -8,7 +8,7 @@ NCCL is the same code with another class and device. It is not run on hardware y
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -111,10 +111,14 @@ class Group:
         if self.device.type == "cuda":
             self.backend.abort()
             return
-        # gloo's own `abort` does nothing; a wait that times out closes all connections
-        for rank in list(self.connected)[:1]:
-            with suppress(RuntimeError):
+        # gloo's own `abort` does nothing; a wait that times out closes all connections. A member that is gone
+        # is not waited for.
+        for rank in list(self.connected):
+            try:
                 self.backend.recv([torch.empty(1)], rank, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if ABORTED in str(error):
+                    return
 
 
 def served_store(host: str) -> tuple[TCPStore, str]:

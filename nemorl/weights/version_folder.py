@@ -49,7 +49,11 @@ _TENSOR = TypeAdapter(_StoredTensor)
 
 
 class VersionFolder:
-    """A complete version. Its files stay open until `close`."""
+    """A complete version. Its files stay open until `close`.
+
+    `num_bytes` counts what was read. A box is read whole for its checksum, however little of it is needed,
+    and counts once: what else is needed of it later comes from the system's memory.
+    """
 
     def __init__(self, folder: Path, version: int) -> None:
         """Read the manifest. Raises `RefitFailed` where it is missing, broken or of another version."""
@@ -63,6 +67,7 @@ class VersionFolder:
         if manifest.version != version:
             raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.version}")
         self._tensors = manifest.tensors
+        self.num_bytes = 0
         self._files: dict[str, Any] = {}
         self._checked: set[tuple[str, str]] = set()
         self._stack = ExitStack()
@@ -122,7 +127,9 @@ class VersionFolder:
         try:
             content = self._file(stored.file).get_slice(key)
             if (stored.file, key) not in self._checked:
-                self._check(need, stored, content[...])
+                content = content[...]
+                self.num_bytes += content.nbytes
+                self._check(need, stored, content)
                 self._checked.add((stored.file, key))
             inner = tuple(
                 slice(first - begin, first - begin + count)

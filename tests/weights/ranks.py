@@ -1,5 +1,6 @@
 """Both sides of an exchange in threads and in processes, behind the protocols that the driver calls."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -15,18 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.cluster.errors import DeadlineExceeded
 from nemorl.config.policy import LayoutConfig
 from nemorl.errors import NemorlError, RunError
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.arrivals import Piece
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.files import FileSender
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender
+from nemorl.weights.version_folder import VersionFolder
 from tests.weights.layouts import whole
 
 SHAPE = ModelShape(
@@ -125,10 +129,18 @@ class EngineSide:
             self.weights = _copy(self._staging)
         self.version = version
 
-    def die_at_bucket(self, number: int) -> None:
-        """From now on, be killed when this many buckets have come, before their sender hears of that."""
+    def die_at_bucket(self, number: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """From now on, be killed when this many buckets have come, before their sender hears of that.
+
+        Or be stopped; of files, when this many slices have been read.
+        """
+
+        def end() -> None:
+            os.kill(os.getpid(), by)
+
         for channel in (SocketReceiver, GroupReceiver):
-            before_taken(channel, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            before_taken(channel, number, end)
+        _before_read(number, end)
 
     def state(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.version, self.weights
@@ -139,9 +151,10 @@ class EngineSide:
 
 @dataclass
 class Threads:
-    """Every rank in a thread of this process."""
+    """Every rank in a thread of this process. With a deadline, a call that exceeds it fails as a group's."""
 
     ranks: Sequence[Any]
+    deadline_seconds: float | None = None
     calls: list[str] = field(default_factory=list)
 
     def describe(self) -> list[Any]:
@@ -170,8 +183,14 @@ class Threads:
             for rank, given in zip(self.ranks, arguments, strict=True)
         ]
         pool.shutdown(wait=False)  # like a cluster, fail with the first rank, while others still work
-        for call in as_completed(calls):
-            call.result()
+        try:
+            for call in as_completed(calls, self.deadline_seconds):
+                call.result()
+        except TimeoutError:
+            assert self.deadline_seconds is not None
+            late = tuple(rank for rank, call in enumerate(calls) if not call.done())
+            where = ("does not respond",) * len(late)
+            raise DeadlineExceeded("ranks", late, method, self.deadline_seconds, where) from None
         return [call.result() for call in calls]
 
 
@@ -239,6 +258,18 @@ def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable
         channel.taken = taken
 
     return undo
+
+
+def _before_read(number: int, act: Callable[[], None]) -> None:
+    """Have the receiver act when it has read so many slices from files, before the next one."""
+    pieces, slices = VersionFolder.pieces, itertools.count()
+
+    def acting(self: VersionFolder, need: TensorSlice, dtype: torch.dtype) -> Iterator[Piece]:
+        if next(slices) == number:
+            act()
+        return pieces(self, need, dtype)
+
+    VersionFolder.pieces = acting  # type: ignore[method-assign]
 
 
 def _die_instead(channel: Any, number: int, by: signal.Signals) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from nemorl.cluster.errors import DeadlineExceeded
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import PeerClosed, RefitDeadline
@@ -30,9 +31,10 @@ class Setup:
         self._folder = folder
         self.policy = [self.policy_process(rank) for rank in range(2)]
         self.engines = [self.engine_process(in_place) for in_place in (False, True)]
+        self.senders, self.receivers = Threads(self.policy), Threads(self.engines)
         self.exchange = WeightExchange(
-            Threads(self.policy),
-            Threads(self.engines),
+            self.senders,
+            self.receivers,
             BUCKET,
             60.0,
             TransportOptions(transport, folder),  # type: ignore[arg-type]
@@ -46,6 +48,13 @@ class Setup:
 
     def _process(self, make: Callable[[], Any]) -> Remote:
         return Remote(functools.partial(with_stand_in, self._folder, make))
+
+    def replace(self, ranks: list[Remote], rank: int) -> None:
+        """Start another process instead of one; the policy's has the weights of the others."""
+        ranks[rank].stop()
+        ranks[rank] = self.policy_process(rank) if ranks is self.policy else self.engine_process(rank == 1)
+        self.train(2)
+        self.exchange.layout_changed()
 
     def train(self, seed: int) -> None:
         for rank in self.policy:
@@ -76,7 +85,7 @@ def said(caught: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo"], indirect=True)
+@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo", "files"], indirect=True)
 def test_a_receiver_is_killed(setup: Setup) -> None:
     setup.engines[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
@@ -84,9 +93,7 @@ def test_a_receiver_is_killed(setup: Setup) -> None:
     message = said(caught)
     assert "generation rank 1 closed its connection" in message or "ended during exchange.rec" in message
     setup.assert_holds(0, version=1)
-    setup.engines[1].stop()
-    setup.engines[1] = setup.engine_process(in_place=True)
-    setup.exchange.layout_changed()
+    setup.replace(setup.engines, 1)
     setup.exchange.refit(2)
     for engine in range(2):
         setup.assert_holds(engine, version=2)
@@ -106,10 +113,7 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
         assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
     else:
         assert "to version 2 in place, and that did not finish" in setup.engines[1].call("torn")
-    setup.policy[1].stop()
-    setup.policy[1] = setup.policy_process(1)
-    setup.train(2)
-    setup.exchange.layout_changed()
+    setup.replace(setup.policy, 1)
     setup.exchange.refit(2)
     for engine in range(2):
         setup.assert_holds(engine, version=2)
@@ -131,3 +135,18 @@ def test_a_sender_stands_still(setup: Setup) -> None:
         caught
     )
     setup.assert_holds(0, version=1)  # its process answers
+
+
+@pytest.mark.parametrize("setup", ["files"], indirect=True)
+@pytest.mark.parametrize("side", ["policy", "engines"])
+def test_a_rank_stands_still_over_files(setup: Setup, tmp_path: Path, side: str) -> None:
+    """Ranks do not wait for each other there: the deadline of the group's call names the rank."""
+    ranks, group = (setup.policy, setup.senders) if side == "policy" else (setup.engines, setup.receivers)
+    group.deadline_seconds = 2.0
+    ranks[1].call("die_at_bucket", 5, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded, match=r"in 2 s; no answer from rank 1\.") as caught:
+        setup.exchange.refit(2)
+    assert caught.value.stage == ("send" if side == "policy" else "receive")
+    setup.assert_holds(0, version=1)
+    left = ["v00000001"] if side == "policy" else ["v00000001", "v00000002"]  # which nobody uses
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

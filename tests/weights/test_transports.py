@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import Part
+from nemorl.weights.process_group import Group, GroupVenue
 from nemorl.weights.session import CorruptWeights, RefitDeadline, RefitFailed, RefitSession
-from nemorl.weights.venue import TransportOptions
+from nemorl.weights.venue import LOOPBACK, TransportOptions
 from tests.full_disk import files_end_at
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 
@@ -81,27 +83,35 @@ def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_p
     venue._deadline_seconds = 0.5
     released = threading.Event()
     undo = before_taken(GroupReceiver, 3, lambda: released.wait(2.0))
-    publish = GroupSender.publish
-
-    def stall(self: GroupSender, number: int, num_bytes: int) -> None:
-        if number == 5:
-            released.wait(2.0)
-        publish(self, number, num_bytes)
-
-    GroupSender.publish = stall  # type: ignore[method-assign]
     try:
         setup.train(2)
-        message = r"generation rank \d waits for the next bucket of policy rank"
+        message = r"policy rank \d waits for generation rank \d to take bucket \d+ since"
         with pytest.raises(RefitDeadline, match=message):
             setup.exchange.refit(2)
     finally:
         undo()
-        GroupSender.publish = publish  # type: ignore[method-assign]
         released.set()
     assert setup.engines[0].version == 1
     venue._deadline_seconds = 30.0
     setup.refit(3)
     setup.assert_holds(3)
+
+
+def test_a_member_that_gives_up_waits_for_nobody_though_another_has_gone_before() -> None:
+    """gloo ends all waits of a member when one of them times out, and none does for who is gone."""
+    with GroupVenue("gloo", LOOPBACK, 30.0).session(1, 1, 2) as session, ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(lambda rank: Group.join(session, rank), range(3))
+        for one, other in (((first, 1), (second, 0)), ((second, 2), (third, 1))):
+            connecting = pool.submit(one[0].connect, one[1], first=True)
+            other[0].connect(other[1], first=False)
+            connecting.result()
+        first.abort()
+        with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+            second.receive(torch.empty(1), 0)
+        waiting = pool.submit(second.receive, torch.empty(1), 2)
+        second.abort()
+        with pytest.raises(RuntimeError, match="closure"):
+            waiting.result(10)
 
 
 def test_a_member_that_never_comes_is_named(tmp_path: Path) -> None:
