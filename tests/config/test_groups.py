@@ -98,6 +98,15 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
         "rewards.0.offload.weights",
         "engines need the memory that this takes: set it to true",
     ),
+    "a teacher that stays where engines sample": (
+        [
+            *("generation={backend: vllm, colocated: true}", "cluster.gpus_per_node=1"),
+            "policy.offload={weights: true, optimizer: true}",
+            *("algorithm.name=on_policy_distillation", "teachers={main: {model_path: m, devices: policy}}"),
+        ],
+        "teachers.main.offload.weights",
+        "engines need the memory that this takes: set it to true",
+    ),
     "nodes of a reward model that lives with the policy": (
         [paid("devices: policy"), "cluster.labels={reward_0: {zone: a}}"],
         "cluster.labels.reward_0",

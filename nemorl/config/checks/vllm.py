@@ -5,7 +5,13 @@ from collections.abc import Iterable, Iterator
 from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
-from nemorl.config.groups import CriticConfig, ModelGroupConfig, ReferenceConfig
+from nemorl.config.groups import (
+    CriticConfig,
+    ModelGroupConfig,
+    ReferenceConfig,
+    TeacherConfig,
+    teachers_held,
+)
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
@@ -95,6 +101,7 @@ def vllm_shares_gpus(
     policy: PolicyConfig,
     critic: CriticConfig | None,
     reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
     algorithm: AlgorithmConfig,
 ) -> Iterator[Violation]:
@@ -108,6 +115,8 @@ def vllm_shares_gpus(
         **_offloads("critic", critic, ("weights", "optimizer")),
         **_offloads("reference", reference, ("weights",)),
     }
+    for name, teacher in teachers_held(teachers).items():
+        stay |= _offloads(f"teachers.{name}", teacher, ("weights",))
     for place, reward in enumerate(rewards):
         if isinstance(reward, LocalModelRewardConfig):
             stay |= _offloads(f"rewards.{place}", reward, ("weights",))
