@@ -19,6 +19,15 @@ from tests.weights.ranks import Threads, allocate
 SHARE = 0.02  # of the elements of a folder that `changed` changes
 _TP2 = LayoutConfig(tensor_parallel_size=2)
 _TP2_EP2 = LayoutConfig(tensor_parallel_size=2, expert_parallel_size=2, sequence_parallel=True)
+_OF_ALL = {
+    "one process": LayoutConfig(),
+    "PP2": LayoutConfig(pipeline_parallel_size=2),
+    "DP2": LayoutConfig(data_parallel_size=2),
+}
+_OF_MIXTURES = {
+    "EP2 of DP2": LayoutConfig(data_parallel_size=2, expert_parallel_size=2),
+    "ETP2": LayoutConfig(tensor_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),
+}
 
 
 class _Rank:
@@ -29,18 +38,23 @@ class _Rank:
 
 
 class Policy(Threads):
-    """Ranks that share every matrix, and of a mixture the experts; float32, as a policy's master weights."""
+    """Float32, as master weights are. Where no layout is given, two ranks share every matrix, and experts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layout: LayoutConfig | None = None) -> None:
         shape = ModelShape.load(folder)
-        layout = _TP2 if shape.moe is None else _TP2_EP2
-        super().__init__([_Rank(shape, layout, number) for number in range(2)])
+        layout = layout or (_TP2 if shape.moe is None else _TP2_EP2)
+        super().__init__([_Rank(shape, layout, number) for number in range(layout.world_size)])
         self.load(folder)
 
     def load(self, folder: Path) -> None:
         """Have the weights of a folder of the same model."""
         for rank in self.ranks:
             HfFolder(folder).load_into(rank.parameters, rank.slices)
+
+
+def other_layouts(folder: Path) -> dict[str, LayoutConfig]:
+    """Of a policy of this model, by name: those that `Policy` has not by itself."""
+    return _OF_ALL if ModelShape.load(folder).moe is None else _OF_ALL | _OF_MIXTURES
 
 
 def changed(folder: Path, into: Path) -> Path:

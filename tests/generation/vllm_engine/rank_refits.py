@@ -1,4 +1,4 @@
-"""Refits of one rank of vLLM by a policy of several, over every transport, in one process."""
+"""Refits of one rank of vLLM by a policy of every layout, over every transport, in one process."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import RefitFailed
 from nemorl.weights.venue import TransportOptions
-from tests.generation.vllm_engine.policy import Policy
+from tests.generation.vllm_engine.policy import Policy, other_layouts
 from tests.weights.ranks import Threads
 
 BUCKET = 2**14
@@ -31,7 +31,8 @@ def refits(
 ) -> dict[str, Any]:
     """By transport: what share of a full refit each of three took, and what then was not as loaded directly.
 
-    The second folder is the first with a few changes, and comes first and last.
+    The second folder is the first with a few changes, and comes first and last. Then, beside the weights in
+    use, policies of other layouts bring one or the other.
     """
     policy = Policy(folders[0])
     receiver = WeightReceiver(
@@ -48,6 +49,8 @@ def refits(
                 shares.append(stats.num_bytes / stats.num_bytes_whole)
                 different |= differing(model, loaded[which])
             found[transport] = {"shares": shares, "different": sorted(different)}
+    if not weights.in_place:
+        found["layouts"] = _by_other_layouts(receiver, folders, model, loaded)
     found["without base"] = _without_base(policy, receiver, folders[0], model, loaded[0])
     return found
 
@@ -55,6 +58,18 @@ def refits(
 def differing(model: Any, loaded: State) -> set[str]:
     """Parameters that are not those of a model that was loaded directly, to the bit."""
     return {name for name, values in model.named_parameters() if not values.equal(loaded[name])}
+
+
+def _by_other_layouts(
+    receiver: WeightReceiver, folders: tuple[Path, Path], model: Any, loaded: tuple[State, State]
+) -> dict[str, list[str]]:
+    """What is not as loaded directly after refits by policies of other layouts, of either folder in turn."""
+    found = {}
+    for number, (name, layout) in enumerate(other_layouts(folders[0]).items()):
+        which = number % 2
+        _exchange(Policy(folders[which], layout), receiver, "shared_memory", "").refit(50 + number)
+        found[name] = sorted(differing(model, loaded[which]))
+    return found
 
 
 def _without_base(

@@ -78,6 +78,15 @@ def test_a_sharded_policy_brings_every_bit_in_bfloat16(
             assert all(0.01 < share < 0.03 for share in others)
 
 
+@pytest.mark.parametrize(("family", "rank"), [(family, rank) for family in FAMILIES for rank in range(2)])
+def test_a_policy_of_any_layout_brings_every_bit(reports: Any, family: str, rank: int) -> None:
+    layouts = ["one process", "PP2", "DP2"]
+    if family in ("qwen3_moe", "mixtral"):
+        layouts += ["EP2 of DP2", "ETP2"]
+    found = reports[family, 2, rank]["refits"]["staged"]["layouts"]
+    assert found == {layout: [] for layout in layouts}
+
+
 @pytest.mark.parametrize(("family", "rank", "update"), SHARDED)
 def test_changes_onto_another_base_are_refused(reports: Any, family: str, rank: int, update: str) -> None:
     found = reports[family, 2, rank]["refits"][update]["without base"]
