@@ -69,6 +69,17 @@ def test_a_dry_run_shows_the_script_and_the_command(nemorl: Nemorl, experiment: 
     assert not Path("sbatch.called").exists()
 
 
+def test_an_image_of_the_surroundings_is_looked_for_too(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMORL_CONTAINER", "a.sqsh")
+
+    assert "a.sqsh: there is no such file" in nemorl("slurm", "submit", experiment, "--dry-run").err
+    Path("a.sqsh").touch()
+    told = nemorl("slurm", "submit", experiment, "--dry-run").out
+    assert f"NEMORL_CONTAINER={Path.cwd()}/a.sqsh " in told
+
+
 def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
     """Sixteen ranks on two nodes of four GPUs."""
     words = (
