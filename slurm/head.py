@@ -95,7 +95,7 @@ class Head:
         allocation = self._allocation
         why = await asyncio.to_thread(why_terminated, allocation.job, allocation.nodes, allocation.restart)
         if why:
-            logger.info("Slurm's reason: %s", why)
+            logger.info("cause, as Slurm knows it: %s", why)
         return why
 
     async def stopped(self, how: str = "") -> Ended:

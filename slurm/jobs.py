@@ -96,7 +96,7 @@ class Job:
             return "pre-empted"
         if self.restarts > restart:  # Slurm has done so before the processes ended
             return "pre-empted, or queued again by hand"
-        return "cancelled" if self.state in ("CANCELLED", "COMPLETING") else ""
+        return "cancelled" if self.state in ("CANCELLED", "COMPLETING") else "told to end, not by Slurm"
 
     def is_task(self, index: int) -> bool:
         """Whether this is a task of an array, or several that wait, with this one among them."""

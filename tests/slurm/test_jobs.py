@@ -78,7 +78,7 @@ def test_nodes_that_slurm_cannot_use_are_lost() -> None:
         ({"JobState": "RUNNING", "PreemptTime": "2026-11-21T23:41:13", "Restarts": "1"}, "pre-empted"),
         ({"JobState": "COMPLETING", "Restarts": "2"}, "pre-empted, or queued again by hand"),
         ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "cancelled"),
-        ({"JobState": "RUNNING", "PreemptTime": "None", "Restarts": "1"}, ""),
+        ({"JobState": "RUNNING", "PreemptTime": "None", "Restarts": "1"}, "told to end, not by Slurm"),
     ],
 )
 def test_a_start_knows_why_it_was_terminated(facts: dict[str, str], why: str) -> None:
