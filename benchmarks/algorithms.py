@@ -1,23 +1,28 @@
 """Does every algorithm learn: does its own figure move the right way on the tiny arithmetic model?
 
-Trains an experiment for each algorithm, from where the first half of `make quickstart` ends (made here where
-it is missing); SFT and distillation begin with random weights. The figure that an algorithm is about is
-compared before its first step and after its last one. Held-out figures are of 400 tasks; standard errors are
-those of the intervals that a run writes (docs/evaluation.md), else of a share of as many tasks. The tasks are
-the same before and after, which the errors make no use of. Runs that have ended are not repeated: remove
-runs/bench_algorithms to begin anew.
+Trains an experiment for each algorithm, from where the first half of `make quickstart` ends; SFT begins with
+random weights, and the second half's model teaches distillation. (Both are made here where they are missing.)
+The figure that an algorithm is about is compared before its first step and after its last one. Held-out
+figures are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),
+else of a share of as many tasks. The tasks are the same before and after, which the errors make no use of.
+Runs that have ended are not repeated: remove runs/bench_algorithms to begin anew. A few rows of a table are
+made again with
+
+    python benchmarks/algorithms.py --algorithms gdpo simpo --beside docs/results/algorithms.json
 """
 
 import argparse
+import json
 import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from common import publish, table_of
 from rich.console import Console
@@ -26,15 +31,18 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.picked import PickedBase
 from nemorl.config.data import ArithmeticDataset
 from nemorl.config.experiment import Experiment
+from nemorl.config.groups import teachers_held
 from nemorl.config.load import load_experiment
+from nemorl.observe.facts import git_commit
 from nemorl.observe.metrics import StepMetrics, read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 FOLDERS = ("quickstart", "algorithms", "offline", "distillation")
-START = Path("runs/quickstart/sft/hf")
+QUICKSTART = ("sft", "grpo")  # whose models are begun with, or teach
 RUNS = Path("runs/bench_algorithms")
 QUANTILE = 1.96  # of the intervals: 95 %
+CLEAR = 2.0  # standard errors; a change of fewer is noise
 
 # What an algorithm is about, where it is more than the share of held-out tasks that a sample passes.
 ACCURACY = "validation/accuracy"
@@ -56,6 +64,7 @@ OWN = {
     "kto": OF_PAIRS,
 }
 FALLING = ("loss", "kl", "jsd")  # how the names of figures end that should fall
+LONGER = {"gdpo": 2}  # times the steps of the others
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,20 @@ class Learnt:
     before: float
     after: float
     standard_errors: tuple[float, float] | None  # of before and after; None of what is no share of tasks
-    better: bool
     steps: int
     seconds_of_a_step: float  # median
     seconds: float  # all steps and validations
+    commit: str | None
+    teacher: float | None = None  # the same figure of the model that teaches
+
+    @property
+    def moved(self) -> Literal["right", "wrong", "within noise"]:
+        """Which way, where it did more than chance can."""
+        change = self.change_in_standard_errors
+        if change is not None and abs(change) < CLEAR:
+            return "within noise"
+        rose = self.after > self.before
+        return "right" if rose != self.figure.endswith(FALLING) else "wrong"
 
     @property
     def change_in_standard_errors(self) -> float | None:
@@ -98,14 +117,22 @@ def run(name: str, file: Path, steps: int) -> list[Learnt]:
     """
     experiment = load_experiment(file)
     algorithm = experiment.algorithm
-    if not isinstance(algorithm, OnlineConfig | PickedBase):
+    if isinstance(algorithm, OnlineConfig | PickedBase):
+        steps *= LONGER.get(name, 1)
+    else:
         steps = algorithm.num_steps
     run_dir = RUNS / name
     metrics = run_dir / "metrics.jsonl"
     if not (metrics.exists() and (lines := read_metrics(metrics)) and lines[-1].step == steps):
         shutil.rmtree(run_dir, ignore_errors=True)
         _train(name, file, run_dir, steps)
-    return list(_learnt(name, experiment, read_metrics(metrics)))
+    learnt = _learnt(name, experiment, read_metrics(metrics))
+    teachers = teachers_held(experiment.teachers)
+    if not teachers:
+        return list(learnt)
+    (teacher,) = teachers.values()
+    accuracy = _accuracy_of(teacher.model_path, file)
+    return [replace(one, teacher=accuracy) if ACCURACY.endswith(one.figure) else one for one in learnt]
 
 
 def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
@@ -119,15 +146,30 @@ def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
         f"checkpointing={{period: {steps}, save_hf: false}}",
         "logger.console=plain",
     ]
+    _nemorl(name, "train", str(file), *overrides)
+
+
+def _accuracy_of(model: Path, file: Path) -> float:
+    """Of a model that learns nothing here, on the held-out tasks of an experiment."""
+    run_dir = RUNS / "teachers" / "-".join(model.parts)
+    figures = run_dir / "eval" / "figures.json"
+    if not figures.exists():
+        layout = "policy.layout.tensor_parallel_size=1"
+        _nemorl(str(model), "eval", str(file), f"run_dir={run_dir}", f"policy.model_path={model}", layout)
+    return float(json.loads(figures.read_text(encoding="utf-8"))["figures"][ACCURACY])
+
+
+def _nemorl(what: str, *arguments: str) -> None:
+    """The command, in one thread. Raises RuntimeError with its last words."""
     ended = subprocess.run(
-        [sys.executable, "-m", "nemorl.cli", "train", str(file), *overrides],
+        [sys.executable, "-m", "nemorl.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if ended.returncode:
-        raise RuntimeError(f"{name} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
+        raise RuntimeError(f"{what} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
 
 
 def _learnt(name: str, experiment: Experiment, lines: Sequence[StepMetrics]) -> Iterator[Learnt]:
@@ -150,10 +192,10 @@ def _learnt(name: str, experiment: Experiment, lines: Sequence[StepMetrics]) -> 
             before=before,
             after=after,
             standard_errors=errors,
-            better=after < before if falls else after > before,
             steps=lines[-1].step,
             seconds_of_a_step=median(times),
             seconds=sum(times),
+            commit=git_commit(Path(__file__)),
         )
 
 
@@ -181,7 +223,8 @@ def row_of(one: Learnt) -> dict[str, object]:
         "before": _with_error(one.before, errors and errors[0]),
         "after": _with_error(one.after, errors and errors[1]),
         "change in standard errors": "" if change is None else f"{change:+.1f}",
-        "moved the right way": str(one.better).lower(),
+        "teacher's": "" if one.teacher is None else f"{one.teacher:.3f}",
+        "moved": one.moved,
         "steps": one.steps,
         "s a step": one.seconds_of_a_step,
         "seconds": round(one.seconds),
@@ -199,21 +242,36 @@ def markdown_of(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+def beside(earlier: Path | None, found: Sequence[Learnt]) -> list[Learnt]:
+    """What was found, and of other algorithms what an earlier JSON has, in the order of the files."""
+    if earlier is None:
+        return list(found)
+    rows = [Learnt(**row) for row in json.loads(earlier.read_text(encoding="utf-8"))["learnt"]]
+    again = {one.algorithm for one in found}
+    order = list(experiments([]))
+    kept = [one for one in rows if one.algorithm not in again and one.algorithm in order]
+    return sorted([*kept, *found], key=lambda one: order.index(one.algorithm))
+
+
 def main() -> None:
-    """Train, compare, and print a table; exit 1 where a run failed or a figure moved the wrong way."""
+    """Train, compare, and print a table; exit 1 where a run failed or a figure did not move the right way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algorithms", nargs="+", default=[], help="only these")
+    parser.add_argument("--beside", type=Path, help="a JSON of this benchmark, whose other rows are kept")
     parser.add_argument("--steps", type=int, default=30, help="of those that sample (default 30)")
     options = parser.parse_args()
     os.chdir(ROOT)
-    if not START.exists():
-        cli = [sys.executable, "-m", "nemorl.cli"]
+    cli = [sys.executable, "-m", "nemorl.cli"]
+    if not Path("models/arithmetic").exists():
         subprocess.run([*cli, "models", "create", "arithmetic", "models/arithmetic"], check=True)
-        subprocess.run([*cli, "train", "configs/quickstart/sft.yaml"], check=True)
+    for half in QUICKSTART:
+        if not Path(f"runs/quickstart/{half}/hf").exists():
+            subprocess.run([*cli, "train", f"configs/quickstart/{half}.yaml"], check=True)
     files = experiments(options.algorithms)
     for file in files.values():
         load_experiment(file)  # what cannot run is told before the first one has run
     found, failed = _run_all(files, options.steps)
+    found = beside(options.beside, found)
     rows = [row_of(one) for one in found]
     if rows:
         path = publish(
@@ -222,10 +280,10 @@ def main() -> None:
             table_of(f"{options.steps} steps on sums of two digits", rows),
         )
         path.with_suffix(".md").write_text(markdown_of(rows), encoding="utf-8")
-    wrong = sorted({one.algorithm for one in found if not one.better})
-    if failed or wrong:
+    not_right = [f"{one.algorithm} {one.figure}: {one.moved}" for one in found if one.moved != "right"]
+    if failed or not_right:
         raise SystemExit(
-            f"failed: {', '.join(failed) or 'none'}; moved the wrong way: {', '.join(wrong) or 'none'}"
+            f"failed: {', '.join(failed) or 'none'}; {', '.join(not_right) or 'the others moved'}"
         )
 
 

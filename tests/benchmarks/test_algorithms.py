@@ -1,9 +1,12 @@
 """What the table of algorithms says follows from what runs wrote."""
 
+import json
 import math
 import sys
+from dataclasses import asdict
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,31 +52,57 @@ def test_an_accuracy_that_rises_has_moved_the_right_way(benchmark, tmp_path):
 
     (one,) = benchmark.run("grpo", benchmark.experiments(["grpo"])["grpo"], steps=7)
 
-    assert (one.before, one.after, one.better, one.steps) == (0.4, 0.7, True, 7)
+    assert (one.before, one.after, one.moved, one.steps) == (0.4, 0.7, "right", 7)
     assert (one.seconds_of_a_step, one.seconds) == (2.0, 8.0)
     errors = 0.05 / 1.96, 0.04 / 1.96
     assert one.standard_errors == pytest.approx(errors)
     assert one.change_in_standard_errors == pytest.approx(0.3 / math.sqrt(errors[0] ** 2 + errors[1] ** 2))
     row = benchmark.row_of(one)
     assert (row["before"], row["after"]) == ("0.400 ± 0.026", "0.700 ± 0.020")
-    assert row["moved the right way"] == "true"
+    assert row["moved"] == "right"
     assert "| grpo | accuracy | 0.400 ± 0.026 |" in benchmark.markdown_of([row])
 
 
-@pytest.mark.parametrize(("after", "better"), [(0.5, "true"), (2.0, "false")])
-def test_a_divergence_is_to_fall_and_a_share_has_the_error_of_a_share(benchmark, tmp_path, after, better):
+@pytest.mark.parametrize(
+    ("after", "moved"), [(0.4, "within noise"), (0.45, "within noise"), (0.3, "wrong"), (0.48, "right")]
+)
+def test_less_than_two_standard_errors_are_noise(benchmark, after, moved):
+    one = benchmark.Learnt("gdpo", "reward", 0.4, after, (0.02, 0.03), 7, 1.0, 8.0, None)
+    assert one.moved == moved
+
+
+def test_rows_are_made_again_beside_those_of_an_earlier_table(benchmark, tmp_path):
+    def row(algorithm: str, after: float) -> Any:
+        return benchmark.Learnt(algorithm, "accuracy", 0.4, after, (0.02, 0.02), 7, 1.0, 8.0, None)
+
+    earlier = tmp_path / "algorithms.json"
+    rows = [row("grpo", 0.5), row("gspo", 0.6), row("no longer there", 0.7)]
+    earlier.write_text(json.dumps({"learnt": [asdict(one) for one in rows]}), encoding="utf-8")
+
+    found = benchmark.beside(earlier, [row("sft", 0.8), row("gspo", 0.9)])
+
+    assert [(one.algorithm, one.after) for one in found] == [("grpo", 0.5), ("sft", 0.8), ("gspo", 0.9)]
+    assert found[0].change_in_standard_errors == pytest.approx(0.1 / math.hypot(0.02, 0.02))
+
+
+@pytest.mark.parametrize(("after", "moved"), [(0.5, "right"), (2.0, "wrong")])
+def test_a_divergence_is_to_fall_and_a_share_has_the_error_of_a_share(benchmark, tmp_path, after, moved):
     file = benchmark.experiments(["off_policy"])["off_policy"]
     steps = load_experiment(file).algorithm.num_steps
     start = {"validation/accuracy": 0.0, "time/step": 1.0}
     end = {"validation/accuracy": 0.5, "distillation/forward_kl": after}
     wrote(tmp_path / "off_policy", start, {"distillation/forward_kl": 1.0}, end, last=steps)
+    measured = tmp_path / "teachers" / "runs-quickstart-grpo-hf" / "eval" / "figures.json"
+    measured.parent.mkdir(parents=True)
+    measured.write_text('{"figures": {"validation/accuracy": 0.55}}', encoding="utf-8")
 
     accuracy, divergence = benchmark.run("off_policy", file, steps=7)
 
     assert accuracy.standard_errors == (0.0, pytest.approx(0.025))  # 400 tasks
+    assert (accuracy.teacher, divergence.teacher) == (0.55, None)
     assert divergence.standard_errors is None
     assert divergence.change_in_standard_errors is None
-    assert benchmark.row_of(divergence)["moved the right way"] == better
+    assert benchmark.row_of(divergence)["moved"] == moved
 
 
 def test_a_run_that_lacks_its_figure_failed(benchmark, tmp_path):

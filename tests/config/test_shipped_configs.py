@@ -1,11 +1,20 @@
 """Every experiment in configs/ can be loaded; only the models it names may be missing here."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.algorithm import (
+    AlgorithmConfig,
+    DistillationConfig,
+    OnlineConfig,
+    OnPolicyDistillationConfig,
+    RewardModelConfig,
+)
+from nemorl.config.algorithm.base import AlgorithmBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.schema import names, variants
@@ -31,40 +40,86 @@ def test_there_are_some() -> None:
     assert FILES
 
 
-def refusal(file: Path) -> ConfigError | None:
+@cache
+def loaded(file: Path) -> Experiment | ConfigError:
+    """The experiment, or why it is none."""
     try:
-        load_experiment(file)
+        return load_experiment(file)
     except ConfigError as error:
         return error
-    return None
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
 def test_it_loads_or_others_complete_it(file: Path) -> None:
-    refused = refusal(file)
+    found = loaded(file)
 
-    if refused is not None:
-        assert file.resolve() in inherited(), str(refused)
-        assert all(violation.value is ABSENT for violation in refused.violations), str(refused)
+    if isinstance(found, ConfigError):
+        assert file.resolve() in inherited(), str(found)
+        assert all(violation.value is ABSENT for violation in found.violations), str(found)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
-def test_only_its_model_may_be_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if refusal(file) is not None:
+def test_only_its_models_may_be_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = loaded(file)
+    if isinstance(experiment, ConfigError):
         pytest.skip("a part that others complete")
     monkeypatch.chdir(CONFIGS.parent)  # paths in experiments are relative to where the command runs
 
-    violations = plan_run(load_experiment(file), ROOMY).violations
+    violations = plan_run(experiment, ROOMY).violations
 
-    assert {violation.field for violation in violations} <= {"policy.model_path"}
+    assert {violation.field for violation in violations} <= {"policy.model_path", "teachers.sums.model_path"}
 
 
 def test_every_algorithm_has_one_that_runs_here() -> None:
     """With a model that is made on the spot."""
-    experiments = [load_experiment(file) for file in FILES if refusal(file) is None]
-    named = {experiment.algorithm.name for experiment in experiments if is_made_here(experiment)}
+    named = {algorithm.name for algorithm in of_experiments_made_here()}
 
     assert named == {name for variant in variants(AlgorithmConfig) for name in names(variant)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "part"),
+    [
+        *((OnlineConfig, part) for part in ("advantage", "loss", "correction", "entropy")),
+        (RewardModelConfig, "loss"),
+        (OnPolicyDistillationConfig | DistillationConfig, "loss"),
+    ],
+)
+def test_every_variant_of_a_part_has_one_that_runs_here(algorithm: Any, part: str) -> None:
+    """But functions of one's own."""
+    used = {getattr(found, part).name for found in of_experiments_made_here() if isinstance(found, algorithm)}
+    kinds = get_args(algorithm) or (algorithm,)
+    known = {
+        name for kind in kinds for v in variants(kind.model_fields[part].annotation) for name in names(v)
+    }
+
+    assert used == known - {"custom"}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "plain"),
+    [
+        ("loss", "dual_clip", None),
+        ("loss", "top_entropy_quantile", 1.0),
+        ("correction", "form", "decoupled"),
+        ("correction", "sequence_mask", None),
+        ("correction", "off_policy_threshold", None),
+        ("correction", "divisor", "all"),
+        ("kl", "coefficient", 0.0),
+        ("likelihood", "coefficient", 0.0),
+    ],
+)
+def test_every_addition_to_a_loss_has_one_that_runs_here(part: str, field: str, plain: object) -> None:
+    sections = [getattr(a, part) for a in of_experiments_made_here() if isinstance(a, OnlineConfig)]
+
+    assert any(getattr(section, field, plain) != plain for section in sections)
+
+
+@cache
+def of_experiments_made_here() -> tuple[AlgorithmBase, ...]:
+    """The algorithms of these experiments."""
+    experiments = [found for file in FILES if isinstance(found := loaded(file), Experiment)]
+    return tuple(experiment.algorithm for experiment in experiments if is_made_here(experiment))
 
 
 def is_made_here(experiment: Experiment) -> bool:
