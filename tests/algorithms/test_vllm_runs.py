@@ -1,7 +1,18 @@
-"""Whole runs that sample with vLLM, on processors of their own and on the policy's."""
+"""Whole runs that sample with vLLM: on processors of their own, on the policy's, and by its server."""
 
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +22,7 @@ from nemorl.models.adapters import adapter_tensors
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
+from nemorl.observe.metrics import StepMetrics
 from tests.algorithms.runs import finish, lines, start, write_experiment
 from tests.vllm_there import require_vllm
 
@@ -24,37 +36,102 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LORA = LoraConfig(rank=4, alpha=8.0)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "colocated", "lora"),
-    [(1, False, None), (2, True, LORA)],
-    ids=["separate", "time-shared, two ranks, adapters alone"],
-)
-def test_grpo_learns_from_what_vllm_samples(
-    tmp_path: Path, model: Path, ranks: int, colocated: bool, lora: LoraConfig | None
-) -> None:
-    policy = {"offload": {"weights": colocated, "optimizer": colocated}}
-    adapters = {} if lora is None else {"lora": lora.model_dump(), "optimizer": {"name": "adam", "lr": 1e-2}}
+def run(folder: Path, model: Path, generation: dict[str, Any], policy: dict[str, Any]) -> list[StepMetrics]:
+    """The steps of a run of three."""
     config = write_experiment(
-        tmp_path, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
-        policy=policy | adapters,
+        folder, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
+        policy=policy,
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
-    engine = {
-        "backend": "vllm", "tensor_parallel_size": ranks, "colocated": colocated, "max_new_tokens": 6,
-        "threads": 1, "adapters": "separate" if lora else "merged",
-    }  # fmt: skip
-    config.write_text(yaml.safe_dump({**tree, "generation": engine, "checkpointing": {"enabled": False}}))
+    tree |= {"generation": {"max_new_tokens": 6, **generation}, "checkpointing": {"enabled": False}}
+    config.write_text(yaml.safe_dump(tree))
     status, output = finish(start("train", config), 500)
     assert status == 0, output
-    steps = lines(tmp_path / "run")
+    steps = lines(folder / "run")
     assert [s.step for s in steps] == [1, 2, 3]
+    return steps
+
+
+def test_changes_alone_go_from_two_policy_ranks_to_two_of_vllm(tmp_path: Path, model: Path) -> None:
+    """In bfloat16, by real optimizer steps; all that an engine then has is compared with what was sent."""
+    engine = {"backend": "vllm", "tensor_parallel_size": 2, "threads": 1, "delta": True}
+    policy = {"precision": "bfloat16", "optimizer": {"name": "adam", "lr": 1e-6}}
+    steps = run(tmp_path, model, engine, policy)
+    sizes = {name: math.prod(size) for name, size in hf_tensors(ModelShape.load(model)).items()}
+    on_both = sum(size for name, size in sizes.items() if name.endswith("norm.weight"))
+    whole = 2 * (sum(sizes.values()) + on_both) / 1e9
+    assert steps[0].values["refit/gigabytes"] == whole
+    assert all(0 < s.values["refit/gigabytes"] < 0.03 * whole for s in steps[1:])
+    assert max(s.values["logprob_gap/mean"] for s in steps) < 0.02  # of rounding
+    assert all(s.values["version/lag"] == 0 for s in steps)
+    assert "EngineDeadError" not in (tmp_path / "run/logs/generation-0.log").read_text()
+
+
+def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path, model: Path) -> None:
+    lora = LoraConfig(rank=4, alpha=8.0)
+    engine = {
+        "backend": "vllm", "tensor_parallel_size": 2, "threads": 1, "colocated": True, "adapters": "separate"
+    }  # fmt: skip
+    policy = {
+        "offload": {"weights": True, "optimizer": True}, "lora": lora.model_dump(),
+        "optimizer": {"name": "adam", "lr": 1e-2},
+    }  # fmt: skip
+    steps = run(tmp_path, model, engine, policy)
     # Every batch is sampled by the weights of the step before it, in the policy's own distribution.
     assert max(s.values["logprob_gap/max"] for s in steps) < 1e-3
-    shape = ModelShape.load(model)
-    sent = hf_tensors(shape) if lora is None else adapter_tensors(shape, lora)
-    num_bytes = 4 * ranks * sum(map(math.prod, sent.values()))  # to each rank all of the adapters
+    sent = adapter_tensors(ModelShape.load(model), lora)
+    num_bytes = 4 * 2 * sum(map(math.prod, sent.values()))  # to each rank all of them
     assert all(s.values["refit/gigabytes"] == num_bytes / 1e9 for s in steps)
     assert all(s.values["version/lag"] == 0 for s in steps)
+
+
+@contextmanager
+def vllm_server(model: Path, log: Path) -> Iterator[str]:
+    """Its address, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        "--model", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", "policy",
+        "--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--no-enable-chunked-prefill",
+        "--logprobs-mode", "processed_logprobs",
+    ]  # fmt: skip
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with log.open("w") as told:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)], stdout=told,
+            stderr=subprocess.STDOUT, env=os.environ | environment,
+        )  # fmt: skip
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while True:
+            assert server.poll() is None, log.read_text()
+            with suppress(OSError), urllib.request.urlopen(f"{address}/v1/models", timeout=10) as answer:
+                assert json.load(answer)["data"][0]["id"] == "policy"
+                break
+            time.sleep(0.2)
+        yield f"{address}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM is here without its server's packages")
+def test_samples_of_a_vllm_server_are_learnt_from(tmp_path: Path, model: Path) -> None:
+    """At a temperature, of whose distribution the server tells the logprobs."""
+    with vllm_server(model, tmp_path / "server.log") as address:
+        engine = {
+            "backend": "openai",
+            "base_url": address,
+            "model": "policy",
+            "sampling": {"temperature": 0.7},
+        }
+        steps = run(tmp_path, model, engine, {"layout": {}, "optimizer": {"name": "adam", "lr": 1e-6}})
+    assert steps[0].values["logprob_gap/max"] < 1e-4
+    # The server keeps its weights while the policy moves, if only by a rate of 1e-6.
+    assert steps[2].values["logprob_gap/mean"] > steps[0].values["logprob_gap/mean"]
+    assert all("refit/gigabytes" not in s.values and s.values["generation/retries"] == 0 for s in steps)

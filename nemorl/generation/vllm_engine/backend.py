@@ -184,8 +184,12 @@ class VllmBackend:
     def close(self) -> None:
         """End the engine's processes."""
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.shutdown()
+        if engine is None:
+            return
+        # vLLM's own order ends the processes first, and its handler logs that as the engine's death.
+        if engine.output_handler is not None:
+            engine.output_handler.get_loop().call_soon_threadsafe(engine.output_handler.cancel)
+        engine.shutdown()
 
     def _ended_by(self, cause: str) -> str:
         return f"{self._name} has ended: {cause}{self._last_words()}"
