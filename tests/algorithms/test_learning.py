@@ -172,8 +172,14 @@ def test_divergence_in_the_reward_of_a_group() -> None:
 
 
 def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
-    log, _, _ = step_of(["policy"], name="grpo")
-    assert log == ["policy load", "policy trains 0"]
+    for correction in ({"name": "none"}, {"name": "mis"}):
+        log, _, _ = step_of(["policy"], name="grpo", correction=correction)
+        assert log == ["policy load", "policy trains 0"]
+
+
+def test_a_divisor_of_what_is_kept_wants_old_logprobs() -> None:
+    log, _, _ = step_of(["policy"], name="grpo", correction={"name": "mis", "divisor": "kept"})
+    assert log == ["policy load", "policy logprobs old", "policy trains 0"]
 
 
 def test_a_choice_by_entropy_wants_the_entropies_before_the_updates() -> None:
