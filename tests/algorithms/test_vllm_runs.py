@@ -40,7 +40,7 @@ def run(folder: Path, model: Path, generation: dict[str, Any], policy: dict[str,
     """The steps of a run of three."""
     config = write_experiment(
         folder, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
-        policy=policy,
+        policy=policy, rewards=[{"function": "tests.algorithms.rewards:differs"}],
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
     tree |= {"generation": {"max_new_tokens": 6, **generation}, "checkpointing": {"enabled": False}}
@@ -49,6 +49,7 @@ def run(folder: Path, model: Path, generation: dict[str, Any], policy: dict[str,
     assert status == 0, output
     steps = lines(folder / "run")
     assert [s.step for s in steps] == [1, 2, 3]
+    assert all(s.values["updates/empty"] == 0 for s in steps)
     return steps
 
 
@@ -130,8 +131,8 @@ def test_samples_of_a_vllm_server_are_learnt_from(tmp_path: Path, model: Path) -
             "model": "policy",
             "sampling": {"temperature": 0.7},
         }
-        steps = run(tmp_path, model, engine, {"layout": {}, "optimizer": {"name": "adam", "lr": 1e-6}})
+        steps = run(tmp_path, model, engine, {"layout": {}, "optimizer": {"name": "adam", "lr": 1e-5}})
     assert steps[0].values["logprob_gap/max"] < 1e-4
-    # The server keeps its weights while the policy moves, if only by a rate of 1e-6.
-    assert steps[2].values["logprob_gap/mean"] > steps[0].values["logprob_gap/mean"]
+    # The server keeps its weights while the policy moves.
+    assert steps[2].values["logprob_gap/mean"] > 1e-4
     assert all("refit/gigabytes" not in s.values and s.values["generation/retries"] == 0 for s in steps)
