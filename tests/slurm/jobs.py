@@ -140,6 +140,16 @@ class Job:
         self._awaits(lambda: len(self._nodes_of(group)) == count, f"start of {group}")
         return self._nodes_of(group)
 
+    @property
+    def minutes(self) -> int:
+        """Whole ones that it has run."""
+        hours, minutes, _ = self.facts()["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def may_run(self, minutes: int) -> None:
+        """Set its time limit anew."""
+        self.place.slurm.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
+
     def is_queued_again(self, count: int = 1) -> None:
         """Wait for its next start in the queue."""
         self._awaits(lambda: self.restarts >= count, f"restart {count}")

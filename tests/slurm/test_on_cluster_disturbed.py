@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 LONGER = "algorithm: {num_steps: 24, num_prompts_per_step: 32}"
 LONGEST = "algorithm: {num_steps: 150, num_prompts_per_step: 32}"
 SPREAD = "cluster: {placement: SPREAD}"
+HETEROGENEOUS = "cluster: {labels: {policy: {nemorl.io/part: gpu}, rollout: {nemorl.io/part: cpu}}}"
 
 
 def test_a_policy_over_both_nodes_as_on_one_machine(place, local_run):
@@ -21,7 +22,7 @@ def test_a_policy_over_both_nodes_as_on_one_machine(place, local_run):
 
 def test_rollout_workers_on_nodes_for_cpus(place, local_run):
     """A heterogeneous job."""
-    config = place.config("het", "cluster: {labels: {rollout: {nemorl.io/part: cpu}}}")
+    config = place.config("het", HETEROGENEOUS)
     job = place.submit(config, "--nodes", "1", "--cpu-nodes", "1")
     assert job.starts("policy", 2) == ["n1", "n1"]
     assert job.starts("rollout", 1) == ["n2"]
@@ -78,9 +79,11 @@ def test_ray_dies_on_a_node(place, local_run):
 
 
 def test_before_the_time_limit_it_saves_and_goes_on_in_the_next_start(place, local_run):
-    config = place.config("out-of-time", LONGEST)
-    job = place.submit(config, "--nodes", "2", "--time", "2", "--sbatch=--signal=USR1@45")
+    job = place.submit(place.config("out-of-time", LONGEST), "--nodes", "2", "--sbatch=--signal=USR1@120")
+    job.reaches_step(5)
+    job.may_run(job.minutes + 2)
     job.is_queued_again()
+    job.may_run(60)
     assert job.ends() == "COMPLETED", job.output
     assert "stopped before the time limit" in job.output
     assert figures(job.run_dir) == local_run(LONGEST)
