@@ -16,7 +16,8 @@ from tests.containers.dockerfiles import CONTAINERS, versions
 from tests.containers.rayjob_schema import RAY_JOB
 
 TEXT = (CONTAINERS / "kubernetes" / "rayjob.yaml").read_text(encoding="utf-8")
-CLAIM, CONFIG, JOB = yaml.safe_load_all(TEXT)
+CLAIM = yaml.safe_load((CONTAINERS / "kubernetes" / "volume.yaml").read_text(encoding="utf-8"))
+CONFIG, JOB = yaml.safe_load_all(TEXT)
 CLUSTER = JOB["spec"]["rayClusterSpec"]
 GROUPS = {group["groupName"]: group for group in CLUSTER["workerGroupSpecs"]}
 PODS = {
@@ -128,19 +129,19 @@ def test_the_experiment_lies_where_the_driver_looks_and_writes_where_all_nodes_s
 def test_the_experiment_is_one(tmp_path: Path) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(CONFIG["data"]["experiment.yaml"])
-    assert load_experiment(path).cluster.num_nodes == 2
+    assert load_experiment(path).cluster.num_nodes == 4
 
 
 def test_the_experiment_and_the_cluster_agree() -> None:
     cluster, gpu = EXPERIMENT["cluster"], GROUPS["gpu"]
-    assert cluster["num_nodes"] == gpu["replicas"]
+    assert cluster["num_nodes"] == 1 + sum(group["replicas"] for group in GROUPS.values())  # 1: the head
     [worker], [doctor] = gpu["template"]["spec"]["containers"], gpu["template"]["spec"]["initContainers"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == cluster["gpus_per_node"]
     assert doctor["args"] == ["doctor", "--brief", "--gpus", str(cluster["gpus_per_node"])]
     layout, generation = EXPERIMENT["policy"]["layout"], EXPERIMENT["generation"]
     policy = layout["tensor_parallel_size"] * layout["data_parallel_size"]
     engines = generation["replicas"] * generation["tensor_parallel_size"]
-    assert policy + engines == cluster["num_nodes"] * cluster["gpus_per_node"]
+    assert policy + engines == gpu["replicas"] * cluster["gpus_per_node"]
     for group in GROUPS.values():
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
 
