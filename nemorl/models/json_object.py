@@ -13,6 +13,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BrokenModelFolder(f"{path} is missing; it is part of every Hugging Face model folder") from None
+    except OSError as error:
+        raise BrokenModelFolder(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BrokenModelFolder(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):

@@ -5,6 +5,7 @@ Imports no torch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from nemorl.config.checks.facts import generates
@@ -42,7 +43,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     try:
         shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
-        violations.append(_model_violation(experiment, str(error)))
+        violations.append(_model_violation("policy", experiment.policy.model_path, str(error)))
         return Plan((), tuple(violations))
     violations += _length_violations(experiment, shape)
     if training:
@@ -67,14 +68,14 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     return Plan(processes, tuple(violations))
 
 
-def _model_violation(experiment: Experiment, problem: str) -> Violation:
-    path = experiment.policy.model_path
+def _model_violation(section: str, path: Path, problem: str) -> Violation:
     if not path.is_dir():
+        found = "this is a file" if path.exists() else "there is no such folder"
         problem = (
-            "there is no such folder: name one with config.json and safetensors; `nemorl models fetch` and "
+            f"{found}: name one with config.json and safetensors; `nemorl models fetch` and "
             "`nemorl models create` make some"
         )
-    return Violation("policy.model_path", str(path), problem)
+    return Violation(f"{section}.model_path", str(path), problem)
 
 
 def models_beside(
@@ -87,7 +88,7 @@ def models_beside(
         try:
             shape = ModelShape.load(config.model_path, config.head)
         except (BrokenModelFolder, UnsupportedModel) as error:
-            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), str(error)))
+            refused.append(_model_violation(model.section, config.model_path, str(error)))
             continue
         alone = experiment.model_copy(update={"policy": config})
         problems = [*_length_violations(alone, shape), *_precision_violations(alone, shape)]

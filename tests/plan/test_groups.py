@@ -46,7 +46,9 @@ def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Config
             "critic.layout.tensor_parallel_size",
             "it must divide",
         ),
-        (["reference={model_path: nowhere}"], "reference.model_path", "config.json is missing"),
+        (["reference={model_path: nowhere}"], "reference.model_path", "there is no such folder: name one"),
+        ([f"reference={{model_path: {__file__}}}"], "reference.model_path", "this is a file: name one"),
+        ([f"policy.model_path={__file__}"], "policy.model_path", "this is a file: name one"),
         (["critic={lora: {rank: 999, alpha: 1}}"], "critic.lora.rank", "no higher rank than that"),
     ],
 )
