@@ -50,10 +50,10 @@ def rows(run_dir: Path) -> list[Row]:
     return [
         _row(
             f"{submission.job}_{index}",
-            Path(folder),
+            folder,
             [job for job in there if job.is_task(index)],
         )
-        for index, folder in enumerate(submission.run_dirs)
+        for index, folder in enumerate(submission.folders)
     ]
 
 

@@ -133,15 +133,25 @@ class Submission:
     def log(self) -> Path:
         """Where Slurm writes what the job says, or a task."""
         pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
-        path = Path(self.folder, re.sub("%j|%A_%a", self.job, pattern.partition("=")[2]))
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return self._from_here(re.sub("%j|%A_%a", self.job, pattern.partition("=")[2]))
+
+    @property
+    def folders(self) -> list[Path]:
+        """The `run_dirs`, as they are found from the current folder, which need not be that of `submit`."""
+        return [self._from_here(run_dir) for run_dir in self.run_dirs]
 
     @property
     def again(self) -> str:
         """The command that goes on with the run."""
         config, task = Path(self.command[-1]), self.job.partition("_")[2]
         config = config / f"{task}.yaml" if task else config
-        return shlex.join(["nemorl", "slurm", "submit", "--resume", str(config), *self.options])
+        command = shlex.join(["nemorl", "slurm", "submit", "--resume", str(config), *self.options])
+        # The paths in the configuration are of there too.
+        return command if Path.cwd() == Path(self.folder) else f"cd {shlex.quote(self.folder)} && {command}"
+
+    def _from_here(self, path: str) -> Path:
+        whole = Path(self.folder, path)
+        return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
 
 
 def latest(run_dir: Path) -> Submission | None:

@@ -169,6 +169,25 @@ def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: 
     assert "to go on: nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml --nodes=1\n" in told
 
 
+def test_a_sweep_is_seen_from_another_folder(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nemorl("slurm", "submit", experiment, "--sweep", "seed=1,2")
+    here = Path.cwd()
+    Path("runs/sums/00_seed=1/metrics.jsonl").write_text('{"step": 3}\n')
+    Path("runs/sums/00_seed=1/checkpoints/step_00000002").mkdir(parents=True)
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    Path("state").write_text("JobId=12 ArrayJobId=12 ArrayTaskId=0-1 JobState=PENDING Reason=Resources\n")
+
+    assert "12_0 PENDING 3" in " ".join(nemorl("slurm", "status", here / "runs/sums").out.split())
+    told = nemorl("slurm", "cancel", here / "runs/sums")
+
+    assert told.status == 0
+    assert "12_0: ended; its newest checkpoint is of step 2" in told.out
+    assert f"to go on: cd {here} && nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml" in told.out
+
+
 def test_a_sweep_with_a_wrong_value_is_refused_whole(nemorl: Nemorl, experiment: Path) -> None:
     told = nemorl("slurm", "submit", experiment, "--sweep", "seed=1,-1")
 
