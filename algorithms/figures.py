@@ -11,9 +11,9 @@ from nemorl.rollout.types import StopReason
 def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.
 
-    Failed trajectories count among lengths, stops and errors, not among rewards. `reward/std` is over all
-    sound trajectories; `group/zero_variance` is the share of groups whose rewards are all equal, which teach
-    nothing.
+    Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
+    rewards. `reward/std` is over all sound trajectories; `group/zero_variance` is the share of groups whose
+    rewards are all equal, which teach nothing.
     """
     members = [t for group in groups for t in group.trajectories]
     sound = [[t for t in group.trajectories if t.error is None] for group in groups]

@@ -88,7 +88,10 @@ def gap_figures(gap: LogprobStats) -> dict[str, float]:
 
 
 def versions_of(groups: Sequence[GroupSummary]) -> range:
-    """The versions that sampled the tokens of a batch, from the oldest on; empty where none was sampled."""
-    sampled = [t for group in groups for t in group.trajectories if t.num_sampled]
+    """The versions that sampled the tokens of a batch, from the oldest on; empty where none was sampled.
+
+    What failed is not looked at, and does not count.
+    """
+    sampled = [t for group in groups for t in group.trajectories if t.error is None and t.num_sampled]
     oldest = min((t.min_version for t in sampled), default=0)
     return range(oldest, max((t.max_version for t in sampled), default=-1) + 1)

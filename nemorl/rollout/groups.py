@@ -30,7 +30,7 @@ class TrajectorySummary:
     reward: float  # the weighted sum
     rewards: dict[str, float]  # by name, before weights; absent = not applicable
     num_tokens: int
-    num_sampled: int  # tokens that train; 0 after an error
+    num_sampled: int  # tokens of the policy; after an error too, where none of them trains
     num_turns: int
     stop: StopReason
     min_version: int  # oldest weights that sampled a token; -1 when none was sampled

@@ -139,8 +139,8 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
-        return int(self.loss_mask.sum())
+        """Tokens that the policy sampled; after an error too, where none of them trains."""
+        return int((self.versions >= 0).sum())
 
 
 @dataclass(frozen=True)

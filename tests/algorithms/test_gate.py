@@ -1,5 +1,6 @@
 """The gate over a real trainer and real engines, sound and wrong ones."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,4 +157,6 @@ def test_versions_of_a_batch(right):
     trajectories = sampled(right)
     summaries = tuple(summarize(t, row) for row, t in enumerate(trajectories))
     assert versions_of([GroupSummary(0, 0, None, summaries)]) == range(1)
+    stale = replace(summaries[0], min_version=-1, max_version=7, error="lost", trains=False)
+    assert versions_of([GroupSummary(0, 0, None, (*summaries, stale))]) == range(1)
     assert not versions_of([])

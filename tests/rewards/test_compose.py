@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nemorl.algorithms.bookkeeping import samples_of
+from nemorl.algorithms.figures import rollout_figures
 from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.rewards import calls
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.deadline import attempt
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers
+from nemorl.rollout.groups import GroupSummary, SampleText, summarize
 from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 OWN = "tests.rewards.own_rewards"
@@ -137,6 +140,13 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
     assert [t.error is None for t in paid.trajectories] == [True, False, True]
     assert "answered inf: a finite number" in paid.trajectories[1].error
     assert paid.scoring["fails_for_five"].errors == 1
+    # One token of the prompt and two sampled in each, in the lost one too.
+    members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
+    group = GroupSummary(0, 0, None, members, texts=(SampleText(1, "2 + 3 =", "5"),))
+    figures = rollout_figures([group])
+    assert (figures["length/mean"], figures["tokens/generated"], figures["errors"]) == (2, 6, 1)
+    (sample,) = samples_of(1, [group], "training")
+    assert (sample.prompt_tokens, sample.sampled_tokens) == (1, 2)
 
 
 def test_a_column_that_no_task_has_ends_the_run():
