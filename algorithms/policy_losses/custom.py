@@ -1,6 +1,6 @@
 """A policy loss of your own: a function found by its import path, and tried before a run starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from .tokens import TokenLoss
 LossFunction = Callable[..., TokenLoss]
 F = TypeVar("F", bound=LossFunction)
 
+_SUMS = frozenset({"tokens", "ratio/square"})  # that figures are made of, beside those that are told
 _WANTED = "(batch, logprobs, old, advantages, **arguments) -> TokenLoss"
 
 
@@ -40,11 +41,12 @@ def own_loss(config: CustomLossConfig) -> LossFunction:
     return find("policy loss", config.function)
 
 
-def try_out(config: CustomLossConfig) -> None:
+def try_out(config: CustomLossConfig, taken: Collection[str] = ()) -> None:
     """Call a function as training would, on a batch of two sequences.
 
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    figures [N]. Raises OwnPartError when it cannot be found or called, fails, or does not answer so.
+    figures [N] of other names than those `taken` by figures of the run. Raises OwnPartError when it cannot be
+    found or called, fails, or does not answer so.
     """
     batch = _tiny_batch()
     assert batch.old_logprobs is not None
@@ -60,6 +62,10 @@ def try_out(config: CustomLossConfig) -> None:
     )
     if problem := _problem(found, logprobs, batch.loss_mask):
         raise _error(config.function, problem)
+    for name in found.figures:
+        if name in taken or name in _SUMS:
+            problem = f"its figure {name} has the name of one that the run has already: give it another"
+            raise _error(config.function, problem)
 
 
 def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:

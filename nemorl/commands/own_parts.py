@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
 from nemorl.config.algorithm.advantage import CustomAdvantageConfig
-from nemorl.config.checks.figures import reward_names
+from nemorl.config.checks.figures import figures, reward_names
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError, Violation
 
@@ -25,6 +25,7 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
         from nemorl.algorithms.policy_losses import try_out as try_out_loss  # brings torch as well
 
         try:
-            try_out_loss(algorithm.loss)
+            taken = figures(algorithm, experiment.env, experiment.rewards, experiment.data)
+            try_out_loss(algorithm.loss, taken)
         except NemorlError as error:
             yield Violation("algorithm.loss.function", algorithm.loss.function, str(error))

@@ -6,8 +6,9 @@ import pytest
 
 from tests.cli.conftest import Nemorl
 
-ADVANTAGE = '''
+PARTS = '''
 from nemorl.algorithms.own_advantage import advantage
+from nemorl.algorithms.policy_losses import TokenLoss
 
 
 @advantage
@@ -28,6 +29,11 @@ def ending(groups):
 def forgetful(groups):
     """Nothing at all."""
     return []
+
+
+def told(batch, logprobs, old, advantages, figure):
+    """REINFORCE, and a figure."""
+    return TokenLoss(-logprobs * advantages, figures={figure: -logprobs})
 '''
 
 
@@ -39,11 +45,20 @@ def forgetful(groups):
         ("advantage={name: custom, function: 'my_parts:ending'}", "it raised SystemExit: 3"),
         ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
+        ("loss={name: custom, function: 'my_parts:told', arguments: {figure: own/gain}}", None),
+        (
+            "loss={name: custom, function: 'my_parts:told', arguments: {figure: loss/total}}",
+            "its figure loss/total has the name of one that the run has already",
+        ),
+        (
+            "loss={name: custom, function: 'my_parts:told', arguments: {figure: tokens}}",
+            "its figure tokens has the name of one that the run has already",
+        ),
         ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
     ],
 )
 def test_check_tries_them(nemorl: Nemorl, experiment: Path, section: str, refused: str | None) -> None:
-    Path("my_parts.py").write_text(ADVANTAGE, encoding="utf-8")
+    Path("my_parts.py").write_text(PARTS, encoding="utf-8")
 
     outcome = nemorl("check", experiment, f"algorithm.{section}")
 
