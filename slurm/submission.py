@@ -41,7 +41,8 @@ class Options:
     def words(self, name: str, folder: Path, tasks: int) -> list[str]:
         """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `SlurmError`."""
         log = "%A_%a.log" if tasks else "%j.log"
-        both = ["--exclusive", "--mem=0", "--ntasks-per-node=1"]
+        # The launcher wants PATH and NEMORL_…, whatever a site sets in SBATCH_EXPORT.
+        both = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL"]
         if self.time is not None:
             both += [f"--time={self.time}", *signal_words(limit_seconds(self.time))]
         both += [f"--account={self.account}"] * (self.account is not None)

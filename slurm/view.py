@@ -49,7 +49,8 @@ def attach(run_dir: Path, words: Sequence[str], node: str | None) -> int:
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_RAY}
     environment = {**inherited, **secret_environment(start), "RAY_ADDRESS": decided.gcs}
     command = ["srun", f"--jobid={found[0].number}", "--overlap", "--nodes=1", "--ntasks=1"]
-    command += [f"--nodelist={node or nodes[0]}", "--mpi=none", f"--chdir={submission.folder}"]
+    command += [f"--nodelist={node or nodes[0]}", f"--chdir={submission.folder}", "--mpi=none"]
+    command += ["--export=ALL"]
     if submission.cpu_nodes:  # they are the last
         command += [f"--het-group={int(node in nodes[-submission.cpu_nodes :])}"]
     command += _environment_of(submission.variables, submission.folder, environment)

@@ -12,7 +12,7 @@ from nemorl.slurm.submission import SCRIPT
 # `srun` ends with the next of the statuses, and the launcher on the head with what it leaves as its verdict.
 COMMANDS = {
     "srun": 'read -r status rest <statuses; echo "$rest" >statuses; echo srun "$NEMORL_JOB" >>asked\n'
-    '[ -n "$VERDICT" ] && echo "$VERDICT" >"$NEMORL_VERDICT"; exit "$status"',
+    'echo "$@" >words; [ -n "$VERDICT" ] && echo "$VERDICT" >"$NEMORL_VERDICT"; exit "$status"',
     "scontrol": 'case "$*" in\n'
     '*hostnames*) printf "n1\\nn2\\n";; *"show job"*) echo "$FACTS";; *) echo "$@" >>asked;; esac',
     "scancel": 'echo scancel "$@" >>asked',
@@ -90,3 +90,8 @@ def test_a_task_of_an_array_is_never_the_whole_array(script: Script) -> None:
 def test_a_step_that_a_node_does_not_begin_is_tried_again(script: Script) -> None:
     assert script.ends(RUNNING, statuses="168 168 0") == 0
     assert script.asked == ["srun 12"] * 3
+
+
+def test_the_tasks_get_the_job_s_environment_whatever_a_site_sets(script: Script) -> None:
+    assert script.ends(RUNNING, SLURM_EXPORT_ENV="NONE") == 0
+    assert (script.folder / "words").read_text().startswith("--export=ALL ")

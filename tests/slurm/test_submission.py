@@ -35,7 +35,7 @@ def words(options: Options, tasks: int = 0) -> str:
 def test_a_job_gets_whole_nodes() -> None:
     assert words(Options(nodes=2, gpus_per_node=8, time="4:00:00", partition="gpu", account="me")) == (
         "--job-name=sums --output=runs/sums/slurm/%j.log --nodes=2 --exclusive --mem=0 --ntasks-per-node=1 "
-        "--time=4:00:00 --account=me --partition=gpu --gpus-per-node=8"
+        "--export=ALL --time=4:00:00 --account=me --partition=gpu --gpus-per-node=8"
     )
 
 
