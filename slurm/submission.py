@@ -46,7 +46,12 @@ class Options:
         if self.time is not None:
             both += [f"--time={self.time}", *signal_words(limit_seconds(self.time))]
         both += [f"--account={self.account}"] * (self.account is not None)
-        first = [f"--job-name={name}", f"--output={folder / log}", f"--nodes={self.nodes}", *both]
+        first = [
+            f"--job-name={name}",
+            f"--output={str(folder).replace('%', '%%')}/{log}",
+            f"--nodes={self.nodes}",
+            *both,
+        ]
         first += [f"--partition={self.partition}"] * (self.partition is not None)
         first += [f"--gpus-per-node={self.gpus_per_node}"] * (self.gpus_per_node > 0)
         first += [f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "")] * (tasks > 0)
@@ -134,7 +139,10 @@ class Submission:
     def log(self) -> Path:
         """Where Slurm writes what the job says, or a task."""
         pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
-        return self._from_here(re.sub("%j|%A_%a", self.job, pattern.partition("=")[2]))
+        words = {"%%": "%", "%j": self.job, "%A_%a": self.job}
+        return self._from_here(
+            re.sub("|".join(words), lambda found: words[found[0]], pattern.partition("=")[2])
+        )
 
     @property
     def folders(self) -> list[Path]:

@@ -117,6 +117,15 @@ def test_the_newest_submission_is_found_again() -> None:
     assert latest(experiment.run_dir) == made
 
 
+def test_a_folder_may_have_a_percent_sign() -> None:
+    """Which Slurm takes for the beginning of a job's number."""
+    experiment = load_experiment(write(Path()), ["run_dir='runs/a b ü, 100%j'"])
+    made = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
+
+    assert "--output=runs/a b ü, 100%%j/slurm/%j.log" in made.command
+    assert replace(made, job="12").log == Path("runs/a b ü, 100%j/slurm/12.log")
+
+
 def test_a_task_of_a_sweep_is_a_submission_of_its_own() -> None:
     experiment = load_experiment(write(Path()))
     folders = [Path("runs/sums/00_a=1"), Path("runs/sums/01_a=2")]
