@@ -122,6 +122,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         0.0,
         "give it a cross entropy beside it, as ORPO's 1",
     ),
+    "a reference of its own, which comes before the first step": (
+        ["algorithm.name=kto", "reference={micro_batch_tokens: 256}"],
+        "reference",
+        {"micro_batch_tokens": 256},
+        "`kto` keeps its reference in the policy's processes: remove this section",
+    ),
+    "a reference for means alone": (
+        ["algorithm.name=simpo", "reference={micro_batch_tokens: 256}"],
+        "reference",
+        {"micro_batch_tokens": 256},
+        "`simpo` looks at no reference: remove this section",
+    ),
     "answers that all count nothing": (
         ["algorithm.name=kto", "algorithm.desirable_weight=0", "algorithm.undesirable_weight=0"],
         "algorithm.desirable_weight",

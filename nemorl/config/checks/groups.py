@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nemorl.config.algorithm import AlgorithmConfig, DistillationAlgorithm, OnlineBase, OnlineConfig
+from nemorl.config.algorithm import (
+    AlgorithmConfig,
+    DistillationAlgorithm,
+    OfflineBase,
+    OnlineBase,
+    OnlineConfig,
+)
 from nemorl.config.algorithm.presets import presets
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
 from nemorl.config.base import Config
@@ -52,12 +58,16 @@ def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig |
     """A reference in processes of its own serves online algorithms that look at one."""
     if reference is None:
         return
-    if not algorithm.keeps_reference:
-        mend = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
-        yield Violation("reference", _given(reference), mend)
-    elif not isinstance(algorithm, OnlineConfig):
-        mend = f"`{algorithm.name}` keeps its reference in the policy's processes: remove this section"
-        yield Violation("reference", _given(reference), mend)
+    if isinstance(algorithm, OnlineConfig):
+        if not algorithm.keeps_reference:
+            mend = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
+            yield Violation("reference", _given(reference), mend)
+        return
+    precomputes = isinstance(algorithm, OfflineBase) and algorithm.precomputes_reference
+    looks = "keeps its reference in the policy's processes"
+    if not (algorithm.keeps_reference or precomputes):
+        looks = "looks at no reference"
+    yield Violation("reference", _given(reference), f"`{algorithm.name}` {looks}: remove this section")
 
 
 def teachers_are_wanted(
