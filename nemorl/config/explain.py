@@ -65,6 +65,9 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
             return Violation(field, value, _choice(str(value), _QUOTED.findall(context["expected"])))
+        case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
+            mend = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
+            return Violation(dotted(path[:-2]), value, mend)
         case "string_pattern_mismatch":
             return Violation(field, value, f"it is not written as it must be{_help(details)}")
         case _ if kind in _BOUNDS:

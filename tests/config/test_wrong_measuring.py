@@ -45,6 +45,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         None,
         "",
     ),
+    "a teacher's name that is no word": (
+        [*ON_POLICY, "teachers={'a b/ü': {model_path: m}}"],
+        "teachers",
+        "a b/ü",
+        "of small letters, digits and _, a letter first",
+    ),
+    "a set's name that begins with a digit": (
+        [PERIOD, "data.validation_sets={2d: {name: arithmetic, digits: 3, size: 50}}"],
+        "data.validation_sets",
+        "2d",
+        "of small letters, digits and _, a letter first",
+    ),
     "a teacher larger than the devices that it shares": (
         [*ON_POLICY, "teachers={sums: {model_path: m, devices: policy, layout: {tensor_parallel_size: 2}}}"],
         "teachers.sums.layout",
