@@ -17,7 +17,7 @@ import nemorl
 from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, serve, slurm, train
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import complain
-from nemorl.errors import ConfigError, NemorlError, RunStopped
+from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = {
     "train": train,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(error: NemorlError) -> ExitCode:
     if isinstance(error, RunStopped):
         return ExitCode.STOPPED
-    return ExitCode.REFUSED if isinstance(error, ConfigError) else ExitCode.FAILED
+    return ExitCode.REFUSED if isinstance(error, ConfigError | UsageError) else ExitCode.FAILED
 
 
 def _mend(error: OSError) -> str:

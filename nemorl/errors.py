@@ -11,6 +11,10 @@ class NemorlError(Exception):
     """Something the user can mend; the message says what was wrong, where, the value and the mend."""
 
 
+class UsageError(NemorlError):
+    """An option of the command line that cannot be meant; nothing was begun."""
+
+
 class RunError(NemorlError):
     """A run began and cannot go on."""
 

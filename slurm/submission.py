@@ -14,7 +14,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
 from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_whole
 
-from .errors import SlurmError
+from .errors import OptionError
 from .jobs import call
 from .meeting import FOLDER
 
@@ -39,7 +39,7 @@ class Options:
     cpu_more: tuple[str, ...] = ()  # for the CPU nodes
 
     def words(self, name: str, folder: Path, tasks: int) -> list[str]:
-        """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `SlurmError`."""
+        """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `OptionError`."""
         log = "%A_%a.log" if tasks else "%j.log"
         # The launcher wants PATH and NEMORL_…, whatever a site sets in SBATCH_EXPORT.
         both = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL"]
@@ -65,12 +65,12 @@ class Options:
 
 
 def limit_seconds(time: str) -> int:
-    """A time limit as Slurm writes them; 0 for none. Raises `SlurmError`."""
+    """A time limit as Slurm writes them; 0 for none. Raises `OptionError`."""
     if time.lower() in ("unlimited", "infinite"):
         return 0
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
-        raise SlurmError(
+        raise OptionError(
             f"--time {time}: give minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or "
             "days-hours, such as 2-12"
         )
@@ -192,7 +192,7 @@ def submission(
     if container:
         variables["NEMORL_CONTAINER"] = container
     else:
-        variables.setdefault("NEMORL_ENV", sys.prefix)
+        variables |= _programs(variables.get("NEMORL_ENV"))
     if mounts:
         variables["NEMORL_MOUNTS"] = mounts
     return Submission(
@@ -218,12 +218,12 @@ def write_configs(run_dir: Path, experiments: Sequence[Experiment], *, sweep: bo
 def image(container: str) -> str:
     """As pyxis wants it: the path of a file from the root, since it takes others for names of a registry.
 
-    Raises `SlurmError` where an image is a file that is not there.
+    Raises `OptionError` where an image is a file that is not there.
     """
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        raise SlurmError(
+        raise OptionError(
             f"--container {container}: there is no such file. Name a .sqsh file (`enroot import` makes one), "
             "or an image of a registry as pyxis writes them, nvcr.io#nvidia/pytorch:25.10-py3"
         )
@@ -235,6 +235,18 @@ def _yaml(experiment: Experiment) -> str:
     text = to_yaml(experiment)
     given = "gpus_per_node" in experiment.cluster.model_fields_set
     return text if given else re.sub(r"(?m)^  gpus_per_node: 0\n", "", text, count=1)
+
+
+def _programs(given: str | None) -> dict[str, str]:
+    """The environment whose `nemorl` runs on the nodes: what is given, or this one. Raises `OptionError`."""
+    if given is None:  # an installation that is in no environment is found by PATH
+        return {"NEMORL_ENV": sys.prefix} if Path(sys.prefix, "bin", "nemorl").exists() else {}
+    if not Path(given, "bin", "nemorl").exists():
+        raise OptionError(
+            f"NEMORL_ENV = {given}: there is no bin/nemorl in it. Name the folder of an environment with "
+            "nemorl, which the nodes see too, or unset it to take the one of this command"
+        )
+    return {"NEMORL_ENV": given}
 
 
 def _without_job(environment: Mapping[str, str]) -> dict[str, str]:

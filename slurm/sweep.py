@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from .errors import SlurmError
+from .errors import OptionError
 
 LONGEST_NAME = 80
 
@@ -32,11 +32,11 @@ class Task:
 
 
 def tasks(sweeps: Sequence[str]) -> list[Task]:
-    """All combinations of `field=value,value`, the last field changing first. Raises `SlurmError`."""
+    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
     axes = [[(field, value) for value in values] for field, values in map(_axis, sweeps)]
     fields = [axis[0][0] for axis in axes]
     if twice := sorted({field for field in fields if fields.count(field) > 1}):
-        raise SlurmError(f"--sweep names {', '.join(twice)} twice: give all its values in one")
+        raise OptionError(f"--sweep names {', '.join(twice)} twice: give all its values in one")
     return [Task(index, values) for index, values in enumerate(itertools.product(*axes))]
 
 
@@ -53,9 +53,9 @@ def _axis(text: str) -> tuple[str, list[str]]:
     try:
         node = yaml.compose(f"[{listed}]", Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise SlurmError(f"--sweep {text}: {listed} is no list of values: {error}") from error
+        raise OptionError(f"--sweep {text}: {listed} is no list of values: {error}") from error
     if not equals or not field.strip() or not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise SlurmError(
+        raise OptionError(
             f"--sweep {text}: name a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
         )
     return field.strip(), [

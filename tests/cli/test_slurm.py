@@ -80,6 +80,31 @@ def test_an_image_of_the_surroundings_is_looked_for_too(
     assert f"NEMORL_CONTAINER={Path.cwd()}/a.sqsh " in told
 
 
+@pytest.mark.parametrize(
+    ("variable", "options", "refusal"),
+    [
+        ("NEMORL_ENV=/nope", [], "NEMORL_ENV = /nope: there is no bin/nemorl in it"),
+        ("", ["--time", "4h"], "--time 4h: give minutes"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused(
+    nemorl: Nemorl,
+    experiment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    options: list[str],
+    refusal: str,
+) -> None:
+    if variable:
+        monkeypatch.setenv(*variable.split("=", 1))
+
+    told = nemorl("slurm", "submit", experiment, "--nodes", 1, *options)
+
+    assert told.status == 2
+    assert refusal in told.err
+    assert not Path("runs").exists()
+
+
 def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
     """Sixteen ranks on two nodes of four GPUs."""
     words = (

@@ -92,6 +92,12 @@ def test_a_step_that_a_node_does_not_begin_is_tried_again(script: Script) -> Non
     assert script.asked == ["srun 12"] * 3
 
 
+def test_an_environment_without_nemorl_is_refused(script: Script) -> None:
+    """Else PATH might have another one."""
+    assert script.ends(RUNNING, NEMORL_ENV="/nope") == 2
+    assert not (script.folder / "asked").exists()
+
+
 def test_the_tasks_get_the_job_s_environment_whatever_a_site_sets(script: Script) -> None:
     assert script.ends(RUNNING, SLURM_EXPORT_ENV="NONE") == 0
     assert (script.folder / "words").read_text().startswith("--export=ALL ")
