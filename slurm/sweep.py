@@ -37,6 +37,10 @@ def tasks(sweeps: Sequence[str]) -> list[Task]:
     fields = [axis[0][0] for axis in axes]
     if twice := sorted({field for field in fields if fields.count(field) > 1}):
         raise OptionError(f"--sweep names {', '.join(twice)} twice: give all its values in one")
+    if "run_dir" in fields:
+        raise OptionError(
+            "--sweep run_dir: each task has a folder of its own below run_dir: sweep another field"
+        )
     return [Task(index, values) for index, values in enumerate(itertools.product(*axes))]
 
 

@@ -50,6 +50,12 @@ def test_what_is_no_list_of_values_is_refused(text: str) -> None:
         tasks([text])
 
 
+def test_the_run_folder_is_not_swept() -> None:
+    """Its values would be dropped for the tasks' own folders."""
+    with pytest.raises(SlurmError, match="--sweep run_dir: each task has a folder of its own"):
+        tasks(["seed=1,2", "run_dir=a,b"])
+
+
 def test_a_field_is_swept_once() -> None:
     with pytest.raises(SlurmError, match="--sweep names seed twice"):
         tasks(["seed=1", "seed=2"])
