@@ -55,6 +55,8 @@ class Options:
         first += [f"--partition={self.partition}"] * (self.partition is not None)
         first += [f"--gpus-per-node={self.gpus_per_node}"] * (self.gpus_per_node > 0)
         first += [f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "")] * (tasks > 0)
+        if arrays := [option for option in self.more if re.match("-a|--ar", option)]:
+            raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder: take --sweep")
         first += self.more
         if not self.cpu_nodes:
             return first

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The command's own arguments."""
     add_experiment(parser)
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="nodes; cluster.num_nodes of the experiment if not given"
+        "--nodes", type=_count, metavar="N", help="nodes; cluster.num_nodes of the experiment if not given"
     )
     parser.add_argument(
         "--gpus-per-node",
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cpu-nodes",
-        type=int,
+        type=_count,
         default=0,
         metavar="N",
         help="further nodes without GPUs, for rollout workers and environments (a heterogeneous job)",
@@ -60,7 +60,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FIELD=A,B",
         help="a task for each value, or combination of values where this is given several times",
     )
-    parser.add_argument("--at-once", type=int, metavar="N", help="at most so many tasks of a sweep at a time")
+    parser.add_argument(
+        "--at-once", type=_count, metavar="N", help="at most so many tasks of a sweep at a time"
+    )
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -80,6 +82,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command, and submit nothing")
     parser.set_defaults(action=_submit)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text}: give a number from 1")
+    return int(text)
 
 
 def _submit(arguments: Namespace) -> int:

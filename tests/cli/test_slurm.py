@@ -84,6 +84,9 @@ def test_an_image_of_the_surroundings_is_looked_for_too(
     ("variable", "options", "refusal"),
     [
         ("NEMORL_ENV=/nope", [], "NEMORL_ENV = /nope: there is no bin/nemorl in it"),
+        ("", ["--sbatch=--array=0-2"], "--sbatch=--array=0-2: its tasks would share one run folder"),
+        ("", ["--cpu-nodes", "-1"], "--cpu-nodes: -1: give a number from 1"),
+        ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: 0: give a number from 1"),
         ("", ["--time", "4h"], "--time 4h: give minutes"),
     ],
 )
