@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import SlurmError
+from .errors import OptionError, SlurmError
 
 VARIABLE = "NEMORL_PORTS"
 DEFAULT = "20000-29999"  # below the ports that Linux hands out by itself, 32768 and on
@@ -51,11 +51,11 @@ class Ports:
 
 
 def read_range(text: str) -> range:
-    """`20000-29999` as a range. Raises `SlurmError`."""
+    """`20000-29999` as a range. Raises `OptionError`."""
     first, dash, last = text.partition("-")
     numbers = [int(word) for word in (first, last) if word.strip().isdecimal()]
     if not dash or len(numbers) != 2 or not 1024 <= numbers[0] < numbers[1] <= 65535:
-        raise SlurmError(
+        raise OptionError(
             f"{VARIABLE} = {text}: name the first and the last port, from 1024 to 65535, such as {DEFAULT}"
         )
     return range(numbers[0], numbers[1] + 1)

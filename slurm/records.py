@@ -12,7 +12,7 @@ from nemorl.observe.errors import WriteError
 from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 
-from .errors import SlurmError
+from .errors import OptionError
 from .meeting import EXIT, FOLDER
 
 VARIABLE = "NEMORL_MAX_RESTARTS"
@@ -53,10 +53,10 @@ def newest_step(run_dir: Path) -> int:
 
 
 def max_restarts() -> int:
-    """As the variable says. Raises `SlurmError`."""
+    """As the variable says. Raises `OptionError`."""
     text = os.environ.get(VARIABLE) or str(DEFAULT)
     if not text.isdecimal():
-        raise SlurmError(f"{VARIABLE} = {text}: give a number of restarts, 0 for none")
+        raise OptionError(f"{VARIABLE} = {text}: give a number of restarts, 0 for none")
     return int(text)
 
 

@@ -17,6 +17,10 @@ from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_whole
 from .errors import OptionError
 from .jobs import call
 from .meeting import FOLDER
+from .ports import DEFAULT as DEFAULT_PORTS
+from .ports import VARIABLE as PORTS
+from .ports import read_range
+from .records import max_restarts
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 RECORD = "submissions.jsonl"
@@ -183,7 +187,7 @@ def submission(
 ) -> Submission:
     """The call for an experiment; what it reads is written by `write_configs`.
 
-    `again` are options of `nemorl slurm submit` that say the same another time.
+    `again` are options of `nemorl slurm submit` that say the same another time. Raises `OptionError`.
     """
     folder = experiment.run_dir / FOLDER
     # The name is for lists of jobs, where spaces and the like would be in the way.
@@ -191,6 +195,8 @@ def submission(
     words = options.words(name, folder, len(run_dirs) if sweep else 0)
     config = folder / ("tasks" if sweep else "config.yaml")
     variables = {name: value for name, value in os.environ.items() if name.startswith("NEMORL_")}
+    max_restarts()
+    read_range(variables.get(PORTS) or DEFAULT_PORTS)
     if container:
         variables["NEMORL_CONTAINER"] = container
     else:
