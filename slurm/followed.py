@@ -46,10 +46,10 @@ def rows(run_dir: Path) -> list[Row]:
     submission = submitted(run_dir)
     there = jobs(submission.job)
     if not submission.tasks:
-        return [_row(submission.job, run_dir, there)]
+        return [_row(submission, run_dir, there)]
     return [
         _row(
-            f"{submission.job}_{index}",
+            submission.task(index),
             folder,
             [job for job in there if job.is_task(index)],
         )
@@ -88,14 +88,19 @@ def logs(run_dir: Path) -> dict[str, Path]:
     return found
 
 
-def _row(number: str, run_dir: Path, there: Sequence[Job]) -> Row:
+def _row(submission: Submission, run_dir: Path, there: Sequence[Job]) -> Row:
     """Of the records of a job, of which a heterogeneous one has several."""
+    number = submission.job
     ending = next((e for start in reversed(starts(run_dir, number)) if (e := Ending.read(start))), None)
     if not there:
         why = ending.reason if ending else "Slurm has forgotten it, and it left no word: see its output"
         return Row(number, "ended", "", _step(run_dir), 0, _first_line(why), run_dir)
     job, nodes = there[0], ",".join(part.nodes for part in there)
-    why = job.reason or (ending.reason if ending and not job.active else "")
+    why = job.reason
+    if ending and not job.active:
+        why = ending.reason
+    elif job.ending:  # before the launcher could leave a word
+        why = f"{job.ending}: see {submission.log}"
     return Row(number, job.state, nodes, _step(run_dir), job.restarts, _first_line(why), run_dir)
 
 

@@ -33,10 +33,20 @@ REASONS = {
     "launch failed requeued held": "its start failed on a node and it is held: `scontrol release` lets it go",
     "PartitionTimeLimit": "its time is longer than the partition allows: lower --time",
     "PartitionNodeLimit": "it wants more nodes than the partition gives a job: lower --nodes",
+    "PartitionConfig": "the partition cannot give it that many nodes, or that time: lower --nodes or --time",
+    "JobLaunchFailure": "it could not be started on its nodes: see the job's output, `scontrol show job`",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition takes no jobs to start now",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
     "NodeDown": "a node that it needs is down",
+    "AccountNotAllowed": "the partition does not take your account: see --account",
+    "QOSNotAllowed": "the partition does not take the QOS of the job: see --sbatch=--qos=…",
+    "InvalidAccount": "there is no such account: see --account",
+    "InvalidQOS": "there is no such QOS: see --sbatch=--qos=…",
+    "NodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "QOSMaxNodePerUserLimit": "you use as many nodes as the QOS allows",
+    "QOSMaxWallDurationPerJobLimit": "its time is longer than the QOS allows: lower --time",
+    "AssocMaxWallDurationPerJobLimit": "its time is longer than your account may ask for: lower --time",
     "BadConstraints": "no node has what it asks for: see its options",
     "AssociationJobLimit": "your account runs as many jobs as it may",
     "AssocMaxJobsLimit": "your account runs as many jobs as it may",
@@ -87,6 +97,17 @@ class Job:
             return ""
         known = REASONS.get(code) or REASONS.get(code.partition(",")[0].strip("()"))
         return known or f"Slurm's reason is {code.replace('_', ' ')}"
+
+    @property
+    def ending(self) -> str:
+        """What Slurm keeps of the end of a job that did not complete."""
+        if self.active or self.state in ("COMPLETED", "CANCELLED"):
+            return ""
+        code, _, signal = self.facts.get("ExitCode", "").partition(":")
+        told = {"exit status": code, "signal": signal}
+        words = [f"{name} {number}" for name, number in told.items() if number not in ("", "0")]
+        reason = self.facts.get("Reason", "None")
+        return ", ".join([*words, *([f"Slurm's reason is {reason}"] if reason != "None" else [])])
 
     def why_terminated(self, restart: int) -> str:
         """What a start of it that gets SIGTERM may know of the cause; `restart` were before that start."""

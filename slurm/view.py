@@ -19,7 +19,10 @@ POLL_SECONDS = 1.0
 def show_log(path: Path, *, lines: int, follow: bool) -> int:
     """Print the end of a file; with `follow` also what comes, and a file that does not exist yet."""
     if not follow and not path.exists():
-        raise SlurmError(f"{path} is not there yet: the job has not begun; `nemorl slurm status` says why")
+        raise SlurmError(
+            f"{path} is not there yet: the job has not begun, or Slurm could not write it; `nemorl slurm "
+            "status` says more"
+        )
     words = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), str(path)]
     try:
         return subprocess.run(words).returncode

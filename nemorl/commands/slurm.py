@@ -12,6 +12,7 @@ from nemorl.commands.terminal import output, say, table
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
 
+WIDE = 100_000
 HELP = "submit runs to a Slurm cluster, and follow them there"
 
 
@@ -97,7 +98,9 @@ def _status(arguments: Namespace) -> int:
         for row in rows(run_dir):
             cells = (row.job, row.state, row.nodes, row.step, str(row.restarts), str(row.run_dir), row.why)
             lines.add_row(*map(Text, cells))
-    output().print(lines, soft_wrap=False)
+    console = output()
+    # A program that reads the lines wants whole ones.
+    console.print(lines, soft_wrap=False, width=None if console.is_terminal else WIDE)
     return ExitCode.WELL
 
 
@@ -132,7 +135,8 @@ def _cancel(arguments: Namespace) -> int:
         step = newest_step(row.run_dir)
         kept = f"its newest checkpoint is of step {step}" if step else "it has no checkpoint"
         say(f"{row.job}: {row.state.lower()}; {kept}" + (f" ({row.why})" if row.why else ""))
-        say(f"to go on: {submitted(row.run_dir).again}")
+        if row.state != "COMPLETED":
+            say(f"to go on: {submitted(row.run_dir).again}")
     return ExitCode.WELL
 
 

@@ -84,6 +84,8 @@ def test_an_image_of_the_surroundings_is_looked_for_too(
     ("variable", "options", "refusal"),
     [
         ("NEMORL_ENV=/nope", [], "NEMORL_ENV = /nope: there is no bin/nemorl in it"),
+        ("NEMORL_PORTS=30000-20000", [], "NEMORL_PORTS = 30000-20000: name the first and the last port"),
+        ("NEMORL_MAX_RESTARTS=zero", [], "NEMORL_MAX_RESTARTS = zero: give a number of restarts"),
         ("", ["--sbatch=--array=0-2"], "--sbatch=--array=0-2: its tasks would share one run folder"),
         ("", ["--cpu-nodes", "-1"], "--cpu-nodes: -1: give a number from 1"),
         ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: 0: give a number from 1"),
@@ -233,6 +235,17 @@ def test_a_reason_is_that_of_the_job(nemorl: Nemorl, experiment: Path) -> None:
         ending = {"code": 1, "reason": why, "step_before": 0, "step": 0}
         (folder / "exit.json").write_text(json.dumps(ending))
         assert (why in nemorl("slurm", "status", experiment).out) is (job == "12")
+
+
+def test_a_job_that_left_no_word_is_told_of_by_slurm(nemorl: Nemorl, experiment: Path) -> None:
+    """A shell that is not there, an exec that fails: no launcher ever began."""
+    nemorl("slurm", "submit", experiment)
+    failed = "JobId=12 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n1 Restarts=0"
+    Path("state").write_text(f"{failed}\n")
+
+    told = " ".join(nemorl("slurm", "status", experiment).out.split())
+
+    assert "exit status 2, Slurm's reason is NonZeroExitCode: see runs/sums/slurm/12.log" in told
 
 
 def test_status_tells_step_and_restarts(nemorl: Nemorl, experiment: Path) -> None:

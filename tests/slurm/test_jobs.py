@@ -56,6 +56,7 @@ def test_a_job_that_is_held_or_between_states_is_not_over(state: str) -> None:
     [
         ("BeginTime", "queued again"),
         ("ReqNodeNotAvail,_UnavailableNodes:n2", "nodes that it needs are down"),
+        ("PartitionConfig", "lower --nodes or --time"),
         ("SomethingNew", "Slurm's reason is SomethingNew"),
     ],
 )
