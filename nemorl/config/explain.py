@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, Violation
 
 from .base import Config
-from .schema import describe, help_text, locate, names, sections_at, tag
+from .schema import describe, help_text, locate, names, tag
 from .yaml_tree import FieldPath, dotted
 
 _MOST_NAMED = 4  # variants in one sentence
@@ -110,17 +110,19 @@ def _choice(given: str, known: list[str]) -> str:
 def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     name = str(path[-1])
     _, owners = locate(location[:-1])
-    others = [section for section in sections_at(path[:-1]) if name in section.model_fields]
+    # Among the variants from which one was chosen, whose name is the last step but one of the location.
+    named = len(location) > 1 and any(location[-2] in names(owner) for owner in owners)
+    around = locate(location[:-2])[1] if named else ()
+    others = [section for section in around if name in section.model_fields]
     if others:
         theirs = [one for section in others for one in names(section)]
         which = f"{_listed(theirs[:_MOST_NAMED])}{' and others' * (len(theirs) > _MOST_NAMED)}"
         choice = dotted((*path[:-1], tag(owners[0])))
-        # The last step but one of pydantic's location is the name that was chosen.
         return (
             f"this field belongs to {which}, and {choice} is `{location[-2]}`: remove it, or change {choice}"
         )
     known = sorted({field for owner in owners for field in owner.model_fields})
-    elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name})
+    elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
     elsewhere = (nearby or elsewhere)[:_MOST_NAMED]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)

@@ -118,6 +118,12 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "a value at most 1 is wanted",
     ),
     "a number for a switch": (["data.shuffle=7"], "data.shuffle", 7, "true or false is wanted"),
+    "validation of another algorithm": (
+        [VALIDATION + "generate=true"],
+        "algorithm.validation.generate",
+        True,
+        "there is no such field; known here are `at_end`",
+    ),
     "a number for a text": (["data.system_prompt=5"], "data.system_prompt", 5, "(put the value into quotes)"),
     "one number for a list": (
         ["algorithm.validation.pass_at_k=4"],

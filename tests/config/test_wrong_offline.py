@@ -68,6 +68,12 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "live",
         "the loss `logistic` has no reference here",
     ),
+    "margins of steps": (
+        ["algorithm={name: reward_model, loss: {name: process, margin_scale: 1}}"],
+        "algorithm.loss.margin_scale",
+        1,
+        "this field belongs to `bradley_terry`, and algorithm.loss.name is `process`",
+    ),
     "margins that the data lack": (
         ["algorithm.loss.margin_scale=1", "data.validation=null"],
         "algorithm.loss.margin_scale",
