@@ -24,6 +24,7 @@ ABOUT = """# A run of nemorl
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it anew |
 | `tensorboard/` | the figures for TensorBoard, if asked for |
 | `checkpoints/` | what `--resume` goes on from |
+| `weights/` | the newest weights for engines that read files (`generation.transport: files`) |
 | `logs/` | what the driver and the workers said |
 | `endpoint_key` | the key that the endpoint of the latest start wants, if it was made there; for you alone |
 """
