@@ -1,10 +1,12 @@
 """What is handed to Slurm: the words for `sbatch`, and what is kept of them in the run folder."""
 
+import fcntl
 import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +26,7 @@ from .records import max_restarts
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 RECORD = "submissions.jsonl"
+LOCK = "submit.lock"
 SHORT_SECONDS = 20 * 60
 
 
@@ -167,6 +170,16 @@ class Submission:
     def _from_here(self, path: str) -> Path:
         whole = Path(self.folder, path)
         return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
+
+
+@contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Whoever else submits for this folder waits meanwhile, so that both look for the other's job first."""
+    (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+    with (run_dir / FOLDER / LOCK).open("a") as file:
+        with suppress(OSError):  # a file system that has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def latest(run_dir: Path) -> Submission | None:

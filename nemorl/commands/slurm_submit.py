@@ -108,10 +108,6 @@ def _submit(arguments: Namespace) -> int:
     if not found:
         experiments.append(_checked(arguments, [], shown=True))
     first = whole or experiments[0]
-    folders = [] if arguments.dry_run else [first.run_dir, *(task.run_dir(first.run_dir) for task in found)]
-    for folder in folders:
-        if earlier := slurm.latest(folder):
-            _refuse_if_active(earlier, [row.state for row in rows(folder)], folder)
     options = _options(arguments, experiments[0])
     submission = slurm.submission(
         first,
@@ -126,12 +122,16 @@ def _submit(arguments: Namespace) -> int:
         say(slurm.SCRIPT.read_text(encoding="utf-8"))
         say(f"# {submission}")
         return ExitCode.WELL
-    slurm.write_configs(first.run_dir, experiments, sweep=bool(found))
-    if found:
-        lines = "\n".join(task_table(found, first.run_dir))
-        (first.run_dir / "tasks.tsv").write_text(lines + "\n", encoding="utf-8")
-    submission = submission.submit()
-    submission.keep(first.run_dir)
+    with slurm.alone(first.run_dir):
+        for folder in (first.run_dir, *(task.run_dir(first.run_dir) for task in found)):
+            if earlier := slurm.latest(folder):
+                _refuse_if_active(earlier, [row.state for row in rows(folder)], folder)
+        slurm.write_configs(first.run_dir, experiments, sweep=bool(found))
+        if found:
+            lines = "\n".join(task_table(found, first.run_dir))
+            (first.run_dir / "tasks.tsv").write_text(lines + "\n", encoding="utf-8")
+        submission = submission.submit()
+        submission.keep(first.run_dir)
     _tell(arguments.config, first, submission)
     return ExitCode.WELL
 

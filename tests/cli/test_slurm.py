@@ -1,15 +1,18 @@
 """`nemorl slurm` with a stand-in for Slurm's commands."""
 
+import fcntl
 import json
 import os
 import stat
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from nemorl.slurm.meeting import Plan
 from nemorl.slurm.ports import Ports
+from nemorl.slurm.submission import alone
 from tests.cli.conftest import Nemorl
 
 SBATCH = """\
@@ -164,6 +167,27 @@ def test_a_folder_with_a_job_that_is_not_over_takes_no_other(nemorl: Nemorl, exp
     assert "run_dir = runs/sums: job 12 of" in told.err
     Path("state").unlink()
     assert nemorl("slurm", "submit", experiment).status == 0
+
+
+def test_two_who_submit_at_once_wait_for_each_other(nemorl: Nemorl, experiment: Path) -> None:
+    """The second looks for a job when the first has kept its own."""
+    order: list[str] = []
+
+    def second() -> None:
+        with alone(Path("runs/sums")):
+            order.append("second")
+
+    with alone(Path("runs/sums")):
+        other = Thread(target=second)
+        other.start()
+        other.join(0.1)
+        order.append("first")
+    other.join()
+
+    assert order == ["first", "second"]
+    assert nemorl("slurm", "submit", experiment).status == 0
+    with Path("runs/sums/slurm/submit.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
 
 
 def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: Path) -> None:
