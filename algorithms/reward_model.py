@@ -97,6 +97,12 @@ class RewardModel:
         return StepLoss() if isinstance(config, ProcessLossConfig) else ScorePairLoss(config, num_units)
 
     def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """Losses, the share that is told right, and scores, as means over pairs or steps."""
-        compared = max(sums["compared"], 1.0)
-        return {k: v if k.startswith("loss/") else v / compared for k, v in sums.items() if k != "compared"}
+        """Losses; the share that is told right and scores are means over pairs, or over the steps that are
+        more likely right or wrong, and absent where there are none.
+        """
+        compared = sums["compared"]
+        losses = {name: value for name, value in sums.items() if name.startswith("loss/")}
+        if not compared:
+            return losses
+        others = sums.keys() - losses.keys() - {"compared"}
+        return losses | {name: value / compared for name, value in sums.items() if name in others}

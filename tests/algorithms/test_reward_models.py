@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nemorl.algorithms.reward_model import RewardModel
+from nemorl.config.algorithm import RewardModelConfig
 from nemorl.config.checks.figures import figures
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
@@ -104,3 +106,10 @@ def test_held_out_data_are_told_apart(folder, host, kind, loss):
     assert after["validation/loss"] < 0.5 * before["validation/loss"]
     known = figures(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for line in lines for name in line} <= known
+
+
+@pytest.mark.parametrize(("compared", "means"), [(4, {"accuracy": 0.75, "score/margin": 0.5}), (0, {})])
+def test_nothing_is_told_right_where_every_step_is_even(compared: int, means: dict[str, float]) -> None:
+    config = RewardModelConfig(name="reward_model", num_steps=1, batch_size=1)
+    sums = {"loss/total": 2.5, "compared": compared, "accuracy": 3, "score/margin": 2}
+    assert RewardModel(config).figures(sums, {}) == {"loss/total": 2.5, **means}
