@@ -113,6 +113,8 @@ def describe_losses(metrics: StepMetrics) -> str | None:
         for key, value in found.items()
         if key == "errors" or key.startswith("reward_errors/")
     ]
+    if parts:
+        parts[-1] += " (why: logs/rollout-*.log)"
     if skipped := found.get("updates/skipped"):
         parts.append(f"skipped {format_number(skipped)} of {format_number(found['updates/all'])} updates")
     if empty := found.get("updates/empty"):

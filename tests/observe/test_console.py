@@ -58,7 +58,10 @@ LOST = StepMetrics(
         "critic/skipped_updates": 0.0,
     },
 )
-LOSSES = "errors 2, reward_errors/judge 1, skipped 1 of 4 updates, nothing to learn in 2 of 4 updates"
+LOSSES = (
+    "errors 2, reward_errors/judge 1 (why: logs/rollout-*.log), skipped 1 of 4 updates, "
+    "nothing to learn in 2 of 4 updates"
+)
 
 
 def test_what_a_step_lost_is_on_its_line(screen):
