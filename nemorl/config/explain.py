@@ -65,6 +65,10 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
             return Violation(field, value, _choice(str(value), _QUOTED.findall(context["expected"])))
+        case "too_short":
+            return Violation(
+                field, value, f"a list of at least {context['min_length']} is wanted{_help(details)}"
+            )
         case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
             mend = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
             return Violation(dotted(path[:-2]), value, mend)

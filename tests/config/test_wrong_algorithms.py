@@ -100,6 +100,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "turn",
         "give env.call_weight",
     ),
+    "no slips": (["data.train.slips=[]"], "data.train.slips", [], "a list of at least 1 is wanted: By how"),
     "a slip that is none": (
         ["data.train.slips=[1, -200]"],
         "data.train.slips.1",
