@@ -148,8 +148,9 @@ def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experi
         words.append(f"cluster.num_nodes={nodes + arguments.cpu_nodes}")
     if arguments.gpus_per_node is not None:
         words.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
-    # What this machine has says nothing about the nodes.
-    elsewhere = Machine(cores=sys.maxsize, memory_bytes=sys.maxsize, shared_memory_bytes=None, gpus=())
+    # What this machine has says nothing about the nodes, nor its packages about an image.
+    image = arguments.container or os.environ.get("NEMORL_CONTAINER")
+    elsewhere = Machine(sys.maxsize, sys.maxsize, None, gpus=(), same_packages=not image)
     ready = prepare(
         arguments.config,
         words,

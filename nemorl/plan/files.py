@@ -18,8 +18,8 @@ from .weights import weight_problems
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def file_violations(experiment: Experiment) -> Iterator[Violation]:
-    """Everything that is missing beside the model's own config.json."""
+def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[Violation]:
+    """Everything that is missing beside the model's own config.json; `packages` looks at those here too."""
     model = experiment.policy.model_path
     if model.is_dir():
         for problem in weight_problems(model):
@@ -29,12 +29,13 @@ def file_violations(experiment: Experiment) -> Iterator[Violation]:
         file = getattr(dataset, "path", None)
         if file is not None:
             yield from _json_lines(path, dataset, file)
-    if experiment.logger.tensorboard and not _installed("tensorboard"):
+    if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
         mend = (
             "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         )
         yield Violation("logger.tensorboard", True, mend)
-    yield from _engine_packages(experiment)
+    if packages:
+        yield from _engine_packages(experiment)
     yield from _keys(experiment)
 
 

@@ -39,7 +39,10 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     There a policy is started only where it samples by itself.
     """
     starts_policy = training or not experiment.generation.has_engines
-    violations = [*file_violations(experiment), *_thread_violations(experiment, machine)]
+    violations = [
+        *file_violations(experiment, machine.same_packages),
+        *_thread_violations(experiment, machine),
+    ]
     try:
         shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
@@ -54,7 +57,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     violations += moe_violations(shape, experiment.policy.moe, sampler, gpus=gpus)
     if generates(experiment.algorithm) or not training:
         violations += _engine_violations(experiment, shape)
-        violations += vllm_violations(experiment, shape)
+        violations += vllm_violations(experiment, shape, installed=machine.same_packages)
     refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*violations, *refused_layout))

@@ -27,6 +27,7 @@ class Machine:
     shared_memory_bytes: int | None  # size of /dev/shm; None where there is none
     gpus: tuple[Gpu, ...]
     nodes: int = 0  # of a job that this stands for; 0 for the machine at hand
+    same_packages: bool = True  # that are installed here; an image has its own
 
     @property
     def has(self) -> str:

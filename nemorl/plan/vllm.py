@@ -26,19 +26,27 @@ def vllm_version() -> str | None:
 
 
 def vllm_violations(
-    experiment: Experiment, shape: ModelShape, version: Callable[[], str | None] = vllm_version
+    experiment: Experiment,
+    shape: ModelShape,
+    version: Callable[[], str | None] = vllm_version,
+    *,
+    installed: bool = True,
 ) -> Iterator[Violation]:
-    """What speaks against the engine on this model; nothing for other back ends."""
+    """What speaks against the engine on this model; nothing for other back ends.
+
+    `installed` asks the package here, too: whether it is there, and for the arguments that it takes.
+    """
     config = experiment.generation
     if not isinstance(config, VllmGenerationConfig):
         return
-    if version() is None:
+    if installed and version() is None:
         mend = (
             "vLLM is not installed here: `pip install vllm` with a GPU, `make` without one (docs/vllm.md), "
             "or take the back end torch"
         )
         yield Violation("generation.backend", "vllm", mend)
-    yield from argument_violations(config.vllm_kwargs)
+    if installed:
+        yield from argument_violations(config.vllm_kwargs)
     yield from _layout(config, shape)
     yield from _adapters(experiment, config, shape)
     yield from _heads(experiment, shape)

@@ -113,6 +113,18 @@ def test_an_option_that_cannot_be_meant_is_refused(
     assert not Path("runs").exists()
 
 
+def test_an_image_has_packages_of_its_own(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemorl.plan.files._installed", lambda package: False)
+    options = ("--gpus-per-node", 2, "generation.backend=trtllm", "policy.precision=bfloat16", "--dry-run")
+
+    told = nemorl("slurm", "submit", experiment, *options)
+    assert (told.status, "tensorrt_llm is not installed" in told.err) == (2, True)
+    told = nemorl("slurm", "submit", experiment, *options, "--container", "nvcr.io#nvidia/x:1")
+    assert (told.status, told.err.count("not installed")) == (0, 0), told.err
+
+
 def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
     """Sixteen ranks on two nodes of four GPUs."""
     words = (
