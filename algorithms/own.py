@@ -38,11 +38,15 @@ def tried(
     except TypeError as error:
         raise OwnPartError(f"{called}: it cannot be called as {wanted}: {error}") from error
     try:
-        return function(*given, **arguments)
+        found = function(*given, **arguments)
     except OwnPartError:
         raise
     except (Exception, SystemExit) as error:
         raise OwnPartError(f"{called}: on {where} it raised {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(found):
+        found.close()  # else Python warns that nobody awaited it
+        raise OwnPartError(f"{called}: it is an async function: make it a plain one, `def`")
+    return found
 
 
 def num_positional(function: Callable[..., Any]) -> int:

@@ -31,6 +31,11 @@ def forgetful(groups):
     return []
 
 
+async def later(groups):
+    """What nobody waits for."""
+    return []
+
+
 def told(batch, logprobs, old, advantages, figure):
     """REINFORCE, and a figure."""
     return TokenLoss(-logprobs * advantages, figures={figure: -logprobs})
@@ -43,6 +48,7 @@ def told(batch, logprobs, old, advantages, figure):
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {scale: 2}}", None),
         ("advantage={name: custom, function: 'my_parts:forgetful'}", "returned 0 values for 2 groups"),
         ("advantage={name: custom, function: 'my_parts:ending'}", "it raised SystemExit: 3"),
+        ("advantage={name: custom, function: 'my_parts:later'}", "it is an async function"),
         ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
         ("loss={name: custom, function: 'my_parts:told', arguments: {figure: own/gain}}", None),
