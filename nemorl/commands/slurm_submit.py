@@ -1,6 +1,7 @@
 """`nemorl slurm submit`: check an experiment and hand it to Slurm."""
 
 import os
+import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -218,4 +219,4 @@ def _tell(config: Path, experiment: Experiment, submission: "Submission") -> Non
     say(f"command: {submission}")
     say(f"run: {experiment.run_dir}")
     word = experiment.run_dir if experiment.run_dir.is_dir() else config
-    say(f"next: nemorl slurm status|logs|attach|cancel {word}")
+    say(f"next: nemorl slurm status|logs|attach|cancel {shlex.quote(str(word))}")
