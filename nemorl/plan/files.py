@@ -22,7 +22,7 @@ def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[V
     """Everything that is missing beside the model's own config.json; `packages` looks at those here too."""
     model = experiment.policy.model_path
     if model.is_dir():
-        for problem in weight_problems(model):
+        for problem in weight_problems(model, experiment.policy.head):
             yield Violation("policy.model_path", str(model), problem)
     yield from _tokenizer(experiment)
     for path, dataset in (("data.train", experiment.data.train), *held_out(experiment.data)):
@@ -119,13 +119,9 @@ def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
     config, model = experiment.policy.tokenizer, experiment.policy.model_path
     folder = config.path or model
     # A model folder that is missing is told of once, by the check of the model.
-    if (config.path or model.is_dir()) and not (folder / "tokenizer.json").is_file():
+    mend = _tokenizer_mend(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
+    if mend is not None:
         field = "policy.tokenizer.path" if config.path else "policy.model_path"
-        mend = "the folder holds no tokenizer.json: name a folder that does in policy.tokenizer.path"
-        yield Violation(field, str(folder), mend)
-    elif (folder / "tokenizer.json").is_file() and not _is_tokenizer(folder / "tokenizer.json"):
-        field = "policy.tokenizer.path" if config.path else "policy.model_path"
-        mend = "its tokenizer.json is not what the tokenizers library writes, or was cut off: fetch it again"
         yield Violation(field, str(folder), mend)
     elif config.chat_template is not None:
         if not config.chat_template.is_file():
@@ -137,6 +133,21 @@ def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
             "in policy.tokenizer.chat_template"
         )
         yield Violation("data.chat", True, mend)
+
+
+def own_tokenizer_violations(section: str, model: Path) -> Iterator[Violation]:
+    """A reward model of the run's own reads text by the tokenizer in its folder."""
+    mend = _tokenizer_mend(model)
+    if mend is not None:
+        yield Violation(f"{section}.model_path", str(model), mend)
+
+
+def _tokenizer_mend(folder: Path, where: str = "") -> str | None:
+    if not (folder / "tokenizer.json").is_file():
+        return f"the folder holds no tokenizer.json: name a folder that does{where}"
+    if not _is_tokenizer(folder / "tokenizer.json"):
+        return "its tokenizer.json is not what the tokenizers library writes, or was cut off: fetch it again"
+    return None
 
 
 def _is_tokenizer(file: Path) -> bool:

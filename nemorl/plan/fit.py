@@ -18,11 +18,12 @@ from nemorl.models.layout_rules import layout_violations, norms_are_fused, recom
 from nemorl.models.moe_rules import moe_violations
 from nemorl.models.shape import ModelShape
 
-from .files import file_violations, head_violations, tokenizer_violations
+from .files import file_violations, head_violations, own_tokenizer_violations, tokenizer_violations
 from .machine import Machine
 from .memory import ProcessMemory, estimate_memory
 from .room import is_this_machine, memory_violations
 from .vllm import vllm_violations
+from .weights import weight_problems
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,16 @@ def models_beside(
             refused.append(_model_violation(model.section, config.model_path, str(error)))
             continue
         alone = experiment.model_copy(update={"policy": config})
+        if config.model_path != experiment.policy.model_path:
+            wrong = weight_problems(config.model_path, config.head, trained_head=model.scores)
+            refused += [_model_violation(model.section, config.model_path, problem) for problem in wrong]
         problems = [*_length_violations(alone, shape), *_precision_violations(alone, shape)]
         problems += [*_adapter_violations(alone, shape), *_layout_violations(alone, shape)]
         if model.scores:  # it reads text, by a tokenizer of its own
             problems = [p for p in problems if not p.field.startswith("generation.")]
             problems += head_violations(config.model_path)
-        refused += [_of_section(problem, model.section) for problem in problems]
+            refused += own_tokenizer_violations(model.section, config.model_path)
+        refused += [_of_section(violation, model.section) for violation in problems]
         mend = None if model.scores else _vocabulary_mend(experiment, shape, of_policy)
         if mend is not None:
             refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))

@@ -8,26 +8,32 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.models.weight_files import INDEX_FILE, SINGLE_FILE, indexed_files
 
 DTYPES = ("F32", "BF16", "F16")  # that can be loaded
+_SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 Header = Mapping[str, Mapping[str, Any]]
 
 
-def weight_problems(model: Path) -> Iterator[str]:
-    """What is wrong with the weights; nothing where config.json is wrong, which is told of elsewhere."""
+def weight_problems(
+    model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
+) -> Iterator[str]:
+    """What is wrong with the weights; nothing where config.json is wrong, which is told of elsewhere.
+
+    A scalar head may be missing, and begins at zero, unless a `trained_head` is wanted.
+    """
     if not any((model / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         yield f"the folder holds no weights: {SINGLE_FILE} or {INDEX_FILE} is wanted"
         return
     try:
-        wanted = hf_tensors(ModelShape.load(model))
+        wanted = hf_tensors(ModelShape.load(model, head))
     except (BrokenModelFolder, UnsupportedModel):
         return
     try:
@@ -37,7 +43,7 @@ def weight_problems(model: Path) -> Iterator[str]:
         yield str(error)
         return
     here = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
-    missing = [name for name in wanted if name not in here]
+    missing = [name for name in wanted if name not in here and (trained_head or name != _SCALAR_HEAD)]
     if missing:
         yield (
             f"{len(missing)} of the model's {len(wanted)} tensors are missing, first {missing[0]}: take a "
@@ -51,8 +57,9 @@ def _unfit(wanted: Mapping[str, tuple[int, ...]], here: Header) -> Iterator[str]
     shapes = {name: tuple(here[name]["shape"]) for name in wanted if name in here}
     for name, shape in shapes.items():
         if shape != wanted[name]:
+            says = "one label wants" if name == _SCALAR_HEAD else "config.json says"
             yield (
-                f"{name} has the shape {list(shape)}, and config.json says {list(wanted[name])}: take a "
+                f"{name} has the shape {list(shape)}, and {says} {list(wanted[name])}: take a "
                 "folder where both are of one model"
             )
             break

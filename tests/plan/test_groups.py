@@ -1,17 +1,19 @@
 """Models beside the policy in the plan of a run."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import ProcessMemory
 from tests.plan.conftest import Configure
-from tests.plan.models import CONFIG, write_model
+from tests.plan.models import CONFIG, write_model, write_weights
 from tests.plan.test_memory import WHOLE
 
 ROOMY = Machine(64, 10**12, 10**12, ())
@@ -113,12 +115,51 @@ def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure:
     assert plan_run(configure(*PPO, *leaving), small).violations == ()
 
 
+def write_reward_model(folder: Path, labels: int = 1) -> Path:
+    write_model(folder)
+    trained = CONFIG | {"architectures": ["LlamaForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(trained), encoding="utf-8")
+    tensors = hf_tensors(ModelShape.load(folder, "scalar")) | {"score.weight": (labels, HIDDEN)}
+    write_weights(folder / "model.safetensors", tensors)
+    return folder
+
+
+def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other")
+    ppo = [*PPO, f"critic.model_path={other}", f"reference={{model_path: {other}}}"]
+    assert plan_run(configure(*ppo), ROOMY).violations == ()  # a critic's head begins at zero
+    os.truncate(other / "model.safetensors", 100_000)
+    broken = plan_run(configure(*ppo), ROOMY).violations
+    assert sorted(violation.field for violation in broken) == ["critic.model_path", "reference.model_path"]
+    assert all("has 100000 bytes of" in violation.mend for violation in broken)
+
+
+@pytest.mark.parametrize(
+    ("labels", "spoilt", "mend"),
+    [
+        (1, None, ""),
+        (2, None, "score.weight has the shape [2, 128], and one label wants [1, 128]"),
+        (1, "model.safetensors", "1 of the model's 57 tensors are missing, first score.weight"),
+        (1, "tokenizer.json", "the folder holds no tokenizer.json: name a folder that does"),
+    ],
+)
+def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
+    configure: Configure, tmp_path: Path, labels: int, spoilt: str | None, mend: str
+) -> None:
+    taste = write_reward_model(tmp_path / "taste", labels)
+    if spoilt == "tokenizer.json":
+        (taste / spoilt).unlink()
+    elif spoilt is not None:
+        write_weights(taste / spoilt, hf_tensors(ModelShape.from_config(CONFIG, "config.json")))
+    found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).violations
+    assert [v.field for v in found] == (["rewards.0.model_path"] if mend else [])
+    assert all(mend in violation.mend for violation in found)
+
+
 def test_a_reward_model_finds_room_beside_engines_that_are_awake(
     configure: Configure, tmp_path: Path
 ) -> None:
-    taste = write_model(tmp_path / "taste")
-    trained = CONFIG | {"architectures": ["LlamaForSequenceClassification"]}
-    (taste / "config.json").write_text(json.dumps(trained), encoding="utf-8")
+    taste = write_reward_model(tmp_path / "taste")
     experiment = configure(
         "generation.backend=vllm", "generation.colocated=true", "cluster.gpus_per_node=1",
         "policy.offload={weights: true, optimizer: true}",
