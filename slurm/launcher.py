@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.errors import ConfigError, NemorlError
+from nemorl.errors import ConfigError, NemorlError, UsageError
 
 from . import network, ports
 from .allocation import Allocation, read_allocation
@@ -101,7 +101,7 @@ def _lead(started: Started) -> int:
         code, reason = asyncio.run(_head(started, record, _card(allocation)))
     except NemorlError as raised:
         error = raised
-        code, reason = 2 if isinstance(raised, ConfigError) else 1, str(raised)
+        code, reason = 2 if isinstance(raised, ConfigError | UsageError) else 1, str(raised)
     finally:
         ending = record.keep(code, reason)
         meeting.end(ending.reason)
