@@ -32,6 +32,10 @@ class FoundReward:
 def find_reward(config: FunctionRewardConfig) -> FoundReward:
     """Import the function. Raises RewardError when there is none or it cannot be called as rewards are."""
     function = _resolve(config.function)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RewardError(
+            f"reward `{config.function}` yields: return a list with a number for each completion"
+        )
     parameters = inspect.signature(function).parameters.values()
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = frozenset(p.name for p in by_name)

@@ -598,6 +598,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         2.0,
         "less than algorithm.correction.high, 2",
     ),
+    "a mask that leaves out what is seen alike": (
+        ["algorithm.correction={name: mis, high: 0.5}"],
+        "algorithm.correction.high",
+        0.5,
+        "at least 1",
+    ),
+    "bounds above what is seen alike": (
+        ["algorithm.correction={name: icepop, low: 1.2, high: 5}"],
+        "algorithm.correction.low",
+        1.2,
+        "at most 1",
+    ),
     "a ratio weighed twice": (
         ["algorithm.correction={name: tis, form: bypass}"],
         "algorithm.correction.name",

@@ -31,6 +31,10 @@ def a_number(completions):
     return 1.0
 
 
+def yields(completions):
+    yield from (1.0 for _ in completions)
+
+
 def raises(completions):
     raise LookupError("no such word")
 

@@ -247,6 +247,7 @@ def test_a_slow_function_holds_nothing_else_up():
         (own("missing"), f"{OWN} has no function missing"),
         (own("NOT_A_FUNCTION"), f"{OWN} has no function NOT_A_FUNCTION"),
         (own("half", arguments={"size": 1}), "takes no argument size"),
+        (own("yields"), "yields: return a list"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_named(config, message):

@@ -6,10 +6,10 @@ from nemorl.config.algorithm import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
     ClipCovLossConfig,
-    IcePopCorrectionConfig,
     KLConfig,
     KlCovLossConfig,
     LikelihoodConfig,
+    MaskedCorrectionConfig,
     NoCorrectionConfig,
     OnlineConfig,
     TruncatedCorrectionConfig,
@@ -111,15 +111,19 @@ def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def correction_has_bounds(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    """A lower bound is below the upper one."""
-    if not isinstance(algorithm, OnlineConfig):
+    """A lower bound is below the upper one, and 1, what engine and trainer agree on, lies between."""
+    if not isinstance(algorithm, OnlineConfig) or isinstance(algorithm.correction, NoCorrectionConfig):
         return
     correction = algorithm.correction
-    if not isinstance(correction, TruncatedCorrectionConfig | IcePopCorrectionConfig):
-        return
-    if correction.low >= correction.high:
+    low = 0.0 if isinstance(correction, MaskedCorrectionConfig) else correction.low
+    if low >= correction.high:
         mend = f"it must be less than algorithm.correction.high, {correction.high:g}"
-        yield Violation("algorithm.correction.low", correction.low, mend)
+        yield Violation("algorithm.correction.low", low, mend)
+    elif low > 1:
+        yield Violation("algorithm.correction.low", low, "it is at most 1, the weight of a token seen alike")
+    elif correction.high < 1:
+        mend = "it is at least 1, the weight of a token seen alike"
+        yield Violation("algorithm.correction.high", correction.high, mend)
 
 
 def correction_fits_the_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
