@@ -360,6 +360,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "scores tasks of `reasoning_gym` datasets only",
     ),
     "no reward at all": (["rewards=[]"], "rewards", [], "every reward would be 0: name a reward function"),
+    "rewards that count nothing": (
+        ["rewards=[{function: exact_match, weight: 0}]"],
+        "rewards.0.weight",
+        0.0,
+        "all weights are 0",
+    ),
     "validation without a reward": (
         [*SFT, "rewards=[]", VALIDATION + "at_end=true"],
         "rewards",

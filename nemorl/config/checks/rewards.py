@@ -20,7 +20,12 @@ def something_is_rewarded(
 ) -> Iterator[Violation]:
     """`single_turn` pays nothing of its own; a teacher is enough where nothing is measured."""
     unpaid = isinstance(algorithm, OnPolicyDistillationConfig) and not algorithm.validation.scheduled
-    if isinstance(env, SingleTurnEnvConfig) and not rewards and generates(algorithm) and not unpaid:
+    if not isinstance(env, SingleTurnEnvConfig) or not generates(algorithm) or unpaid:
+        return
+    if rewards and not any(reward.weight for reward in rewards):
+        mend = "all weights are 0, so every reward would be 0: give one of them another"
+        yield Violation("rewards.0.weight", rewards[0].weight, mend)
+    elif not rewards:
         yield Violation(
             "rewards",
             [],
