@@ -8,7 +8,7 @@ where the tokens are (`token_advantages.py`).
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from nemorl.config.algorithm.advantage import (
+from nemorl.config.algorithm.advantages import (
     CustomAdvantageConfig,
     GdpoAdvantageConfig,
     GpgAdvantageConfig,
@@ -25,8 +25,8 @@ from nemorl.data.batches import Advantage
 from nemorl.rollout.groups import GroupSummary
 
 from .batch_advantages import gdpo, group_then_batch, reinforce
+from .custom import own_advantages
 from .group_advantages import gpg, group_relative, optimal_baseline, pass_at_k, remax
-from .own_advantage import own_advantages
 from .turn_advantages import turn_relative
 
 Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]

@@ -13,16 +13,16 @@ from nemorl.config.algorithm import (
     OnPolicyDistillationConfig,
     RejectionSamplingConfig,
 )
-from nemorl.config.checks.figures import reward_weights
+from nemorl.config.auxiliary import teachers_held
+from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.experiment import Experiment
-from nemorl.config.groups import teachers_held
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.session.session import Session
 
-from .bookkeeping import Bookkeeper
+from .best_of_n import PickedLearning
 from .checkpoints import Progress
 from .distillation import DistilledLearning
 from .filters import refill
@@ -31,7 +31,7 @@ from .learning import Learning
 from .offline import OfflineLoop
 from .offline_data import OfflineData, load_offline_data, offline_algorithm
 from .online import Learns, OnlineLoop
-from .picking import PickedLearning
+from .recorder import Bookkeeper
 from .reference_sums import ReferenceSums, reference_sums
 from .scoring import Scorer
 from .teachers import Teachers, teachers_of_tasks

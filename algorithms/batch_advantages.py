@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.advantage import (
+from nemorl.config.algorithm.advantages import (
     GdpoAdvantageConfig,
     GroupThenBatchAdvantageConfig,
     Over,

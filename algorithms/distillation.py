@@ -25,11 +25,11 @@ from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .bookkeeping import Bookkeeper
 from .gate import LogprobGate, gap_figures, versions_of
 from .kl import kl_divergence
 from .losses import finish_metrics
 from .offline import Unit
+from .recorder import Bookkeeper
 from .teachers import Teachers
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.

@@ -10,7 +10,7 @@ from nemorl.rollout.dispatch import OnFinished, ignore
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
-from .measuring import validation_figures
+from .validation import validation_figures
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment
-from nemorl.config.models import models_of
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, verify
+from nemorl.megatron.export import export_adapter
 from nemorl.megatron.hf_export import export_hf
-from nemorl.megatron.peft_export import export_adapter
 from nemorl.observe.run_folder import RunPaths
 from nemorl.session.trained import folder_of
 

@@ -14,7 +14,7 @@ from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Refill
 from nemorl.rollout.groups import GroupSummary
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.advantage import (
+from nemorl.config.algorithm.advantages import (
     GpgAdvantageConfig,
     GroupAdvantageConfig,
     PassAtKAdvantageConfig,

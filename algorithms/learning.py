@@ -22,9 +22,9 @@ from nemorl.session.model_group import ModelGroup
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
-from .bookkeeping import Bookkeeper
 from .gate import LogprobGate, gap_figures, versions_of
 from .losses import finish_metrics
+from .recorder import Bookkeeper
 from .scoring import Scorer
 from .token_advantages import SequenceKL
 from .value_loss import ValueLoss, value_figures

@@ -21,7 +21,7 @@ from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .bookkeeping import Bookkeeper
+from .recorder import Bookkeeper
 from .reference_sums import ReferenceSums
 from .teachers import Teachers
 

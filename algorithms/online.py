@@ -19,9 +19,9 @@ from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
-from .bookkeeping import Bookkeeper
-from .figures import environment_share, rollout_figures
 from .filters import filter_groups
+from .recorder import Bookkeeper
+from .rollout_metrics import environment_share, rollout_figures
 
 
 class Learns(Protocol):

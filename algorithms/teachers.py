@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nemorl.config.groups import EndpointTeacherConfig, TeacherConfig
-from nemorl.config.models import teacher_group
+from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
+from nemorl.config.facts import teacher_group
 from nemorl.errors import RunError
-from nemorl.rollout.types import Task
 from nemorl.session.columns import Column, Field
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
+from nemorl.trajectories import Task
 
 # What a teacher computes, and what it is to the policy.
 _OF_SAMPLED: Mapping[Field, Field] = {"old_logprobs": "reference_logprobs"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.advantage import TurnAdvantageConfig
+from nemorl.config.algorithm.advantages import TurnAdvantageConfig
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 
 from .group_advantages import all_equal, standardized

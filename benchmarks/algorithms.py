@@ -29,9 +29,9 @@ from rich.console import Console
 
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.picked import PickedBase
+from nemorl.config.auxiliary import teachers_held
 from nemorl.config.data import ArithmeticDataset
 from nemorl.config.experiment import Experiment
-from nemorl.config.groups import teachers_held
 from nemorl.config.load import load_experiment
 from nemorl.observe.metrics import StepMetrics, read_metrics
 

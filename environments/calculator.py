@@ -10,7 +10,7 @@ turn with neither, and the last turn allowed, end it without one. The reward `ca
 """
 
 from nemorl.config.env import CalculatorEnvConfig
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 
 from .arithmetic import ArithmeticRefused, calculate, number_text
 from .tags import last_tagged

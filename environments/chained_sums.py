@@ -13,7 +13,7 @@ wrong, so that each turn can be paid by itself. The reward `chained_sums` is 1 o
 import re
 
 from nemorl.config.env import ChainedSumsEnvConfig
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 
 REWARD = "chained_sums"
 TURN_REWARD = "chained_sums_turn"

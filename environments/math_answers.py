@@ -1,7 +1,7 @@
 """Mathematical answers, compared by meaning with the math-verify library: 1/2 is 0.5 is \\frac{1}{2}."""
 
 from nemorl.config.env import MathEnvConfig
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 
 from .scoring_process import ScoringProcess
 

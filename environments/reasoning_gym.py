@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from nemorl.config.env import ReasoningGymEnvConfig
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 
 from .scoring_process import ScoringProcess
 from .tags import last_tagged

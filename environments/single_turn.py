@@ -1,7 +1,7 @@
 """One answer and no reward of its own: `rewards` score it."""
 
 from nemorl.config.env import SingleTurnEnvConfig
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 
 
 class SingleTurnEnvironment:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from nemorl.cluster.requests import wanted_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import models_of
+from nemorl.config.facts import models_of
 from nemorl.errors import Violation
-from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
+from nemorl.plan.problems import plan_run
 
 from .errors import SlurmError
 from .fit import PART, Demand, Room, fit_violations

@@ -21,7 +21,7 @@ TREES = {
     "nemorl.slurm": ROOT / "slurm",
 }
 
-# Each part may import these, and itself; `types` stands for nemorl.rollout.types, which imports numpy only.
+# Each part may import these, and itself; `types` stands for nemorl.trajectories, which imports numpy only.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
@@ -53,7 +53,7 @@ NOT_REACHED: dict[str, set[str]] = {
     "nemorl.config": TORCH | {"numpy"},
     "nemorl.algorithms.presets": TORCH | {"numpy"},
     "nemorl.plan": TORCH | {"numpy"},
-    "nemorl.rollout.types": TORCH,
+    "nemorl.trajectories": TORCH,
     "nemorl.models.slices": TORCH | {"numpy"},
     "nemorl.models.shape": TORCH | {"numpy"},
     "nemorl.models.layout": TORCH | {"numpy"},
@@ -105,7 +105,7 @@ def imports(module: str, at_import_only: bool) -> frozenset[str]:
 
 def part_of(module: str) -> str:
     """The part of nemorl to which a module belongs; empty for nemorl itself."""
-    if module == "nemorl.rollout.types":
+    if module == "nemorl.trajectories":
         return "types"
     return ".".join(module.split(".")[1:2])
 

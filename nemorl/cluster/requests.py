@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import models_of
+from nemorl.config.facts import models_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
-    from nemorl.algorithms.measuring import with_intervals
-    from nemorl.algorithms.run import evaluate  # Ray and the engine: not before the checks
+    from nemorl.algorithms.train import evaluate  # Ray and the engine: not before the checks
+    from nemorl.algorithms.validation import with_intervals
 
     evaluation = evaluate(ready.experiment)
     figures = table("", ["figure", "value", "95 % interval"])

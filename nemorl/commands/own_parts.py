@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
-from nemorl.config.algorithm.advantage import CustomAdvantageConfig
-from nemorl.config.checks.figures import figures, reward_names
+from nemorl.config.algorithm.advantages import CustomAdvantageConfig
+from nemorl.config.checks.metrics import figures, reward_names
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError, Violation
 
@@ -15,7 +15,7 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig):
         return
     if isinstance(algorithm.advantage, CustomAdvantageConfig):
-        from nemorl.algorithms.own_advantage import try_out  # brings torch, which takes seconds
+        from nemorl.algorithms.custom import try_out  # brings torch, which takes seconds
 
         try:
             try_out(algorithm.advantage, reward_names(experiment.env, experiment.rewards))

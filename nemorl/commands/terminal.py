@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from nemorl.plan.fit import Plan
 from nemorl.plan.memory import memory_parts
+from nemorl.plan.problems import Plan
 
 
 def output() -> Console:

@@ -11,7 +11,7 @@ from nemorl.config.load import to_yaml
 from nemorl.plan.machine import read_machine
 
 if TYPE_CHECKING:
-    from nemorl.algorithms.run import RunResult
+    from nemorl.algorithms.train import RunResult
 
 HELP = "run an experiment"
 
@@ -48,7 +48,7 @@ def show(ready: Ready) -> None:
 
 
 def _train(ready: Ready, *, resume: bool) -> "RunResult":
-    from nemorl.algorithms.run import train  # torch, Megatron and Ray: not for --help and --dry-run
+    from nemorl.algorithms.train import train  # torch, Megatron and Ray: not for --help and --dry-run
 
     return train(ready.experiment, resume=resume)
 

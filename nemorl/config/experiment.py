@@ -6,13 +6,13 @@ from typing import Annotated
 from pydantic import Field
 
 from .algorithm import AlgorithmConfig
+from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig
 from .base import Config
 from .data import DataConfig
 from .env import EnvConfig, SingleTurnEnvConfig
+from .environment import RewardConfig
 from .generation import GenerationConfig, TorchGenerationConfig
-from .groups import CriticConfig, ReferenceConfig, TeacherConfig
 from .policy import PolicyConfig
-from .rewards import RewardConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 

@@ -11,7 +11,7 @@ from nemorl.errors import ABSENT, Violation
 
 from .base import Config
 from .schema import describe, help_text, locate, names, tag
-from .yaml_tree import FieldPath, dotted
+from .yaml import FieldPath, dotted
 
 _MOST_NAMED = 4  # variants in one sentence
 _QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'

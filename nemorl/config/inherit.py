@@ -6,7 +6,7 @@ from nemorl.errors import ConfigError, Violation
 
 from .merge import merged
 from .variants import common_fields
-from .yaml_tree import Document, parse_document
+from .yaml import Document, parse_document
 
 DEFAULTS = "defaults"
 

@@ -4,7 +4,7 @@ import re
 
 from nemorl.errors import Violation
 
-from .yaml_tree import Document, FieldPath, Tree, dotted, field_path, look_up
+from .yaml import Document, FieldPath, Tree, dotted, field_path, look_up
 
 # `$${` writes a literal `${`.
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")

@@ -19,7 +19,7 @@ from .explain import explain
 from .inherit import read_document
 from .interpolate import interpolate
 from .overrides import apply_overrides
-from .yaml_tree import Document, FieldPath, Tree, field_path, look_up
+from .yaml import Document, FieldPath, Tree, field_path, look_up
 
 DEFAULT = "default"
 
@@ -33,7 +33,7 @@ def load_experiment(
 
     Raises `ConfigError` with everything that is wrong at once: what the types refuse, the cross-field checks
     of the sections that are sound, and, where all types are right, what `further_checks` finds outside the
-    configuration (see `nemorl.plan.fit`), of which nothing is looked at here.
+    configuration (see `nemorl.plan.problems`), of which nothing is looked at here.
     """
     document, violations = interpolate(apply_overrides(read_document(path), overrides))
     experiment, refused = _typed(document.tree)

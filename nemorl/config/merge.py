@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .yaml_tree import FieldPath, Tree
+from .yaml import FieldPath, Tree
 
 # The keys that say which variant of a section is meant.
 VARIANT_KEYS = ("kind", "name", "backend")

@@ -7,7 +7,7 @@ from nemorl.errors import ConfigError, Violation
 
 from .merge import Staying, merged
 from .variants import common_fields, common_fields_of_named
-from .yaml_tree import Document, FieldPath, Tree, dotted, field_path, parse_value
+from .yaml import Document, FieldPath, Tree, dotted, field_path, parse_value
 
 ORIGIN = "command line"
 

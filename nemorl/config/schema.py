@@ -15,7 +15,7 @@ from nemorl.errors import ABSENT
 from .base import Config
 from .experiment import Experiment
 from .merge import VARIANT_KEYS
-from .yaml_tree import FieldPath, dotted
+from .yaml import FieldPath, dotted
 
 _MOST_NAMES = 4  # of one variant, where it is called by them
 _KEY = "NAME"  # stands for the keys of a mapping, which are one's own

@@ -9,7 +9,7 @@ from .algorithm.preference import PREFERENCE_PRESETS
 from .algorithm.presets import presets
 from .base import Config
 from .schema import declaration, names, sections_at, tag
-from .yaml_tree import FieldPath, Tree
+from .yaml import FieldPath, Tree
 
 _ALGORITHM = ("algorithm",)
 

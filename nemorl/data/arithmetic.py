@@ -3,7 +3,7 @@
 import random
 
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.rollout.types import Task
+from nemorl.trajectories import Task
 
 from .json_lines import DatasetError
 from .lazy import LazyTasks

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemorl.rollout.types import BoolArray, Int32Array, Trajectory
+from nemorl.trajectories import BoolArray, Int32Array, Trajectory
 
 from .compared import Compared, with_compared
 from .examples import Example

@@ -13,7 +13,7 @@ from nemorl.config.data import (
     ReasoningGymDataset,
     StepsDataset,
 )
-from nemorl.rollout.types import Message, Task
+from nemorl.trajectories import Message, Task
 
 from .arithmetic import ArithmeticTasks
 from .json_lines import DatasetError, Row, column, read_rows, text_or_messages

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from nemorl.errors import NemorlError
-from nemorl.rollout.types import BoolArray, Float32Array, Int32Array, Message
+from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message
 
 from .prompts import Prompts
 from .tokenizer import Tokenizer
@@ -111,10 +111,10 @@ def steps_example(
     if not tokens:
         raise ExampleError("the prompt is empty")
     start, ends = len(tokens), []
-    for number, step in enumerate(steps):
+    for index, step in enumerate(steps):
         encoded = tokenizer.encode(step)
         if not encoded:
-            raise ExampleError(f"step {number} is empty")
+            raise ExampleError(f"step {index} is empty")
         tokens += encoded
         ends.append(len(tokens) - 1)
     _check_length(len(tokens), start, max_length)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemorl.errors import NemorlError
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 

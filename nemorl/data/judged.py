@@ -12,7 +12,7 @@ from nemorl.config.data import (
     PreferenceDataset,
     StepsDataset,
 )
-from nemorl.rollout.types import Message, Task
+from nemorl.trajectories import Message, Task
 
 from .arithmetic import ArithmeticTasks
 from .json_lines import (

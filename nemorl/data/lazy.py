@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from nemorl.config.data import DataConfig
-from nemorl.rollout.types import Task
+from nemorl.trajectories import Task
 
 
 class LazyTasks(Sequence[Task]):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from nemorl.config.data import DataConfig
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 from .json_lines import DatasetError
 

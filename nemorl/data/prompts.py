@@ -8,7 +8,7 @@ the observation, and the opening of the next turn.
 from collections.abc import Sequence
 from typing import Protocol
 
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 from .tokenizer import PLACEHOLDER, Tokenizer, TokenizerError
 

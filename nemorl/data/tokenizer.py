@@ -7,7 +7,7 @@ from typing import Any
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import NemorlError
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 # Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
 PLACEHOLDER = "nemorl-turn-placeholder"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from nemorl.rollout.types import Trajectory
+from nemorl.trajectories import Trajectory
 
 from .packed import PackedBatch
 

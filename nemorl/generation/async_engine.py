@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from nemorl.rollout.types import Int16Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .async_request import Figures, OpenRequest
 from .async_stand import Stand

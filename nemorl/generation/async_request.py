@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemorl.rollout.types import Float32Array, Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress, Refusal, Report
 

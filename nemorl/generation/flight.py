@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nemorl.rollout.types import Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from nemorl.config.generation_openai import OpenAIGenerationConfig
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 from .async_engine import Chunk
 from .errors import EngineFailed, RequestRefused

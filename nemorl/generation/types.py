@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemorl.rollout.types import Float32Array, Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from nemorl.models.adapters import TrainedWeights, peft_names
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter
 from nemorl.models.layout import hf_tensors
-from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
+from nemorl.models.tensors import merge_adapter
 
 from .checkpoint_files import SavedState
 from .device import DTYPES

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BrokenModelFolder
-from .json_object import read_json_object
+from .json_files import read_json_object
 from .layout import hf_tensors
 from .new_folder import begin_folder, complete_folder
 from .registry import family_of

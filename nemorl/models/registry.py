@@ -12,9 +12,9 @@ from .gpt_oss import GPT_OSS
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .qwen import QWEN3_MOE
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
-from .qwen3_moe import QWEN3_MOE
 
 if TYPE_CHECKING:
     from .shape import ModelShape

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .family import Dim
-from .json_object import read_json_object
+from .json_files import read_json_object
 
 
 @dataclass(frozen=True)

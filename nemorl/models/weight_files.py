@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .errors import BrokenModelFolder
-from .json_object import read_json_object
+from .json_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

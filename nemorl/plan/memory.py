@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_megatron import MegatronGenerationConfig
 from nemorl.config.generation_trtllm import TrtllmGenerationConfig
 from nemorl.config.generation_vllm import VllmGenerationConfig
-from nemorl.config.models import ModelSpec
 from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.models.adapters import adapter_slices
@@ -86,7 +86,7 @@ def estimate_memory(
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
     `beside` are the models beside the policy that it starts. Layouts must divide the models (see
-    `nemorl.plan.fit`).
+    `nemorl.plan.problems`).
     """
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemorl.config.rewards import Signature
+from nemorl.config.environment import Signature
 
 from .scored import Answers, Columns, text_of
 

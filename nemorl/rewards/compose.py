@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemorl.config.rewards import FunctionRewardConfig, JudgeRewardConfig, ModelRewardConfig, RewardConfig
-from nemorl.rollout.types import Conversation, StopReason, Task, Trajectory
+from nemorl.config.environment import FunctionRewardConfig, JudgeRewardConfig, ModelRewardConfig, RewardConfig
+from nemorl.trajectories import Conversation, StopReason, Task, Trajectory
 
 from .find import RewardError
-from .function_reward import FunctionReward
+from .function import FunctionReward
 from .scored import Answers, Failed, Scored, Scorer, ScoringFigures
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def scorer(config: RewardConfig, seconds: float) -> Scorer:
         from .judge import JudgeReward  # with aiohttp, as the other
 
         return JudgeReward(config, seconds)
-    from .model_service import ModelServiceReward
+    from .model import ModelServiceReward
 
     assert isinstance(config, ModelRewardConfig), "a session gives models of the run's own an address"
     return ModelServiceReward(config, seconds)

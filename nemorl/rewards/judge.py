@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from nemorl.config.rewards import JudgeRewardConfig
-from nemorl.rollout.types import Conversation, Task
+from nemorl.config.environment import JudgeRewardConfig
+from nemorl.trajectories import Conversation, Task
 
 from .calls import Call
 from .scored import Answers, Failed, Score, Scored, text_of

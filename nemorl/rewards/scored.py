@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from nemorl.rollout.types import Conversation, Message, Task
+from nemorl.trajectories import Conversation, Message, Task
 
 Columns = dict[str, list[Any]]
 

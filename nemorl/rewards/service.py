@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.config.rewards import ServiceRewardBase
+from nemorl.config.environment import ServiceRewardBase
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 
 from .calls import Call, Calls

@@ -7,7 +7,7 @@ verl       `f(data_source, solution_str, ground_truth, extra_info) -> number or 
 All are called by keyword, and each gets those columns of the task too that it has parameters for.
 """
 
-from nemorl.config.rewards import Signature
+from nemorl.config.environment import Signature
 
 # What a signature gives beside the task's own columns.
 GIVEN: dict[Signature, frozenset[str]] = {

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Protocol, runtime_checkable
 
-from .types import Conversation
+from nemorl.trajectories import Conversation
 
 _LONGEST = 200  # characters that go to the driver; of longer answers their hash
 

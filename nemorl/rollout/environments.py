@@ -3,8 +3,7 @@
 from importlib import import_module
 
 from nemorl.config.env import EnvConfig
-
-from .types import EnvironmentFactory
+from nemorl.trajectories import EnvironmentFactory
 
 # Imported when asked for: each brings its own libraries.
 FACTORIES = {

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemorl.rewards.scored import ScoringFigures
-
-from .types import StopReason, Trajectory
+from nemorl.trajectories import StopReason, Trajectory
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nemorl.generation.types import Completion
-
-from .types import Conversation, Int16Array, Message, Step, StopReason, Trajectory, Turn
+from nemorl.trajectories import Conversation, Int16Array, Message, Step, StopReason, Trajectory, Turn
 
 
 @dataclass

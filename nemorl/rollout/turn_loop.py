@@ -15,9 +15,9 @@ from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
 from nemorl.rewards.deadline import attempt
+from nemorl.trajectories import Action, Conversation, Environment, Step, StopReason, Task
 
 from .record import Record
-from .types import Action, Conversation, Environment, Step, StopReason, Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
+from nemorl.trajectories import Conversation, Task, Trajectory
 
 from .answers import last_answer
 from .environments import environment_factory
 from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
-from .types import Conversation, Task, Trajectory
 
 Store = Callable[[list[Trajectory]], Any]
 

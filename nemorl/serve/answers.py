@@ -7,7 +7,7 @@ from typing import Any
 
 from nemorl.data.tokenizer import Tokenizer
 from nemorl.generation.types import Completion, Progress
-from nemorl.rollout.types import Float32Array, Int32Array
+from nemorl.trajectories import Float32Array, Int32Array
 
 from .requests import ChatRequest, CompletionRequest
 from .sampling import Served, Work

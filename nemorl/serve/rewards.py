@@ -23,7 +23,7 @@ from pydantic import Field
 from nemorl.data.examples import Example, ExampleError, dialogue_example
 from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 from .errors import ApiError
 from .guard import at_a_time, errors_as_json, key_wanted

@@ -13,7 +13,7 @@ from nemorl.generation.errors import NoReplicaLeft, RequestRefused
 from nemorl.generation.flight import OnProgress
 from nemorl.generation.router import Router
 from nemorl.generation.types import Completion, GenerationRequest, Progress
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 from .errors import ApiError, bad_request
 from .requests import MOST_CHOICES, ChatRequest, CompletionRequest, SamplingRequest

@@ -12,7 +12,7 @@ import torch
 
 from nemorl.data.micro_batches import BatchPlan
 from nemorl.data.packed import PackedBatch
-from nemorl.rollout.types import Float32Array, Int32Array
+from nemorl.trajectories import Float32Array, Int32Array
 
 Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
 

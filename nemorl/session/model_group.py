@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.config.groups import EndpointTeacherConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator

@@ -9,7 +9,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.mesh import Mesh
 from nemorl.cluster.placement import Placement
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import ModelSpec, models_of
+from nemorl.config.facts import ModelSpec, models_of
 
 from .device_turns import DeviceTurns
 from .model_group import ModelGroup

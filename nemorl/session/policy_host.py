@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemorl.cluster.placement import own_gpus
-from nemorl.config.groups import EndpointTeacherConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
 from nemorl.data.compared import with_compared
@@ -23,8 +23,8 @@ from nemorl.weights.messages import Part, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 
 from .columns import ColumnShard, Field, rows_of, with_rows
+from .endpoints import EndpointTeacher
 from .shard import Shard
-from .teacher_endpoint import EndpointTeacher
 
 
 class PolicyHost(PolicyWorker):

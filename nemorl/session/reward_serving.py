@@ -15,7 +15,7 @@ from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import ModelSpec
+from nemorl.config.facts import ModelSpec
 from nemorl.data.examples import Example
 from nemorl.serve.server import Listening, answering
 

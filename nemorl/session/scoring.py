@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.endpoint import EndpointConfig
-from nemorl.config.models import reward_group
+from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
+from nemorl.config.facts import reward_group
 from nemorl.config.policy import PolicyConfig
-from nemorl.config.rewards import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.prompts import prompts_of

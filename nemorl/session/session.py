@@ -16,7 +16,7 @@ from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
 from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import models_of
+from nemorl.config.facts import models_of
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.observe.files import write_whole
@@ -73,7 +73,7 @@ class Session:
         return sum(model.turns is not None for model in self.models.values()) > 1
 
     def model(self, name: str) -> ModelGroup:
-        """A model of `nemorl.config.models.models_of` by its name, such as `critic`."""
+        """A model of `nemorl.config.facts.models_of` by its name, such as `critic`."""
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
 

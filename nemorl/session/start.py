@@ -11,7 +11,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import ModelSpec
+from nemorl.config.facts import ModelSpec
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
 from nemorl.weights.exchange import WeightExchange
@@ -25,7 +25,7 @@ from .scoring import Scoring
 # What runs in the process of an engine.
 HOSTS = {
     "torch": "nemorl.session.generation_host:GenerationHost",
-    "openai": "nemorl.session.openai_host:OpenAIHost",
+    "openai": "nemorl.session.hosts:OpenAIHost",
     "vllm": "nemorl.session.vllm_host:VllmHost",
     "trtllm": "nemorl.session.trtllm_host:TrtllmHost",
 }

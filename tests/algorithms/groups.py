@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 
 def trajectory(reward: float, row: int = 0, sampled: int = 3, **other: object) -> TrajectorySummary:

@@ -11,9 +11,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from nemorl.algorithms.advantages import estimator
+from nemorl.algorithms.custom import advantage, try_out
 from nemorl.algorithms.own import OwnPartError
-from nemorl.algorithms.own_advantage import advantage, try_out
-from nemorl.config.algorithm.advantage import CustomAdvantageConfig, OfGroupsConfig
+from nemorl.config.algorithm.advantages import CustomAdvantageConfig, OfGroupsConfig
 from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, paid, trajectory
 

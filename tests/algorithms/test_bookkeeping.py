@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nemorl.algorithms import evaluate
-from nemorl.algorithms.bookkeeping import Bookkeeper
 from nemorl.algorithms.checkpoints import Progress
+from nemorl.algorithms.recorder import Bookkeeper
 from nemorl.config.load import load_experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics

@@ -21,7 +21,7 @@ from nemorl.config.algorithm import (
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.env import SingleTurnEnvConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import by_sequence, current, ragged

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.load import load_experiment
 from nemorl.megatron.checkpoint_store import verify
 from nemorl.observe.metrics import StepMetrics

@@ -19,13 +19,13 @@ from nemorl.algorithms.distillation import (
 from nemorl.algorithms.losses import finish_metrics
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
-from nemorl.config.groups import EndpointTeacherConfig, ModelTeacherConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.compared import Compared
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
-from nemorl.rollout.types import Task
 from nemorl.session.columns import Column
 from nemorl.session.shard import SequencePlace
+from nemorl.trajectories import Task
 from tests.algorithms.groups import failed, group
 
 TOKENS, VOCABULARY, K = 7, 6, 3

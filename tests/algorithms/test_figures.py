@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.figures import environment_share, rollout_figures
-from nemorl.algorithms.measuring import validation_figures
+from nemorl.algorithms.rollout_metrics import environment_share, rollout_figures
 from nemorl.algorithms.scoring import Scorer
+from nemorl.algorithms.validation import validation_figures
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
-from nemorl.config.checks.figures import figures as known_figures
+from nemorl.config.checks.metrics import figures as known_figures
 from nemorl.config.env import SingleTurnEnvConfig
-from nemorl.config.rewards import FunctionRewardConfig, ModelRewardConfig
+from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig
 from nemorl.rewards.scored import ScoringFigures
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, trajectory
 
 

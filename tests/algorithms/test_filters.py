@@ -9,17 +9,17 @@ from nemorl.algorithms.filters import filter_groups, refill
 from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.filters import FiltersConfig, RefillConfig
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.env import SingleTurnEnvConfig
-from nemorl.config.rewards import FunctionRewardConfig
+from nemorl.config.environment import FunctionRewardConfig
 from nemorl.data.batches import STAND_IN_TOKENS
 from nemorl.data.micro_batches import plan_batch
 from nemorl.data.order import TaskOrder
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.groups import GroupSummary
-from nemorl.rollout.types import StopReason
 from nemorl.session.shard import make_shards
+from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, trajectory
 
 EQUAL, MIXED, RIGHT = [0.5, 0.5, 0.5], [0.0, 1.0, 0.5], [1.0, 1.0, 0.9]

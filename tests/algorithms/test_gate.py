@@ -15,7 +15,7 @@ from nemorl.data.batches import pack_trajectories
 from nemorl.generation.backends import create_engine
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.groups import GroupSummary, summarize
-from nemorl.rollout.types import StopReason, Trajectory, Turn
+from nemorl.trajectories import StopReason, Trajectory, Turn
 from tests.generation.examples import request, serve
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import policy_config

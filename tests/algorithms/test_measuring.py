@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from nemorl.algorithms.measuring import (
+from nemorl.algorithms.validation import (
     Interval,
     cons_at_k,
     normal_interval,

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemorl.algorithms.best_of_n import PickedLearning, best_of, pairs_of
 from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate
-from nemorl.algorithms.picking import PickedLearning, best_of, pairs_of
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.groups import GroupSummary, summarize
-from nemorl.rollout.types import StopReason, Trajectory
+from nemorl.trajectories import StopReason, Trajectory
 from tests.algorithms.groups import group, trajectory
 from tests.algorithms.local_session import LocalLearner, Stored, no_stage, start_host
 from tests.config.experiments import write

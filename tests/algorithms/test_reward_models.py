@@ -9,7 +9,7 @@ import pytest
 
 from nemorl.algorithms.reward_model import RewardModel
 from nemorl.config.algorithm import RewardModelConfig
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model

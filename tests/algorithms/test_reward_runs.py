@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.stopping import SIGNALS, Dropped, Stop
+from nemorl.algorithms.stop import SIGNALS, Dropped, Stop
 
 
 def told(number: signal.Signals) -> None:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import yaml
 
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.load import load_experiment
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 

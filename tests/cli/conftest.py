@@ -53,7 +53,7 @@ def experiment(tmp_path: Path) -> Path:
 
 @dataclass
 class Trainer:
-    """Stands in for `nemorl.algorithms.run` and `.export`: remembers its calls and fails on demand."""
+    """Stands in for `nemorl.algorithms.train` and `.export`: remembers its calls and fails on demand."""
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     failure: BaseException | None = None

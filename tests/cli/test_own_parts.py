@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import Nemorl
 
 PARTS = '''
-from nemorl.algorithms.own_advantage import advantage
+from nemorl.algorithms.custom import advantage
 from nemorl.algorithms.policy_losses import TokenLoss
 
 

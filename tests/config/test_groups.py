@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.algorithm.presets import presets
+from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment, to_yaml
-from nemorl.config.models import models_of
 from tests.config.experiments import violations_of, write
 
 PPO = ["algorithm.name=ppo"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.env import SingleTurnEnvConfig
 from nemorl.config.load import load_experiment
 from tests.config.experiments import GRPO, write

@@ -19,8 +19,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.schema import names, variants
 from nemorl.errors import ABSENT, ConfigError
-from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Machine
+from nemorl.plan.problems import plan_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.checks.figures import figures
+from nemorl.config.checks.metrics import figures
 from nemorl.config.load import load_experiment, to_yaml
 from tests.config.experiments import violations_of, write
 

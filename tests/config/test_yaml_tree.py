@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.yaml_tree import parse_document, parse_value
+from nemorl.config.yaml import parse_document, parse_value
 from nemorl.errors import ConfigError
 
 

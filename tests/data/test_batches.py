@@ -5,7 +5,7 @@ import pytest
 
 from nemorl.data.batches import STAND_IN_TOKENS, pack_examples, pack_trajectories
 from nemorl.data.examples import Example
-from nemorl.rollout.types import StopReason, Trajectory, Turn
+from nemorl.trajectories import StopReason, Trajectory, Turn
 
 
 def trajectory(tokens, mask) -> Trajectory:

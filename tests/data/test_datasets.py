@@ -6,7 +6,7 @@ import reasoning_gym
 from nemorl.config.data import ArithmeticDataset, DataConfig, JsonlDataset, ReasoningGymDataset
 from nemorl.data.datasets import load_tasks
 from nemorl.data.json_lines import DatasetError
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 
 def arithmetic(**options) -> ArithmeticDataset:

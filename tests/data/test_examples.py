@@ -7,7 +7,7 @@ from nemorl.data.encode import Encoder
 from nemorl.data.examples import ExampleError, dialogue_example, mismatched, steps_example
 from nemorl.data.judged import Dialogue
 from nemorl.data.prompts import ChatPrompts, PlainPrompts
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
 
 ASKED = (Message("user", "1"),)

@@ -18,7 +18,7 @@ from nemorl.config.data import (
 from nemorl.data.datasets import load_dialogues, load_tasks
 from nemorl.data.json_lines import DatasetError
 from nemorl.data.judged import load_feedback, load_pairs, load_steps
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 SUMS = ArithmeticDataset(name="arithmetic", digits=1, size=20, seed=3)
 DATA = DataConfig(train=SUMS, prompt_template="Q: {prompt}", system_prompt="Be right.")

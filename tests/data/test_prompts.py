@@ -3,7 +3,7 @@ import pytest
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.prompts import ChatPrompts, PlainPrompts, TemplateError, prompts_of
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
 
 OPENING = (Message("system", "Sums."), Message("user", "1+2?"))

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.policy import PolicyConfig, TokenizerConfig
 from nemorl.data.tokenizer import TokenizerError, load_tokenizer
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END, save_tokenizer
 
 
@@ -57,7 +57,7 @@ def test_a_template_that_refuses_a_role_says_so(tmp_path):
 def test_loading_imports_no_torch(model_folder):
     code = (
         "import sys; from pathlib import Path; from nemorl.config.policy import PolicyConfig;"
-        "from nemorl.data.tokenizer import load_tokenizer; from nemorl.rollout.types import Message;"
+        "from nemorl.data.tokenizer import load_tokenizer; from nemorl.trajectories import Message;"
         f"t = load_tokenizer(PolicyConfig(model_path=Path({str(model_folder)!r})));"
         "t.render([Message('user', 'x')], True); t.encode('x'); import nemorl.rollout.worker;"
         "import nemorl.rollout.collector; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"

@@ -4,7 +4,7 @@ import numpy as np
 
 from nemorl.data.batches import pack_trajectories
 from nemorl.data.turns import with_turns
-from nemorl.rollout.types import StopReason, Trajectory, Turn
+from nemorl.trajectories import StopReason, Trajectory, Turn
 
 
 def trajectory(*parts: int, error: str | None = None) -> Trajectory:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nemorl.rollout.types import Action, Message, Step, StopReason, Task
+from nemorl.trajectories import Action, Message, Step, StopReason, Task
 
 
 def task(answer: str | None = "7", prompt: str = "3+4?", **columns) -> Task:

@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 
-from nemorl.config.checks.figures import reward_weights
+from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.env import CalculatorEnvConfig
 from nemorl.environments.arithmetic import ArithmeticRefused, calculate, number_text
 from nemorl.environments.calculator import INSTRUCTIONS, CalculatorFactory
-from nemorl.rollout.types import Message, Step, Task
+from nemorl.trajectories import Message, Step, Task
 from tests.environments.episodes import said, task
 
 

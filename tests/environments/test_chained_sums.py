@@ -6,7 +6,7 @@ from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.env import ChainedSumsEnvConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.environments.chained_sums import ChainedSumsFactory
-from nemorl.rollout.types import Message, Step, Task
+from nemorl.trajectories import Message, Step, Task
 from tests.environments.episodes import said, task
 
 

@@ -2,7 +2,7 @@ import asyncio
 
 from nemorl.config.env import SingleTurnEnvConfig
 from nemorl.environments.single_turn import SingleTurnFactory
-from nemorl.rollout.types import Step
+from nemorl.trajectories import Step
 from tests.environments.episodes import answer, task
 
 

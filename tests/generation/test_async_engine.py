@@ -14,8 +14,8 @@ from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
 from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Completion, GenerationRequest, Progress, Refusal, Report
-from nemorl.rollout.types import StopReason
 from nemorl.session.health import hanging
+from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts, request
 
 

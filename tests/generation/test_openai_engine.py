@@ -16,7 +16,7 @@ from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
 from nemorl.generation.types import SamplingParams
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.generation.examples import request
 from tests.serve.conftest import LENGTH, endpoint, engine, served_model, served_tokenizer  # noqa: F401
 

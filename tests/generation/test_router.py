@@ -12,7 +12,7 @@ from nemorl.generation.errors import NoReplicaLeft, ReplicaLost, RequestRefused
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.generation.worker import GenerationWorker
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts
 from tests.generation.examples import request as drawing
 from tests.rollout.stand_ins import EchoEngine, completion

@@ -14,7 +14,7 @@ from nemorl.generation.torch_engine import TorchEngine
 from nemorl.generation.worker import GenerationWorker
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.generation.examples import GREEDY, Prompts, request
 
 # The engine's thread ends with its error, so that the traceback is in the worker's log.

@@ -21,8 +21,8 @@ from nemorl.megatron.decode import CachedModel, CachedPrompt
 from nemorl.megatron.decode_copy import DecodingCopy, copy_leaders
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.rollout.types import Int16Array
 from nemorl.session.megatron_generation import PolicySampler
+from nemorl.trajectories import Int16Array
 from tests.megatron.cases import LOSS, partition, start_worker
 
 KV_TOKENS = 4096

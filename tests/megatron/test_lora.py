@@ -10,15 +10,15 @@ from peft import PeftModel, get_peft_model
 
 from nemorl.config.policy import FullRecompute, LoraConfig
 from nemorl.megatron.checkpoint_files import SavedState, UnfitCheckpoint
+from nemorl.megatron.export import export_adapter
 from nemorl.megatron.hf_export import export_hf
-from nemorl.megatron.peft_export import export_adapter
 from nemorl.models.adapters import TrainedWeights, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
 from nemorl.models.local_view import local_view
-from nemorl.models.merge import merge_adapter
 from nemorl.models.shape import ModelShape
+from nemorl.models.tensors import merge_adapter
 from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_transfers
 from tests.megatron.cases import LOSS, live, partition, share, start_worker

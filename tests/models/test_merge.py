@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.models.merge import merge_adapter
+from nemorl.models.tensors import merge_adapter
 
 
 def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,9 +12,9 @@ from nemorl.config.data import DatasetConfig
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
 from nemorl.plan.files import file_violations
-from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import ProcessMemory, estimate_memory
+from nemorl.plan.problems import plan_run
 from nemorl.plan.room import memory_violations
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model

@@ -9,9 +9,9 @@ import pytest
 
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
-from nemorl.plan.fit import plan_run
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import ProcessMemory
+from nemorl.plan.problems import plan_run
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model, write_weights
 from tests.plan.test_memory import WHOLE

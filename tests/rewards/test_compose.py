@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemorl.algorithms.bookkeeping import samples_of
-from nemorl.algorithms.figures import rollout_figures
-from nemorl.config.rewards import FunctionRewardConfig
+from nemorl.algorithms.recorder import samples_of
+from nemorl.algorithms.rollout_metrics import rollout_figures
+from nemorl.config.environment import FunctionRewardConfig
 from nemorl.rewards import calls
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.deadline import attempt
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers
 from nemorl.rollout.groups import GroupSummary, SampleText, summarize
-from nemorl.rollout.types import Conversation, Message, StopReason, Task, Trajectory, Turn
+from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 OWN = "tests.rewards.own_rewards"
 TASK = Task(0, (Message("user", "2+2?"),), "4", {"level": "hard"})

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nemorl.config.rewards import JudgeRewardConfig
+from nemorl.config.environment import JudgeRewardConfig
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.judge import filled
 from tests.rewards.stand_in import KEY, listening

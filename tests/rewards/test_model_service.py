@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from nemorl.config.rewards import ModelRewardConfig
+from nemorl.config.environment import ModelRewardConfig
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.find import RewardError
 from tests.rewards.stand_in import KEY, listening

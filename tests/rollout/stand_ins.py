@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemorl.generation.types import Completion, GenerationRequest
-from nemorl.rollout.types import Action, Message, Step, StopReason, Task
+from nemorl.trajectories import Action, Message, Step, StopReason, Task
 
 
 def completion(

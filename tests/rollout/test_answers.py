@@ -10,7 +10,7 @@ from nemorl.config.env import CalculatorEnvConfig, ReasoningGymEnvConfig, Single
 from nemorl.environments.math_answers import found_answer
 from nemorl.rollout.answers import last_answer
 from nemorl.rollout.environments import environment_factory
-from nemorl.rollout.types import Message
+from nemorl.trajectories import Message
 
 PLAIN = SingleTurnEnvConfig()
 CALCULATOR = CalculatorEnvConfig(name="calculator")

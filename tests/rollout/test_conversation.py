@@ -15,7 +15,7 @@ from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import SamplingParams
 from nemorl.generation.worker import GenerationWorker
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
-from nemorl.rollout.types import Action, Message, Step, Task
+from nemorl.trajectories import Action, Message, Step, Task
 from tests.data.tokenizers import IM_END, save_tokenizer
 
 TEMPERATURE, TURNS = 0.8, 3

@@ -9,7 +9,7 @@ from nemorl.data.prompts import ChatPrompts, PlainPrompts
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
-from nemorl.rollout.types import Message, Step, StopReason, Task, Turn
+from nemorl.trajectories import Message, Step, StopReason, Task, Turn
 from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
 from tests.rollout.stand_ins import ScriptedEnvironment, ScriptedGenerator
 

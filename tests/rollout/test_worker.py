@@ -7,18 +7,18 @@ import pytest
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.env import CalculatorEnvConfig
+from nemorl.config.environment import FunctionRewardConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.generation_base import SamplingConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.config.rewards import FunctionRewardConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.groups import GroupAssignment
-from nemorl.rollout.types import StopReason
 from nemorl.rollout.worker import RolloutWorker
+from nemorl.trajectories import StopReason
 from tests.data.tokenizers import ENDOFTEXT
 from tests.rollout.stand_ins import EchoEngine, completion
 

@@ -10,9 +10,9 @@ import pytest
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.router import Replica
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
-from nemorl.rollout.types import StopReason
 from nemorl.serve.requests import CompletionRequest
 from nemorl.serve.sampling import Served, completion_work, engine_requests, stream
+from nemorl.trajectories import StopReason
 from tests.rollout.stand_ins import completion
 from tests.serve.conftest import LENGTH, engine
 

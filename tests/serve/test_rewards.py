@@ -12,8 +12,8 @@ import torch
 
 from nemorl.commands.serve import has_chat_template
 from nemorl.config.endpoint import EndpointConfig
+from nemorl.config.environment import ModelRewardConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.config.rewards import ModelRewardConfig
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 
 from nemorl.config.generation_openai import OpenAIGenerationConfig
 from nemorl.session.health import hanging
-from nemorl.session.openai_host import OpenAIHost
+from nemorl.session.hosts import OpenAIHost
 from tests.generation.examples import request
 from tests.serve.conftest import served_model  # noqa: F401
 

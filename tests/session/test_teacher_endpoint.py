@@ -10,10 +10,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from nemorl.config.groups import EndpointTeacherConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
-from nemorl.session.teacher_endpoint import EndpointTeacher
+from nemorl.session.endpoints import EndpointTeacher
 
 VOCABULARY = 6
 BATCH = PackedBatch(

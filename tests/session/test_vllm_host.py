@@ -23,7 +23,6 @@ from nemorl.generation.async_engine import Chunk
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.types import Completion, EngineHealth, GenerationRequest
 from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.types import StopReason
 from nemorl.session import vllm_host
 from nemorl.session.health import hanging
 from nemorl.session.pool import GenerationPool
@@ -31,6 +30,7 @@ from nemorl.session.refit import GenerationReceivers
 from nemorl.session.session import Session
 from nemorl.session.vllm_host import VllmHost
 from nemorl.session.vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.session import RefitFailed, receiver_name

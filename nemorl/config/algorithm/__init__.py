@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .advantage import AdvantageConfig, GroupAdvantageConfig
+from .advantages import AdvantageConfig, GroupAdvantageConfig
 from .base import Aggregation, AlgorithmBase, EarlyStopConfig, ValidationConfig
 from .correction import (
     CorrectionConfig,
@@ -31,11 +31,7 @@ from .distillation import (
 from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
 from .likelihood import LikelihoodConfig
-from .offline import OfflineBase
-from .online import OnlineConfig
-from .online_base import OnlineBase
-from .picked import IterativePreferenceConfig, RejectionSamplingConfig
-from .policy_loss import (
+from .losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
@@ -48,6 +44,10 @@ from .policy_loss import (
     ReinforceLossConfig,
     SapoLossConfig,
 )
+from .offline import OfflineBase
+from .online import OnlineConfig
+from .online_base import OnlineBase
+from .picked import IterativePreferenceConfig, RejectionSamplingConfig
 from .preference import KtoConfig, PreferenceConfig
 from .reward_model import ProcessLossConfig, RewardModelConfig
 from .sft import SftConfig

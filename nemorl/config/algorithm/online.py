@@ -6,14 +6,14 @@ from pydantic import Field, model_validator
 
 from nemorl.config.merge import merged
 
-from .advantage import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig
+from .advantages import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig
 from .correction import CorrectionConfig, NoCorrectionConfig
 from .critic import CriticLearningConfig
 from .entropy import EntropyBonusConfig, EntropyConfig
 from .kl import KLConfig
 from .likelihood import LikelihoodConfig
+from .losses import ClipLossConfig, PolicyLossConfig
 from .online_base import OnlineBase
-from .policy_loss import ClipLossConfig, PolicyLossConfig
 from .presets import presets
 from .token_advantage import TokenAdvantageBase
 

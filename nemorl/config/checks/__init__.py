@@ -2,7 +2,7 @@
 
 A check is a function that takes the sections it looks at, by their names in `Experiment`, and yields what is
 wrong. It is made when all of these sections are sound. Checks look at nothing outside the configuration; what
-needs the model or the machine is in `nemorl.plan.fit`.
+needs the model or the machine is in `nemorl.plan.problems`.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from . import (
     advantages,
     batches,
     data,
+    engines,
     exchange,
     filters,
     groups,
@@ -29,7 +30,6 @@ from . import (
     servers,
     trtllm,
     validation,
-    vllm,
 )
 
 Check = Callable[..., Iterator[Violation]]
@@ -126,14 +126,14 @@ CHECKS: tuple[Check, ...] = (
     trtllm.trtllm_experts_fit,
     trtllm.trtllm_updates_in_flight,
     trtllm.trtllm_arguments_are_free,
-    vllm.vllm_arguments_are_free,
-    vllm.vllm_stages_want_gpus,
-    vllm.vllm_reads_prompts_whole,
-    vllm.vllm_quantises_by_reload,
-    vllm.vllm_computes_adapters,
-    vllm.vllm_takes_turns,
-    vllm.vllm_shares_gpus,
-    vllm.vllm_quantises_on_gpus,
+    engines.vllm_arguments_are_free,
+    engines.vllm_stages_want_gpus,
+    engines.vllm_reads_prompts_whole,
+    engines.vllm_quantises_by_reload,
+    engines.vllm_computes_adapters,
+    engines.vllm_takes_turns,
+    engines.vllm_shares_gpus,
+    engines.vllm_quantises_on_gpus,
 )
 
 

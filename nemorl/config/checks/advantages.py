@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineConfig
-from nemorl.config.algorithm.advantage import (
+from nemorl.config.algorithm.advantages import (
     GdpoAdvantageConfig,
     GpgAdvantageConfig,
     GroupAdvantageConfig,
@@ -20,10 +20,10 @@ from nemorl.config.env import (
     ReasoningGymEnvConfig,
     SingleTurnEnvConfig,
 )
-from nemorl.config.rewards import RewardConfig
+from nemorl.config.environment import RewardConfig
 from nemorl.errors import Violation
 
-from .figures import reward_names
+from .metrics import reward_names
 
 _WITHIN_A_GROUP = (
     GroupAdvantageConfig,

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
 from nemorl.config.env import EnvConfig
-from nemorl.config.rewards import RewardConfig
+from nemorl.config.environment import RewardConfig
 from nemorl.errors import Violation
 
-from .figures import reward_names
+from .metrics import reward_names
 
 _DROPPING = "drop_equal_rewards, min_mean_reward or max_mean_reward"
 

@@ -12,9 +12,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.algorithm.presets import presets
 from nemorl.config.algorithm.token_advantage import GaeConfig, TokenAdvantageBase
-from nemorl.config.base import Config
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.groups import (
+from nemorl.config.auxiliary import (
     CriticConfig,
     ModelGroupConfig,
     ModelTeacherConfig,
@@ -22,8 +20,10 @@ from nemorl.config.groups import (
     TeacherConfig,
     teachers_held,
 )
+from nemorl.config.base import Config
+from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
+from nemorl.config.generation import GenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 

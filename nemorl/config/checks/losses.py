@@ -14,7 +14,7 @@ from nemorl.config.algorithm import (
     OnlineConfig,
     TruncatedCorrectionConfig,
 )
-from nemorl.config.algorithm.advantage import TurnAdvantageConfig
+from nemorl.config.algorithm.advantages import TurnAdvantageConfig
 from nemorl.config.algorithm.presets import presets
 from nemorl.errors import Violation
 

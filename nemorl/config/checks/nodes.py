@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.auxiliary import CriticConfig, ReferenceConfig, TeacherConfig, teachers_held
+from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.groups import CriticConfig, ReferenceConfig, TeacherConfig, teachers_held
-from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 

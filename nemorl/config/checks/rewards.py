@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import AlgorithmConfig, OnPolicyDistillationConfig
 from nemorl.config.data import DataConfig
 from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
-from nemorl.config.rewards import JudgeRewardConfig, RewardConfig, ServiceRewardBase
+from nemorl.config.environment import JudgeRewardConfig, RewardConfig, ServiceRewardBase
 from nemorl.errors import Violation
 
 from .facts import generates, is_address
-from .figures import reward_names
+from .metrics import reward_names
 
 _FIGURES = ("mean", "std", "of_greedy")
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
 from nemorl.config.endpoint import is_loopback
+from nemorl.config.environment import RewardConfig, ServiceRewardBase
 from nemorl.config.generation import GenerationConfig
 from nemorl.config.generation_base import GenerationBase
 from nemorl.config.generation_openai import OpenAIGenerationConfig
-from nemorl.config.groups import EndpointTeacherConfig, TeacherConfig
-from nemorl.config.rewards import RewardConfig, ServiceRewardBase
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 

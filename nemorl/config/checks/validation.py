@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from nemorl.config.algorithm import AlgorithmConfig, ValidationConfig
 from nemorl.config.data import DataConfig
 from nemorl.config.env import EnvConfig
-from nemorl.config.rewards import RewardConfig
+from nemorl.config.environment import RewardConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Violation
 
-from .figures import figures
+from .metrics import figures
 
 _WITH_CHECKS_OF_THEIR_OWN = {"metric", "higher_is_better", "save_hf"}
 

@@ -8,7 +8,7 @@ import torch
 
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress
-from nemorl.rollout.types import Int16Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .limits import RequestLimits
 from .network import Runner

@@ -13,7 +13,7 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-from nemorl.rollout.types import Int32Array
+from nemorl.trajectories import Int32Array
 
 from .attention import Attention, DecodeAttention, PrefillAttention
 from .cache import KVCache

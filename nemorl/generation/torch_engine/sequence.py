@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from nemorl.generation.types import Completion, GenerationRequest, Progress
-from nemorl.rollout.types import Int16Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .stop_strings import StopStringFinder
 

@@ -21,7 +21,7 @@ from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
 from nemorl.generation.types import GenerationRequest
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 from .arguments import Place, engine_arguments, memory_tags, sampled_logprobs, sampling_params
 

@@ -15,7 +15,7 @@ from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
 from nemorl.generation.types import GenerationRequest
-from nemorl.rollout.types import Int16Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .adapters import ADAPTER, ADAPTER_ID
 from .arguments import sampling_arguments

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nemorl.rollout.types import Int16Array
+from nemorl.trajectories import Int16Array
 
 
 class ExpertRows:

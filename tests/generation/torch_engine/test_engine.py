@@ -13,7 +13,7 @@ from nemorl.generation.errors import RequestRefused
 from nemorl.generation.torch_engine import TorchEngine
 from nemorl.generation.types import SamplingParams
 from nemorl.models.shape import ModelShape
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.generation.examples import (
     GREEDY,
     VOCABULARY,

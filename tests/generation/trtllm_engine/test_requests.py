@@ -9,7 +9,7 @@ import torch
 
 from nemorl.generation.errors import RequestRefused
 from nemorl.generation.types import Completion, Progress, SamplingParams
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.generation.trtllm_engine.setup import group
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from nemorl.generation.errors import EngineFailed
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
 from nemorl.weights.venue import TransportOptions
 from tests.generation.trtllm_engine.setup import group

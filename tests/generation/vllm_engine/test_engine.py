@@ -13,7 +13,7 @@ from nemorl.generation.errors import RequestRefused
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import SendReport
 from nemorl.weights.session import RefitFailed, RefitSession

@@ -13,7 +13,7 @@ from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.generation.vllm_engine.backend import VllmBackend
 from nemorl.generation.vllm_engine.experts import ExpertRows
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 from tests.vllm_there import require_vllm
 
 LAYERS, WITH_EXPERTS, TOP_K = 3, [1, 2], 2  # the first layer has an ordinary MLP

@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
-from nemorl.config.groups import (
+from nemorl.config.auxiliary import (
     CriticConfig,
     ModelGroupConfig,
     ReferenceConfig,
     TeacherConfig,
     teachers_held,
 )
+from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
+from nemorl.config.generation import GenerationConfig
+from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.config.rewards import LocalModelRewardConfig, RewardConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 

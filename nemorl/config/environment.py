@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from .auxiliary import ModelGroupConfig
 from .base import Config, default_variant
-from .groups import ModelGroupConfig
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 Signature = Literal["trl", "verl", "openrlhf"]

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from nemorl.config.algorithm.advantage import CustomAdvantageConfig
+from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.data.batches import Advantage
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 from .own import OwnPartError, find, num_positional, tried
 

@@ -11,14 +11,7 @@ from pydantic import Field
 
 from .base import Config, default_variant
 from .optimizer import AdamConfig, ConstantSchedule, OptimizerConfig, ScheduleConfig
-from .policy import (
-    LayoutConfig,
-    LoraConfig,
-    MoeConfig,
-    OffloadConfig,
-    PolicyConfig,
-    RecomputeConfig,
-)
+from .policy import LayoutConfig, LoraConfig, MoeConfig, OffloadConfig, PolicyConfig, RecomputeConfig
 
 
 class ModelGroupConfig(Config):

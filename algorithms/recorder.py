@@ -18,7 +18,7 @@ from .checkpoints import Checkpoints, Progress
 from .early_stop import EarlyStop
 from .entropy import EntropyWeight
 from .evaluate import ValidationSet, validate, validation_sets
-from .stopping import Stop
+from .stop import Stop
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .bookkeeping import Bookkeeper
 from .gate import LogprobGate, gap_figures, versions_of
 from .losses import CrossEntropyLoss, finish_metrics
 from .preference import PreferenceLoss, pair_figures
+from .recorder import Bookkeeper
 
 
 @dataclass(frozen=True)

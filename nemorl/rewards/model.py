@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from nemorl.config.rewards import ModelRewardConfig
-from nemorl.rollout.types import Conversation
+from nemorl.config.environment import ModelRewardConfig
+from nemorl.trajectories import Conversation
 
 from .calls import Call
 from .scored import Answers, Failed, Score, Scored, as_dicts

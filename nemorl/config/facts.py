@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from .auxiliary import CriticConfig, teachers_held
+from .environment import LocalModelRewardConfig
 from .experiment import Experiment
-from .groups import CriticConfig, teachers_held
 from .policy import PolicyConfig
-from .rewards import LocalModelRewardConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.models import ModelSpec, models_of
+from nemorl.config.facts import ModelSpec, models_of
 from nemorl.errors import Violation
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel

@@ -16,7 +16,7 @@ from nemorl.config.algorithm.filters import FiltersConfig
 from nemorl.config.algorithm.picked import PickedBase
 from nemorl.config.data import DataConfig
 from nemorl.config.env import EnvConfig
-from nemorl.config.rewards import FunctionRewardConfig, RewardConfig
+from nemorl.config.environment import FunctionRewardConfig, RewardConfig
 
 from .offline_figures import offline_figures, picked_figures
 

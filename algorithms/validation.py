@@ -9,7 +9,7 @@ from statistics import fmean, pvariance
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 
-from .figures import means_by_name
+from .rollout_metrics import means_by_name
 
 _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.config.groups import EndpointTeacherConfig
+from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
 from nemorl.generation.errors import EngineFailed, RequestRefused

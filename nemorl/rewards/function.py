@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from nemorl.config.rewards import FunctionRewardConfig
+from nemorl.config.environment import FunctionRewardConfig
 
 from .adapters import answered, given_columns
 from .calls import Call, Calls, in_thread

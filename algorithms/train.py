@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import models_of
 from nemorl.config.load import to_yaml
-from nemorl.config.models import models_of
 from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import write_whole
@@ -26,14 +26,14 @@ from nemorl.observe.trackers import check_trackers
 from nemorl.session.session import Session, open_session
 
 from .assembly import load_data, loop_of, reference_of
-from .bookkeeping import Bookkeeper, samples_of
 from .checkpoints import Checkpoints, Progress
 from .early_stop import EarlyStop
 from .evaluate import validate, validation_sets
 from .export import replace_hf
 from .full_disk import full_disk_named
 from .origin import Origin
-from .stopping import Dropped, Stop
+from .recorder import Bookkeeper, samples_of
+from .stop import Dropped, Stop
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.rollout.types import StopReason
+from nemorl.trajectories import StopReason
 
 
 def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
