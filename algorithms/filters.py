@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemorl.config.algorithm.filters import FiltersConfig
+from nemorl.config.algorithm.online import FiltersConfig
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Refill
 from nemorl.rollout.groups import GroupSummary

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import OnlineBase
-from nemorl.config.generation_base import GenerationBase
+from nemorl.config.generation import GenerationBase
 from nemorl.errors import RunError
 from nemorl.megatron.stats import LogprobStats
 from nemorl.rollout.groups import GroupSummary

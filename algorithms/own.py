@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemorl.config.import_path import NotImported, function_at
+from nemorl.config.base import NotImported, function_at
 from nemorl.errors import NemorlError
 
 

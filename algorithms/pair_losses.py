@@ -2,14 +2,14 @@
 
 All are pure functions of `chosen` and `rejected`, [P] float32: an answer's logprob, summed over its tokens or
 their mean, less the reference's where the loss keeps one; `delta` is their difference. The formulas and
-their papers stand in `nemorl.config.algorithm.pair_loss`.
+their papers stand in `nemorl.config.algorithm.losses`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemorl.config.algorithm.pair_loss import (
+from nemorl.config.algorithm.losses import (
     AnchoredLossConfig,
     HingeLossConfig,
     LogisticLossConfig,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import Aggregation, PreferenceConfig
-from nemorl.config.algorithm.pair_loss import PairLossConfig
+from nemorl.config.algorithm.losses import PairLossConfig
 from nemorl.data.examples import Example
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch

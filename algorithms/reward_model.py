@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemorl.config.algorithm import Aggregation, ProcessLossConfig, RewardModelConfig
-from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig, LogExpLossConfig
+from nemorl.config.algorithm.offline import BradleyTerryLossConfig, LogExpLossConfig
 from nemorl.data.examples import Example
 from nemorl.data.losses import Loss, LossOutput
 from nemorl.data.packed import PackedBatch

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
-from nemorl.config.algorithm.token_advantage import TokenAdvantageBase
+from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.batches import STAND_IN_TOKENS, Advantage
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.session.shard import SequencePlace

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.token_advantage import (
+from nemorl.config.algorithm.advantages import (
     BiLevelGaeConfig,
     GaeConfig,
     TokenAdvantageBase,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.critic import CriticLearningConfig
+from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 

@@ -28,7 +28,7 @@ from common import publish, table_of
 from rich.console import Console
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.picked import PickedBase
+from nemorl.config.algorithm.distillation import PickedBase
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.data import ArithmeticDataset
 from nemorl.config.experiment import Experiment

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from nemorl.config.generation import TorchGenerationConfig
-from nemorl.config.generation_megatron import MegatronGenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 from nemorl.session.generation_host import GenerationHost

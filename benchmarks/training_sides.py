@@ -31,8 +31,7 @@ from training_work import Padded, Work
 
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm import ClipLossConfig
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.data.batches import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device
 from nemorl.megatron.micro_batch import MicroBatch

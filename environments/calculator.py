@@ -9,7 +9,7 @@ turn with neither, and the last turn allowed, end it without one. The reward `ca
 `call_weight` is not 0, `calculator_call` pays 1 for each turn whose call could be worked out.
 """
 
-from nemorl.config.env import CalculatorEnvConfig
+from nemorl.config.environment import CalculatorEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 from .arithmetic import ArithmeticRefused, calculate, number_text

@@ -12,7 +12,7 @@ wrong, so that each turn can be paid by itself. The reward `chained_sums` is 1 o
 
 import re
 
-from nemorl.config.env import ChainedSumsEnvConfig
+from nemorl.config.environment import ChainedSumsEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 REWARD = "chained_sums"

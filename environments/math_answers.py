@@ -1,6 +1,6 @@
 """Mathematical answers, compared by meaning with the math-verify library: 1/2 is 0.5 is \\frac{1}{2}."""
 
-from nemorl.config.env import MathEnvConfig
+from nemorl.config.environment import MathEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 from .scoring_process import ScoringProcess

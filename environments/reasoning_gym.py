@@ -4,7 +4,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from nemorl.config.env import ReasoningGymEnvConfig
+from nemorl.config.environment import ReasoningGymEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 from .scoring_process import ScoringProcess

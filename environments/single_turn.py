@@ -1,6 +1,6 @@
 """One answer and no reward of its own: `rewards` score it."""
 
-from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.preflight import prepare
 from nemorl.commands.terminal import complain, notes, plan_table, say
-from nemorl.config.overrides import ORIGIN as COMMAND_LINE
+from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.errors import ConfigError, NemorlError
 from nemorl.plan.machine import read_machine
 

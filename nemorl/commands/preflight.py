@@ -9,8 +9,8 @@ import yaml
 
 from nemorl.commands.own_parts import own_part_violations
 from nemorl.commands.reward_functions import reward_violations
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT, Violation
 from nemorl.observe.run_folder import RunPaths

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterator
 
-from nemorl.config.checks.facts import acted_on
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import acted_on
 from nemorl.errors import Violation
 from nemorl.rewards.find import FoundReward, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN

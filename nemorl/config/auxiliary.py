@@ -10,8 +10,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import Config, default_variant
-from .optimizer import AdamConfig, ConstantSchedule, OptimizerConfig, ScheduleConfig
-from .policy import LayoutConfig, LoraConfig, MoeConfig, OffloadConfig, PolicyConfig, RecomputeConfig
+from .policy import (
+    AdamConfig,
+    ConstantSchedule,
+    LayoutConfig,
+    LoraConfig,
+    MoeConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
 
 
 class ModelGroupConfig(Config):

@@ -9,8 +9,7 @@ from .algorithm import AlgorithmConfig
 from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig
 from .base import Config
 from .data import DataConfig
-from .env import EnvConfig, SingleTurnEnvConfig
-from .environment import RewardConfig
+from .environment import EnvConfig, RewardConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig, LoggerConfig

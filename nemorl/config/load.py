@@ -1,25 +1,331 @@
 """From an experiment file to a checked `Experiment`.
 
 file + what it inherits  ->  overrides  ->  ${references}  ->  types  ->  cross-field checks
+
+What pydantic found wrong, said to the person who wrote the file.
+
+`a.b=value` on the command line.
+
+`defaults:`: a file that says only what differs from others.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from nemorl.errors import ABSENT, ConfigError, Violation
 
 from .base import Config
 from .checks import check_sections
 from .experiment import Experiment
-from .explain import explain
-from .inherit import read_document
-from .interpolate import interpolate
-from .overrides import apply_overrides
-from .yaml import Document, FieldPath, Tree, field_path, look_up
+from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
+from .yaml import (
+    Document,
+    FieldPath,
+    Staying,
+    Tree,
+    dotted,
+    field_path,
+    interpolate,
+    look_up,
+    merged,
+    parse_document,
+    parse_value,
+)
+
+_MOST_NAMED = 4  # variants in one sentence
+_QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'
+
+_WANTED = {
+    "int": "a whole number is wanted",
+    "float": "a number is wanted",
+    "finite": "a finite number is wanted",
+    "bool": "true or false is wanted",
+    "string": "a text is wanted (put the value into quotes)",
+    "path": "a path is wanted",
+    "tuple": "a list is wanted, such as `[1, 2]`",
+    "dict": "a mapping is wanted",
+    "model": "a section with fields of its own is wanted",
+}
+# What null is written for, and how to say it.
+_SWITCHED_OFF = {
+    "generation": "where nothing is sampled no engine is started",
+    "algorithm.validation": "it is off with `period: null, at_start: false, at_end: false`, its defaults",
+}
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+    "string_too_short": ("of a length of at least", "min_length"),
+}
+
+
+def explain(error: ValidationError) -> list[Violation]:
+    """One violation for each thing pydantic found."""
+    return [_violation(details) for details in error.errors(include_url=False)]
+
+
+def _violation(details: ErrorDetails) -> Violation:
+    path, sections = locate(details["loc"])
+    field, kind, value = dotted(path), details["type"], details["input"]
+    context = details.get("ctx", {})
+    match kind:
+        case "missing":
+            return Violation(field, ABSENT, f"this field is required{_help(details)}")
+        case "extra_forbidden":
+            return Violation(field, value, _unknown_field(details["loc"], path))
+        case "union_tag_invalid":
+            known = [name for section in sections for name in names(section)]
+            where = f"{field}.{tag(sections[0])}"
+            return Violation(where, context["tag"], _describe_choice(str(context["tag"]), known))
+        case "union_tag_not_found":
+            known = [name for section in sections for name in names(section)]
+            where = f"{field}.{tag(sections[0])}"
+            return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
+        case "literal_error":
+            return Violation(field, value, _describe_choice(str(value), _QUOTED.findall(context["expected"])))
+        case "too_short":
+            return Violation(
+                field, value, f"a list of at least {context['min_length']} is wanted{_help(details)}"
+            )
+        case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
+            mend = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
+            return Violation(dotted(path[:-2]), value, mend)
+        case "string_pattern_mismatch":
+            return Violation(field, value, f"it is not written as it must be{_help(details)}")
+        case _ if kind in _BOUNDS:
+            words, bound = _BOUNDS[kind]
+            return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
+        case _ if value is None and kind.startswith("model") and _has_default(details):
+            off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
+            mend = f"this section cannot be null: leave it out to have its defaults{off}"
+            return Violation(field, value, mend + _help(details))
+        case _:
+            wanted = _WANTED.get(kind.split("_")[0], details["msg"])
+            return Violation(field, value, wanted + _help(details))
+
+
+def _has_default(details: ErrorDetails) -> bool:
+    owners, name = _owners(details)
+    return any(name in owner.model_fields and not owner.model_fields[name].is_required() for owner in owners)
+
+
+def _owners(details: ErrorDetails) -> tuple[tuple[type[Config], ...], str]:
+    """The sections that may hold the field that an error is about, in the variant chosen, and its name."""
+    location = details["loc"]
+    while location and isinstance(location[-1], int):
+        location = location[:-1]
+    _, owners = locate(location[:-1])
+    return owners, str(location[-1])
+
+
+def _help(details: ErrorDetails) -> str:
+    """The help of the field that an error is about."""
+    owners, name = _owners(details)
+    text = next((help_text(owner, name) for owner in owners if name in owner.model_fields), "")
+    return f": {text}" if text else ""
+
+
+def _describe_choice(given: str, known: list[str]) -> str:
+    return f"{_did_you_mean(given, known)}known are {_listed(known)}"
+
+
+def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
+    name = str(path[-1])
+    _, owners = locate(location[:-1])
+    # Among the variants from which one was chosen, whose name is the last step but one of the location.
+    named = len(location) > 1 and any(location[-2] in names(owner) for owner in owners)
+    around = locate(location[:-2])[1] if named else ()
+    others = [section for section in around if name in section.model_fields]
+    if others:
+        theirs = [one for section in others for one in names(section)]
+        which = f"{_listed(theirs[:_MOST_NAMED])}{' and others' * (len(theirs) > _MOST_NAMED)}"
+        choice = dotted((*path[:-1], tag(owners[0])))
+        return (
+            f"this field belongs to {which}, and {choice} is `{location[-2]}`: remove it, or change {choice}"
+        )
+    known = sorted({field for owner in owners for field in owner.model_fields})
+    elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
+    nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
+    elsewhere = (nearby or elsewhere)[:_MOST_NAMED]
+    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
+    return f"there is no such field; {suggestion or f'known here are {_listed(known)}'}".rstrip()
+
+
+def _did_you_mean(given: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
+
+
+def _listed(items: Iterable[str]) -> str:
+    return ", ".join(f"`{item}`" for item in items)
+
+
+ORIGIN = "command line"
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """Lay `a.b=value` pairs over a document; of two for one field the later wins.
+
+    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is a
+    place in a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
+    where one of them changes the variant of a section. Raises `ConfigError`.
+    """
+    if not overrides:
+        return document
+    layer: Tree = {}
+    origins: dict[FieldPath, str] = {}
+    for override in overrides:
+        path, value = _parsed(override)
+        layer = _laid_over(layer, _nested(path, value), common_fields_of_named)
+        origins |= _origins(path, value, document)
+    _refuse_unknown_places(document.tree, layer, ())
+    return Document(_laid_over(document.tree, layer, common_fields), document.origins | origins)
+
+
+def _parsed(override: str) -> tuple[list[str], object]:
+    field, equals, text = override.partition("=")
+    path = field.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(ORIGIN, [Violation("", override, _how_to_write(override), ORIGIN)])
+    plain = _plain(field.strip())
+    if plain != field.strip():
+        mend = f"fields are named with dots, places in lists by their number: write `{plain}={text}`"
+        raise ConfigError(ORIGIN, [Violation("", override, mend, ORIGIN)])
+    return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
+
+
+def _how_to_write(word: str) -> str:
+    if word.endswith((".yaml", ".yml")):
+        return "one experiment file is read, and it comes first: name others under `defaults:` in it"
+    return (
+        "an override is one word, `section.field=value`, without spaces around `=`, such as "
+        "`algorithm.num_steps=20`"
+    )
+
+
+def _plain(field: str) -> str:
+    """As it is written here what other tools write `+a/b`, `--a.b` and `a[0].b`."""
+    return re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
+
+
+def _origins(path: list[str], value: object, document: Document) -> dict[FieldPath, str]:
+    """All that an override says, and the sections around it that no file has."""
+    whole = field_path(".".join(path))
+    around = [whole[:end] for end in range(1, len(whole))]
+    return {section: ORIGIN for section in around if section not in document.origins} | dict.fromkeys(
+        _paths(whole, value), ORIGIN
+    )
+
+
+def _paths(path: FieldPath, value: object) -> Iterator[FieldPath]:
+    yield path
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _paths((*path, key), below)
+    if isinstance(value, list):
+        for place, below in enumerate(value):
+            yield from _paths((*path, place), below)
+
+
+def _nested(path: list[str], value: object) -> Tree:
+    for key in reversed(path[1:]):
+        value = {key: value}
+    return {path[0]: value}
+
+
+def _laid_over(base: Tree, over: Tree, staying: Staying) -> Tree:
+    tree = merged(base, over, staying)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _refuse_unknown_places(base: object, over: object, path: FieldPath) -> None:
+    """A place that a list does not have would turn the list into a mapping."""
+    if not isinstance(over, dict):
+        return
+    for key, value in over.items():
+        if isinstance(base, list) and not (key.isdecimal() and int(key) < len(base)):
+            places = f"places 0 to {len(base) - 1}" if base else "no item"
+            mend = f"the list has {places}: name one of them, or give the whole list as `[...]`"
+            raise ConfigError(ORIGIN, [Violation(dotted((*path, key)), value, mend, ORIGIN)])
+        if isinstance(base, list):
+            _refuse_unknown_places(base[int(key)], value, (*path, int(key)))
+        elif isinstance(base, dict):
+            _refuse_unknown_places(base.get(key), value, (*path, key))
+
+
+DEFAULTS = "defaults"
+
+
+def read_document(file: Path) -> Document:
+    """A file with everything it inherits.
+
+    `defaults:` is a path or a list of paths, relative to the file that says so. They are read depth-first;
+    later ones win over earlier ones, and the file itself over all (see `merge.merged` and `variants`).
+    Raises `ConfigError`: a file that is missing or unreadable, broken YAML, files that inherit in a circle.
+    """
+    return _read(file, ())
+
+
+def _read(file: Path, heirs: tuple[Path, ...]) -> Document:
+    """`heirs` are the files that led here, the one asked for first."""
+    own = parse_document(_text(file, heirs), str(file))
+    result = Document({})
+    for parent in _parents(own, file):
+        _refuse_circle(parent, (*heirs, file))
+        result = _over(result, _read(parent, (*heirs, file)))
+    own.tree.pop(DEFAULTS, None)
+    return _over(result, own)
+
+
+def _over(base: Document, over: Document) -> Document:
+    tree = merged(base.tree, over.tree, common_fields)
+    assert isinstance(tree, dict)
+    return Document(tree, base.origins | over.origins)
+
+
+def _text(file: Path, heirs: tuple[Path, ...]) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        overrides = "=" in file.name and not heirs
+        problem = "there is no such file" + (
+            ": the experiment file comes first, and overrides such as this after it" if overrides else ""
+        )
+    except UnicodeDecodeError as error:
+        problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
+    except OSError as error:
+        problem = f"the file cannot be read: {error.strerror}"
+    source = str(heirs[0]) if heirs else str(file)
+    wanted_by = f"; `{DEFAULTS}` of {heirs[-1]} names it" if heirs else ""
+    raise ConfigError(
+        source, [Violation(DEFAULTS if heirs else "", str(file), f"{problem}{wanted_by}", str(file))]
+    )
+
+
+def _parents(document: Document, file: Path) -> list[Path]:
+    named = document.tree.get(DEFAULTS, [])
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        mend = "a path or a list of paths is wanted, relative to this file"
+        raise ConfigError(str(file), [Violation(DEFAULTS, named, mend, document.origins[(DEFAULTS,)])])
+    return [file.parent / name for name in names]
+
+
+def _refuse_circle(parent: Path, heirs: tuple[Path, ...]) -> None:
+    if parent.resolve() in {heir.resolve() for heir in heirs}:
+        circle = " -> ".join(map(str, (*heirs, parent)))
+        mend = f"these files inherit in a circle, {circle}: take one of the links away"
+        raise ConfigError(str(heirs[0]), [Violation(DEFAULTS, str(parent), mend, str(heirs[-1]))])
+
 
 DEFAULT = "default"
 

@@ -1,4 +1,11 @@
-"""The schema, looked at from outside: which sections and fields there are, and what their help says."""
+"""The schema, looked at from outside: which sections and fields there are, and what their help says.
+
+What becomes of a section whose variant changes: `generation.backend=vllm` over a file that says `torch`.
+
+The fields that both variants have in common, those of the class that both come from, stay: replicas,
+sampling, lengths. The old variant's own fields go, and so do the parts that a preset sets: what was said of
+GRPO's loss would turn DAPO's into another. Others stay, to be taken by the new variant or refused.
+"""
 
 import types
 from collections.abc import Iterator, Sequence
@@ -10,12 +17,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
+from nemorl.config.algorithm.presets import presets
 from nemorl.errors import ABSENT
 
 from .base import Config
 from .experiment import Experiment
-from .merge import VARIANT_KEYS
-from .yaml import FieldPath, dotted
+from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
 _MOST_NAMES = 4  # of one variant, where it is called by them
 _KEY = "NAME"  # stands for the keys of a mapping, which are one's own
@@ -211,3 +219,53 @@ def _words(annotation: Any) -> str:
     if origin is dict:
         return "mapping"
     return _PLAIN_TYPES[annotation]
+
+
+_ALGORITHM = ("algorithm",)
+
+
+def common_fields(path: FieldPath, base: Tree, over: Tree) -> Tree:
+    """For one file over another: a section that names no variant is of the default one, if it has any."""
+    return _staying(path, base, over, unnamed=_default(sections_at(path)))
+
+
+def common_fields_of_named(path: FieldPath, base: Tree, over: Tree) -> Tree:
+    """For overrides among themselves, in any order: one that names no variant is of whichever is named."""
+    return _staying(path, base, over, unnamed=None)
+
+
+def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | None) -> Tree:
+    sections = sections_at(path)
+    key = tag(sections[0]) if sections else ""
+    if len(sections) < 2 or key not in over or base.get(key) == over[key]:
+        return base
+    old = _named(sections, base[key]) if key in base else unnamed
+    new = _named(sections, over[key])
+    if old is None or new is None:  # a name that nobody knows is refused, whatever else is there
+        return base
+    named = (base.get(key), over[key]) if path == _ALGORITHM else ()
+    parts = frozenset[str]().union(*map(_preset_parts, named))
+    return {
+        name: value
+        for name, value in base.items()
+        if name not in old.model_fields
+        or (name not in parts and name in new.model_fields and _is_common(name, old, new))
+    }
+
+
+def _preset_parts(name: object) -> frozenset[str]:
+    preset = presets().get(str(name)) or PREFERENCE_PRESETS.get(str(name))
+    return frozenset(preset.settings) if preset else frozenset()
+
+
+def _is_common(field: str, old: type[Config], new: type[Config]) -> bool:
+    return declaration(old, field) is declaration(new, field)
+
+
+def _named(sections: tuple[type[Config], ...], name: object) -> type[Config] | None:
+    return next((section for section in sections if name in names(section)), None)
+
+
+def _default(sections: tuple[type[Config], ...]) -> type[Config] | None:
+    defaults = (s for s in sections if tag(s) in s.model_fields and not s.model_fields[tag(s)].is_required())
+    return next(defaults, None)

@@ -2,10 +2,14 @@
 
 The scalars are those of YAML 1.2's core schema: `1e-6` is a number and `no` is a text, which YAML 1.1 and
 PyYAML's own loaders take for a text and for false.
+
+`${a.b}`: a value taken from another place of the experiment.
+
+One tree laid over another: inheritance, command-line overrides, presets.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -169,3 +173,119 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
         return "a second `:` or a wrong indent: put the value into quotes, or line up the keys"
     context = f"{error.context}, " if error.context else ""
     return f"the YAML is broken: {context}{problem}"
+
+
+# `$${` writes a literal `${`.
+_REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
+
+
+class _Unresolvable(Exception):
+    """The reference names nothing, or leads back to itself."""
+
+
+def interpolate(document: Document) -> tuple[Document, list[Violation]]:
+    """Replace every `${a.b}` by the value at that path; `${rewards.0.weight}` reaches into lists.
+
+    A text that is nothing but one reference becomes the value with its type, a section included; inside a
+    longer text the value is written as text. Only what files and overrides say can be referred to, not the
+    defaults of fields. A reference that fails stays as it is, and a violation names it.
+    """
+    resolver = _Resolver(document)
+    tree = resolver.everything()
+    return Document(tree, document.origins), resolver.violations
+
+
+class _Resolver:
+    def __init__(self, document: Document) -> None:
+        self._tree = document.tree
+        self._origins = document.origins
+        self.violations: list[Violation] = []
+
+    def everything(self) -> Tree:
+        tree = self._resolved(self._tree, (), ())
+        assert isinstance(tree, dict)
+        return tree
+
+    def _resolved(self, value: object, path: FieldPath, chain: tuple[str, ...]) -> object:
+        """`chain` are the references that led here."""
+        if isinstance(value, dict):
+            return {key: self._resolved(item, (*path, key), chain) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._resolved(item, (*path, index), chain) for index, item in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        try:
+            return self._text(value, chain)
+        except _Unresolvable as error:
+            if chain:  # told once, where the first reference of the chain stands
+                raise
+            self.violations.append(Violation(dotted(path), value, str(error), self._origins.get(path, "")))
+            return value
+
+    def _text(self, text: str, chain: tuple[str, ...]) -> object:
+        whole = _REFERENCE.fullmatch(text)
+        if whole and whole[1] is not None:
+            return self._referred(whole[1].strip(), chain)
+        return _REFERENCE.sub(lambda match: self._inserted(match, chain), text)
+
+    def _inserted(self, match: re.Match[str], chain: tuple[str, ...]) -> str:
+        if match[1] is None:
+            return "${"
+        value = self._referred(match[1].strip(), chain)
+        if isinstance(value, dict | list) or value is None:
+            raise _Unresolvable(f"`{match[0]}` is no single value, so it cannot stand inside a text")
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def _referred(self, name: str, chain: tuple[str, ...]) -> object:
+        if name in chain:
+            circle = " -> ".join(f"${{{link}}}" for link in (*chain, name))
+            raise _Unresolvable(f"the references go in a circle: {circle}; write one of the values out")
+        path = field_path(name)
+        try:
+            value = look_up(self._tree, path)
+        except LookupError as error:
+            raise _Unresolvable(
+                f"`${{{name}}}` names nothing that the file, what it inherits or the command line sets: "
+                "set it, or write the value out"
+            ) from error
+        return self._resolved(value, path, (*chain, name))
+
+
+# The keys that say which variant of a section is meant.
+VARIANT_KEYS = ("kind", "name", "backend")
+
+Staying = Callable[[FieldPath, Tree, Tree], Tree]
+"""What stays of the section at a path when another is laid over it."""
+
+
+def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
+    """Nothing where both name their variant, and not the same one; else everything."""
+    changes = any(key in base and key in over and base[key] != over[key] for key in VARIANT_KEYS)
+    return {} if changes else base
+
+
+def merged(
+    base: object, over: object, staying: Staying = all_of_the_same_variant, path: FieldPath = ()
+) -> object:
+    """`over` laid over `base`, neither changed; `path` is where they stand.
+
+    Sections (mappings) merge key by key, after `staying` has said what remains of the one below; everything
+    else, lists included, is replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes
+    those items.
+    """
+    if isinstance(base, list) and isinstance(over, dict) and _indexes(over, len(base)):
+        return [
+            merged(item, over[str(i)], staying, (*path, i)) if str(i) in over else item
+            for i, item in enumerate(base)
+        ]
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    below = staying(path, base, over)
+    return below | {
+        key: merged(below[key], value, staying, (*path, key)) if key in below else value
+        for key, value in over.items()
+    }
+
+
+def _indexes(over: Tree, length: int) -> bool:
+    return bool(over) and all(key.isdecimal() and int(key) < length for key in over)

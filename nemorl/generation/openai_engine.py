@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.trajectories import StopReason
 
 from .async_engine import Chunk

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from nemorl.config.optimizer import AdamConfig
+from nemorl.config.policy import AdamConfig
 
 from .checkpoint_files import WEIGHT
 from .device import DeviceKind, finish_copies, host_buffer

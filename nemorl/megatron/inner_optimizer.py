@@ -22,8 +22,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
-from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import policy_rank
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, MuonConfig, OptimizerConfig, SgdConfig
 
 Device = Literal["cpu", "cuda"]
 AttentionName = Literal["flash_attn", "torch_varlen", "torch_buckets"]

@@ -2,7 +2,7 @@
 
 import math
 
-from nemorl.config.optimizer import ConstantSchedule, InverseSqrtSchedule, ScheduleConfig
+from nemorl.config.policy import ConstantSchedule, InverseSqrtSchedule, ScheduleConfig
 
 
 def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemorl.config.optimizer import AdamConfig, MuonConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemorl.config.optimizer import MuonConfig
+from nemorl.config.policy import MuonConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import PolicyRank
 from nemorl.models.local_view import local_view

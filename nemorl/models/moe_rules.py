@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_megatron import MegatronGenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import MoeConfig
 from nemorl.errors import Violation
 

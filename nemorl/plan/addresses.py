@@ -5,9 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 
-from nemorl.config.endpoint import EndpointConfig
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.errors import Violation
 
 _HOST, _PORT = "generation.endpoint.host", "generation.endpoint.port"

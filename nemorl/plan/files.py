@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemorl.config.checks.facts import held_out
 from nemorl.config.data import DatasetConfig
 from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.facts import held_out
+from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.errors import Violation
 
 from .weights import weight_problems

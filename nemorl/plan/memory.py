@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from nemorl.config.algorithm import AlgorithmConfig
-from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_megatron import MegatronGenerationConfig
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
-from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
-from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.config.facts import ModelSpec, generates
+from nemorl.config.generation import (
+    GenerationConfig,
+    MegatronGenerationConfig,
+    TrtllmGenerationConfig,
+    VllmGenerationConfig,
+)
+from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.layout import PolicyRank, stage_layers
 from nemorl.models.shape import ModelShape

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.checks.facts import generates
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, models_of
+from nemorl.config.facts import ModelSpec, generates, models_of
 from nemorl.errors import Violation
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel

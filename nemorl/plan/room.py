@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from nemorl.config.algorithm import KtoConfig, OnlineConfig, PreferenceConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
-from nemorl.config.generation_megatron import MegatronGenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import MegatronGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import VllmGenerationConfig
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
 

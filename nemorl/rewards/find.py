@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemorl.config.base import NotImported, function_at
 from nemorl.config.environment import FunctionRewardConfig, Signature
-from nemorl.config.import_path import NotImported, function_at
 
 from .functions import BUILT_IN
 from .signatures import FORMS, GIVEN, fits, signature_of

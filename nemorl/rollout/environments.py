@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from nemorl.config.env import EnvConfig
+from nemorl.config.environment import EnvConfig
 from nemorl.trajectories import EnvironmentFactory
 
 # Imported when asked for: each brings its own libraries.

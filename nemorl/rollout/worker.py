@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation_base import SamplingConfig
+from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from nemorl.config.endpoint import EndpointConfig
+from nemorl.config.generation import EndpointConfig
 from nemorl.errors import RunError
 
 from .app import make_app

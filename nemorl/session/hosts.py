@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.async_engine import AsyncEngineWorker
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.openai_client import OpenAIClient

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.backends import text_of
 from nemorl.generation.engine_thread import EngineLoop

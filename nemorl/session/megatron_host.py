@@ -5,7 +5,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.engine_thread import PauseMode
 from nemorl.generation.types import Completion, EngineHealth, EngineStats, GenerationRequest, Report

@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
+from nemorl.config.generation import EndpointConfig
 from nemorl.data.examples import Example
 from nemorl.serve.server import Listening, answering
 

@@ -15,9 +15,9 @@ from aiohttp import web
 from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
 from nemorl.config.facts import reward_group
+from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.packed import PackedBatch

@@ -9,8 +9,8 @@ from typing import Any
 from nemorl.cluster.requests import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import EndpointConfig
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Router

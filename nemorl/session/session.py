@@ -14,9 +14,9 @@ from nemorl.cluster.errors import WorkerDied
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import Placement
 from nemorl.cluster.worker import Worker
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
+from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
 from nemorl.generation.errors import NoReplicaLeft
 from nemorl.observe.files import write_whole

@@ -18,7 +18,7 @@ from tensorrt_llm._torch.utils import get_device_uuid
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.backends import text_of
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.backends import text_of
 from nemorl.generation.errors import EngineFailed

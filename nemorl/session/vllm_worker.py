@@ -24,7 +24,7 @@ from vllm import _custom_ops
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
 
-from nemorl.config.generation_vllm import Update
+from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.vllm_engine.adapters import WorkerAdapters, compute_one_adapter
 from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS

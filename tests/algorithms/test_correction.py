@@ -22,7 +22,7 @@ from nemorl.config.algorithm import (
     TruncatedCorrectionConfig,
 )
 from nemorl.config.checks.metrics import figures
-from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import by_sequence, current, ragged
 from tests.algorithms.test_policy_losses import assert_same_in_parts

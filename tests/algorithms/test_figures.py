@@ -9,8 +9,7 @@ from nemorl.algorithms.scoring import Scorer
 from nemorl.algorithms.validation import validation_figures
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.metrics import figures as known_figures
-from nemorl.config.env import SingleTurnEnvConfig
-from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig
+from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.rewards.scored import ScoringFigures
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, trajectory

@@ -8,10 +8,9 @@ import pytest
 from nemorl.algorithms.filters import filter_groups, refill
 from nemorl.algorithms.scoring import Scorer
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.filters import FiltersConfig, RefillConfig
+from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.checks.metrics import figures
-from nemorl.config.env import SingleTurnEnvConfig
-from nemorl.config.environment import FunctionRewardConfig
+from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.data.batches import STAND_IN_TOKENS
 from nemorl.data.micro_batches import plan_batch
 from nemorl.data.order import TaskOrder

@@ -9,7 +9,7 @@ import torch
 
 from nemorl.algorithms.offline_data import OfflineData
 from nemorl.algorithms.reference_sums import FILE, ReferenceSums
-from nemorl.config.algorithm.preference import PREFERENCE_PRESETS
+from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
 from nemorl.config.checks.metrics import figures
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment

@@ -15,9 +15,8 @@ from nemorl.algorithms.pair_losses import pair_loss
 from nemorl.algorithms.preference import Preference
 from nemorl.algorithms.reward_model import RewardModel, ScorePairLoss, StepLoss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
-from nemorl.config.algorithm.pair_loss import LogisticLossConfig, PairLossConfig
-from nemorl.config.algorithm.preference import PREFERENCE_PRESETS
-from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig, LogExpLossConfig
+from nemorl.config.algorithm.losses import LogisticLossConfig, PairLossConfig
+from nemorl.config.algorithm.offline import PREFERENCE_PRESETS, BradleyTerryLossConfig, LogExpLossConfig
 from nemorl.data.compared import Compared, with_compared
 from nemorl.data.examples import Example
 from nemorl.data.packed import PackedBatch

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from nemorl.algorithms.token_advantages import SequenceKL, TokenEstimator, length_adaptive_lambda
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.token_advantage import (
-    BiLevelGaeConfig,
-    GaeConfig,
-    TokenReturnsConfig,
-    TurnGaeConfig,
-)
+from nemorl.config.algorithm.advantages import BiLevelGaeConfig, GaeConfig, TokenReturnsConfig, TurnGaeConfig
 from nemorl.data.packed import PackedBatch
 
 # Lengths of prompt, turn, observation, turn ... of each sequence: several turns, one, one token, none at all.

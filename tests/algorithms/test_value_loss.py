@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemorl.algorithms.value_loss import ValueLoss, value_figures
-from nemorl.config.algorithm.critic import CriticLearningConfig
+from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.data.packed import PackedBatch
 
 LENGTHS = (5, 1, 7, 4)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.inherit import read_document
+from nemorl.config.load import read_document
 from nemorl.errors import ConfigError, Violation
 from tests.config.experiments import write
 

@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.interpolate import interpolate
-from nemorl.config.yaml import parse_document
+from nemorl.config.yaml import interpolate, parse_document
 from nemorl.errors import Violation
 
 

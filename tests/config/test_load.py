@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
-from nemorl.config.optimizer import SgdConfig
+from nemorl.config.policy import SgdConfig
 from nemorl.errors import ABSENT, ConfigError, Violation
 from tests.config.experiments import GRPO, violations_of, write
 

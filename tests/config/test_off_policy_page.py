@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.checks.metrics import figures
-from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.config.load import load_experiment
 from tests.config.experiments import GRPO, write
 

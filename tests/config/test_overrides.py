@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.overrides import apply_overrides
+from nemorl.config.load import apply_overrides
 from nemorl.config.yaml import parse_document
 from nemorl.errors import ConfigError, Violation
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.endpoint import EndpointConfig
+from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import load_experiment
 from tests.config.experiments import violations_of
 

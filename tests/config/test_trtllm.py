@@ -3,17 +3,16 @@
 import pytest
 from pydantic import TypeAdapter
 
-from nemorl.config.checks.exchange import changes_have_a_base
-from nemorl.config.checks.trtllm import (
-    OWN_ARGUMENTS,
+from nemorl.config.checks.engines import (
+    TRTLLM_OWN_ARGUMENTS,
     trtllm_arguments_are_free,
     trtllm_experts_fit,
     trtllm_step_holds_prompt,
     trtllm_updates_in_flight,
     trtllm_wants_gpus,
 )
-from nemorl.config.generation import GenerationConfig, TorchGenerationConfig
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.checks.resources import changes_have_a_base
+from nemorl.config.generation import GenerationConfig, TorchGenerationConfig, TrtllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 
@@ -76,7 +75,7 @@ def test_arguments_that_follow_from_fields_are_not_given_twice():
     assert fields_of(trtllm_arguments_are_free(config(trtllm_kwargs=given))) == [
         "generation.trtllm_kwargs.dtype"
     ]
-    assert "trust_remote_code" not in OWN_ARGUMENTS
+    assert "trust_remote_code" not in TRTLLM_OWN_ARGUMENTS
 
 
 @pytest.mark.parametrize(("kwargs", "wrong"), [({}, True), ({"enable_chunked_prefill": True}, False)])

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from nemorl.config.checks.metrics import reward_weights
-from nemorl.config.env import CalculatorEnvConfig
+from nemorl.config.environment import CalculatorEnvConfig
 from nemorl.environments.arithmetic import ArithmeticRefused, calculate, number_text
 from nemorl.environments.calculator import INSTRUCTIONS, CalculatorFactory
 from nemorl.trajectories import Message, Step, Task

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.config.env import ChainedSumsEnvConfig
+from nemorl.config.environment import ChainedSumsEnvConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.environments.chained_sums import ChainedSumsFactory
 from nemorl.trajectories import Message, Step, Task

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from nemorl.config.env import MathEnvConfig
+from nemorl.config.environment import MathEnvConfig
 from nemorl.environments.math_answers import MathFactory
 from tests.environments.episodes import answer, task
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from nemorl.config.data import DataConfig, ReasoningGymDataset
-from nemorl.config.env import ReasoningGymEnvConfig
+from nemorl.config.environment import ReasoningGymEnvConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.environments.reasoning_gym import ReasoningGymFactory
 from tests.environments.episodes import answer, task

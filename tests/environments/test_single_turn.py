@@ -1,6 +1,6 @@
 import asyncio
 
-from nemorl.config.env import SingleTurnEnvConfig
+from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.environments.single_turn import SingleTurnFactory
 from nemorl.trajectories import Step
 from tests.environments.episodes import answer, task

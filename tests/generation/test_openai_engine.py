@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.async_engine import AsyncEngineWorker
 from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.openai_client import MissingKey, OpenAIClient

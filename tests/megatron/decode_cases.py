@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemorl.config.generation_megatron import MegatronGenerationConfig
+from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams

@@ -21,8 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
 from nemorl.data.packed import PackedBatch
 from tests.models.tiny_models import DEEPSEEK
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.config.optimizer import AdamConfig, DecaySchedule, SgdConfig
+from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
 from nemorl.megatron.checkpoint_files import SavedState
 from nemorl.megatron.hf_export import export_hf
 from nemorl.megatron.model import PolicyParallel

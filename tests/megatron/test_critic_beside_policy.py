@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from nemorl.algorithms.token_advantages import TokenEstimator
 from nemorl.algorithms.value_loss import ValueLoss
-from nemorl.config.algorithm.critic import CriticLearningConfig
-from nemorl.config.algorithm.token_advantage import GaeConfig
+from nemorl.config.algorithm.advantages import GaeConfig
+from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.micro_batches import BatchPlan, plan_batch
 from nemorl.data.packed import PackedBatch

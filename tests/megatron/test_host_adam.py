@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import LoraConfig, PolicyConfig
+from nemorl.config.policy import AdamConfig, LoraConfig, PolicyConfig
 from nemorl.megatron import host_adam
 from nemorl.megatron.device import DeviceKind
 from nemorl.megatron.host_adam import HostAdam

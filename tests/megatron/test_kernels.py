@@ -5,8 +5,7 @@ import types
 
 import pytest
 
-from nemorl.config.optimizer import AdamConfig, MuonConfig, SgdConfig
-from nemorl.config.policy import NoRecompute, SelectiveRecompute
+from nemorl.config.policy import AdamConfig, MuonConfig, NoRecompute, SelectiveRecompute, SgdConfig
 from nemorl.megatron.kernels import (
     Installed,
     Kernels,

@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.config.optimizer import ConstantSchedule, DecaySchedule, InverseSqrtSchedule
+from nemorl.config.policy import ConstantSchedule, DecaySchedule, InverseSqrtSchedule
 from nemorl.megatron.learning_rate import learning_rate
 
 

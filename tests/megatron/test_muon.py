@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nemorl.config.optimizer import MuonConfig
+from nemorl.config.policy import MuonConfig
 from nemorl.models.local_view import local_view
 from tests.megatron.cases import LOSS, live, partition, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch

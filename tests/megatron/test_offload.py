@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemorl.config.optimizer import AdamConfig, SgdConfig
-from nemorl.config.policy import OffloadConfig, PolicyConfig
+from nemorl.config.policy import AdamConfig, OffloadConfig, PolicyConfig, SgdConfig
 from nemorl.megatron.worker import PolicyWorker, TrainStats
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch

@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.config.optimizer import AdamConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, SgdConfig
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import policy_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemorl.algorithms.preference import PreferenceLoss
-from nemorl.config.algorithm.pair_loss import LogisticLossConfig
+from nemorl.config.algorithm.losses import LogisticLossConfig
 from nemorl.data.batches import pack_examples
 from nemorl.data.compared import Compared
 from nemorl.data.examples import STAND_IN, Example

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import MoeConfig, SelectiveRecompute
+from nemorl.config.policy import AdamConfig, MoeConfig, SelectiveRecompute
 from nemorl.data.losses import LossOutput
 from tests.megatron.cases import LOSS, live, partition, start_worker
 from tests.megatron.course import assert_same_course

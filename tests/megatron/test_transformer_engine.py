@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import LoraConfig, OffloadConfig
+from nemorl.config.policy import AdamConfig, LoraConfig, OffloadConfig
 from nemorl.models.megatron_names import local_name
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 from tests.megatron.pool import Pool

@@ -4,11 +4,13 @@ import re
 
 import pytest
 
-from nemorl.config.generation import TorchGenerationConfig
-from nemorl.config.generation_megatron import MegatronGenerationConfig
-from nemorl.config.generation_openai import OpenAIGenerationConfig
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import (
+    MegatronGenerationConfig,
+    OpenAIGenerationConfig,
+    TorchGenerationConfig,
+    TrtllmGenerationConfig,
+    VllmGenerationConfig,
+)
 from nemorl.config.policy import MoeConfig
 from nemorl.models.moe_rules import moe_violations
 from tests.models.test_layout_rules import DENSE, EXPERTS

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemorl.config.endpoint import EndpointConfig
-from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
+from nemorl.config.generation import EndpointConfig, OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.errors import Violation
 from nemorl.plan.addresses import address_violations
 

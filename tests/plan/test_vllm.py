@@ -6,8 +6,7 @@ import pytest
 
 from nemorl.cluster.requests import worker_requests
 from nemorl.config.experiment import Experiment
-from nemorl.config.load import ConfigError
-from nemorl.errors import Violation
+from nemorl.errors import ConfigError, Violation
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.vllm import vllm_violations

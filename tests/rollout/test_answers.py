@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.env import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
+from nemorl.config.environment import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
 from nemorl.environments.math_answers import found_answer
 from nemorl.rollout.answers import last_answer
 from nemorl.rollout.environments import environment_factory

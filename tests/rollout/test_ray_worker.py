@@ -10,7 +10,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.requests import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.config.env import MathEnvConfig
+from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.order import TaskOrder

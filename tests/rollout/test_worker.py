@@ -6,11 +6,9 @@ import pytest
 
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.config.env import CalculatorEnvConfig
-from nemorl.config.environment import FunctionRewardConfig
+from nemorl.config.environment import CalculatorEnvConfig, FunctionRewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation import TorchGenerationConfig
-from nemorl.config.generation_base import SamplingConfig
+from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.errors import NoReplicaLeft

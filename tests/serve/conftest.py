@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 import torch
 
-from nemorl.config.endpoint import EndpointConfig
-from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.generation import EndpointConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.generation.router import Replica, Router

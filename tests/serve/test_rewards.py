@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nemorl.commands.serve import has_chat_template
-from nemorl.config.endpoint import EndpointConfig
 from nemorl.config.environment import ModelRewardConfig
+from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.prompts import prompts_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemorl.config.generation_openai import OpenAIGenerationConfig
+from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.session.health import hanging
 from nemorl.session.hosts import OpenAIHost
 from tests.generation.examples import request

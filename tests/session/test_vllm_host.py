@@ -17,7 +17,7 @@ import torch
 
 from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.async_engine import Chunk
 from nemorl.generation.errors import EngineFailed

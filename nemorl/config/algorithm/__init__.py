@@ -10,27 +10,18 @@ from pydantic import Field
 
 from .advantages import AdvantageConfig, GroupAdvantageConfig
 from .base import Aggregation, AlgorithmBase, EarlyStopConfig, ValidationConfig
-from .correction import (
-    CorrectionConfig,
-    IcePopCorrectionConfig,
-    MaskedCorrectionConfig,
-    NoCorrectionConfig,
-    SequenceMaskConfig,
-    TruncatedCorrectionConfig,
-)
 from .distillation import (
     DistillationAlgorithm,
     DistillationConfig,
     DistillationLossConfig,
     ForwardKlLossConfig,
+    IterativePreferenceConfig,
     JsdLossConfig,
     OnPolicyDistillationConfig,
+    RejectionSamplingConfig,
     ReverseKlLossConfig,
     TopLossConfig,
 )
-from .entropy import AdaptiveEntropyConfig, EntropyBonusConfig, EntropyConfig
-from .kl import KLConfig
-from .likelihood import LikelihoodConfig
 from .losses import (
     CispoLossConfig,
     ClipCovLossConfig,
@@ -44,13 +35,22 @@ from .losses import (
     ReinforceLossConfig,
     SapoLossConfig,
 )
-from .offline import OfflineBase
-from .online import OnlineConfig
-from .online_base import OnlineBase
-from .picked import IterativePreferenceConfig, RejectionSamplingConfig
-from .preference import KtoConfig, PreferenceConfig
-from .reward_model import ProcessLossConfig, RewardModelConfig
-from .sft import SftConfig
+from .offline import KtoConfig, OfflineBase, PreferenceConfig, ProcessLossConfig, RewardModelConfig, SftConfig
+from .online import (
+    AdaptiveEntropyConfig,
+    CorrectionConfig,
+    EntropyBonusConfig,
+    EntropyConfig,
+    IcePopCorrectionConfig,
+    KLConfig,
+    LikelihoodConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    OnlineBase,
+    OnlineConfig,
+    SequenceMaskConfig,
+    TruncatedCorrectionConfig,
+)
 
 AlgorithmConfig = Annotated[
     OnlineConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemorl.config.base import Config
-from nemorl.config.generation_base import SamplingConfig
+from nemorl.config.generation import SamplingConfig
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"

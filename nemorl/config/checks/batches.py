@@ -1,4 +1,11 @@
-"""How many sequences there are, and over what they must divide."""
+"""How many sequences there are, and over what they must divide.
+
+Tokens: what has to fit into what.
+
+The learning rate.
+
+The distribution that is sampled, and the one that is trained.
+"""
 
 from collections.abc import Iterator
 
@@ -8,9 +15,12 @@ from nemorl.config.algorithm import (
     OfflineBase,
     OnlineBase,
     OnlineConfig,
+    OnPolicyDistillationConfig,
     SftConfig,
 )
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.facts import generates
+from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig, TorchGenerationConfig
+from nemorl.config.policy import DecaySchedule, InverseSqrtSchedule, PolicyConfig
 from nemorl.errors import ABSENT, Violation
 
 _FIXED_LENGTH = "seq-mean-token-sum-norm"
@@ -92,3 +102,112 @@ def _trajectories(algorithm: OnlineConfig) -> str:
         f"{algorithm.trajectories_per_step} trajectories "
         f"({algorithm.num_prompts_per_step} prompts x {algorithm.num_generations_per_prompt} generations)"
     )
+
+
+def turn_fits_sequence(
+    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """A turn leaves room for its prompt."""
+    if generates(algorithm) and generation.max_new_tokens >= policy.max_sequence_length:
+        yield Violation(
+            "generation.max_new_tokens",
+            generation.max_new_tokens,
+            "a turn leaves no room for its prompt in policy.max_sequence_length, "
+            f"{policy.max_sequence_length}: lower this or raise that",
+        )
+
+
+def cache_holds_sequence(
+    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+) -> Iterator[Violation]:
+    """The engine can hold at least one whole conversation."""
+    ours = TorchGenerationConfig | MegatronGenerationConfig
+    if not isinstance(generation, ours) or not generates(algorithm):
+        return
+    if generation.max_kv_tokens < policy.max_sequence_length:
+        yield Violation(
+            "generation.max_kv_tokens",
+            generation.max_kv_tokens,
+            "the cache must hold one whole conversation: give it policy.max_sequence_length, "
+            f"{policy.max_sequence_length}, or more",
+        )
+
+
+def micro_batch_holds_sequence(policy: PolicyConfig) -> Iterator[Violation]:
+    """A sequence is never cut to fit a pass."""
+    if policy.micro_batch_tokens < policy.max_sequence_length:
+        yield Violation(
+            "policy.micro_batch_tokens",
+            policy.micro_batch_tokens,
+            "one pass must hold one whole conversation: give it policy.max_sequence_length, "
+            f"{policy.max_sequence_length}, or more",
+        )
+
+
+def decay_follows_warmup(policy: PolicyConfig) -> Iterator[Violation]:
+    """The decay needs steps after the warm-up and those at the peak."""
+    schedule = policy.schedule
+    if not isinstance(schedule, DecaySchedule):
+        return
+    before = schedule.warmup_steps + schedule.stable_steps
+    if before >= schedule.decay_steps:
+        yield Violation(
+            "policy.schedule.decay_steps",
+            schedule.decay_steps,
+            "it counts the steps before the decay in, so it must be more than policy.schedule.warmup_steps "
+            f"and stable_steps together, {before}",
+        )
+
+
+def decay_goes_down(policy: PolicyConfig) -> Iterator[Violation]:
+    """The rate comes down, not up."""
+    schedule, peak = policy.schedule, policy.optimizer.lr
+    if isinstance(schedule, DecaySchedule | InverseSqrtSchedule) and schedule.min_lr > peak:
+        yield Violation(
+            "policy.schedule.min_lr",
+            schedule.min_lr,
+            f"the rate decays from policy.optimizer.lr, {peak:g}, to this: it must not be more",
+        )
+
+
+def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Greedy samples of one task are all the same, so there is nothing to compare."""
+    if algorithm.online and generation.sampling.temperature == 0:
+        yield Violation(
+            "generation.sampling.temperature",
+            0.0,
+            "greedy samples of a task are all alike and teach nothing: take more than 0, such as 1.0 "
+            "(validation has its own, algorithm.validation.sampling)",
+        )
+
+
+def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """The trainer's logprobs are of the whole distribution, so what is sampled must come from it."""
+    if not isinstance(algorithm, OnlineConfig | OnPolicyDistillationConfig):
+        return
+    sampling = generation.sampling
+    for name, value, off in (
+        ("top_k", sampling.top_k, None),
+        ("top_p", sampling.top_p, 1.0),
+        ("min_p", sampling.min_p, 0.0),
+    ):
+        if value != off:
+            yield Violation(
+                f"generation.sampling.{name}",
+                value,
+                "this release trains on the unfiltered distribution only, and a filter would change the "
+                "sampled one: remove it here (algorithm.validation.sampling may have it)",
+            )
+
+
+def greedy_samples_once(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """Several greedy samples of one task are one sample."""
+    validation = algorithm.validation
+    sampling = validation.sampling or generation.sampling
+    if sampling.temperature == 0 and validation.num_generations_per_prompt > 1:
+        yield Violation(
+            "algorithm.validation.num_generations_per_prompt",
+            validation.num_generations_per_prompt,
+            "at temperature 0 all samples of a task are alike: take 1, or a temperature above 0 in "
+            "algorithm.validation.sampling",
+        )

@@ -1,26 +1,43 @@
-"""What vLLM cannot do, and what it would do wrong."""
+"""What vLLM cannot do, and what it would do wrong.
 
+What TensorRT-LLM cannot do, and what it would do wrong.
+
+What the policy has to be like to sample by itself.
+
+Servers that somebody else runs, and our own endpoint.
+"""
+
+import re
 from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
 
 from nemorl.config.algorithm import AlgorithmConfig, OnlineBase
 from nemorl.config.auxiliary import (
     CriticConfig,
+    EndpointTeacherConfig,
     ModelGroupConfig,
     ReferenceConfig,
     TeacherConfig,
     teachers_held,
 )
-from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
+from nemorl.config.environment import LocalModelRewardConfig, RewardConfig, ServiceRewardBase
+from nemorl.config.facts import generates
+from nemorl.config.generation import (
+    ADAPTER_RANKS,
+    GenerationBase,
+    GenerationConfig,
+    MegatronGenerationConfig,
+    OpenAIGenerationConfig,
+    TrtllmGenerationConfig,
+    VllmGenerationConfig,
+    is_loopback,
+)
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
-from .facts import generates
-
 # Arguments of AsyncEngineArgs that follow from other fields.
-OWN_ARGUMENTS = frozenset(
+VLLM_OWN_ARGUMENTS = frozenset(
     {
         *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
         *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
@@ -36,7 +53,7 @@ OWN_ARGUMENTS = frozenset(
 def vllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]:
     """What a field of ours decides is not given twice."""
     if isinstance(generation, VllmGenerationConfig):
-        for name in sorted(OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
+        for name in sorted(VLLM_OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
             mend = "this follows from other fields of the experiment (docs/vllm.md): leave it out"
             yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], mend)
 
@@ -153,3 +170,223 @@ def vllm_quantises_on_gpus(generation: GenerationConfig, cluster: ClusterConfig)
     if cluster.gpus_per_node == 0:
         mend = "quantising while loading wants GPUs, and cluster.gpus_per_node is 0: leave it out"
         yield Violation("generation.quantization", generation.quantization, mend)
+
+
+# Arguments of AsyncLLM that follow from other fields.
+TRTLLM_OWN_ARGUMENTS = frozenset(
+    {
+        *(
+            "model",
+            "backend",
+            "dtype",
+            "orchestrator_type",
+            "ray_worker_extension_cls",
+            "skip_tokenizer_init",
+        ),
+        *("tensor_parallel_size", "pipeline_parallel_size", "moe_tensor_parallel_size"),
+        *("moe_expert_parallel_size", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"),
+        *("kv_cache_config", "sleep_config", "placement_groups", "placement_bundle_indices"),
+        *("per_worker_gpu_share", "disable_overlap_scheduler"),
+    }
+)
+
+
+def trtllm_wants_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """It has no CPU path."""
+    if isinstance(generation, TrtllmGenerationConfig) and cluster.gpus_per_node == 0:
+        mend = "TensorRT-LLM computes on GPUs only, and cluster.gpus_per_node is 0: take torch or vllm"
+        yield Violation("generation.backend", generation.backend, mend)
+
+
+def trtllm_step_holds_prompt(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """A prompt is computed in one step, unless the engine may cut it."""
+    if not isinstance(generation, TrtllmGenerationConfig):
+        return
+    length = policy.max_sequence_length
+    if generation.max_num_tokens < length and not generation.trtllm_kwargs.get("enable_chunked_prefill"):
+        yield Violation(
+            "generation.max_num_tokens",
+            generation.max_num_tokens,
+            f"a step must hold a whole prompt: give it policy.max_sequence_length, {length}, or "
+            "trtllm_kwargs.enable_chunked_prefill=true",
+        )
+
+
+def trtllm_experts_fit(generation: GenerationConfig) -> Iterator[Violation]:
+    """A mixture's own sizes split the tensor-parallel group."""
+    if not isinstance(generation, TrtllmGenerationConfig):
+        return
+    tensor, expert = generation.moe_tensor_parallel_size, generation.moe_expert_parallel_size
+    if tensor is None and expert is None:
+        return
+    if (tensor or 1) * (expert or 1) != generation.tensor_parallel_size:
+        yield Violation(
+            "generation.moe_expert_parallel_size",
+            expert,
+            f"times moe_tensor_parallel_size ({tensor or 1}) it must be tensor_parallel_size "
+            f"({generation.tensor_parallel_size})",
+        )
+
+
+def trtllm_updates_in_flight(generation: GenerationConfig) -> Iterator[Violation]:
+    """Every token must carry the version that sampled it, and no cache may outlive its weights."""
+    if not isinstance(generation, TrtllmGenerationConfig):
+        return
+    if not generation.in_flight_updates:
+        if generation.recompute_kv_cache:
+            mend = "nothing is in flight at an update: set it to false, or in_flight_updates to true"
+            yield Violation("generation.recompute_kv_cache", True, mend)
+        return
+    if generation.pipeline_parallel_size > 1:
+        mend = (
+            "stages hold micro-batches between two steps, whose tokens have no one version: set it to false"
+        )
+        yield Violation("generation.in_flight_updates", True, mend)
+    if generation.prefix_caching and not generation.recompute_kv_cache:
+        mend = (
+            "sequences that end after an update leave cache of the old weights for others to reuse: set "
+            "it to false, or recompute_kv_cache to true"
+        )
+        yield Violation("generation.prefix_caching", True, mend)
+
+
+def trtllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]:
+    """What a field of ours decides is not given twice."""
+    if isinstance(generation, TrtllmGenerationConfig):
+        for name in sorted(TRTLLM_OWN_ARGUMENTS & generation.trtllm_kwargs.keys()):
+            mend = "this follows from other fields of the experiment (docs/trtllm.md): leave it out"
+            yield Violation(f"generation.trtllm_kwargs.{name}", generation.trtllm_kwargs[name], mend)
+
+
+_OR = "or take another generation.backend"
+
+
+def policy_can_sample(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """Layouts that decode, and weights that are there when it does."""
+    if not isinstance(generation, MegatronGenerationConfig):
+        return
+    layout, field = policy.layout, "policy.layout"
+    if layout.context_parallel_size > 1:
+        mend = f"generation.backend megatron decodes whole sequences on each process: set it to 1, {_OR}"
+        yield Violation(f"{field}.context_parallel_size", layout.context_parallel_size, mend)
+    if layout.virtual_pipeline_parallel_size > 1:
+        mend = f"generation.backend megatron decodes with one run of layers a stage: set it to 1, {_OR}"
+        yield Violation(
+            f"{field}.virtual_pipeline_parallel_size", layout.virtual_pipeline_parallel_size, mend
+        )
+    if policy.offload.weights:
+        mend = f"generation.backend is megatron, which samples with these weights: set it to false, {_OR}"
+        yield Violation("policy.offload.weights", True, mend)
+
+
+def policy_samples_as_it_is(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """Settings of engines, which there are none of, would do nothing."""
+    if not isinstance(generation, MegatronGenerationConfig):
+        return
+    instead = {
+        "replicas": "it has as many copies as policy.layout.data_parallel_size says",
+        "precision": "it computes in policy.precision",
+        "bucket_megabytes": "no weights travel",
+        "transport": "no weights travel",
+        "delta": "no weights travel",
+        "check_one_in": "no weights travel",
+        "threads": "its processes have cluster.policy_threads",
+        "endpoint": "between two stages of sampling it answers nobody",
+    }
+    for name, why in instead.items():
+        value = getattr(generation, name)
+        if value != GenerationBase.model_fields[name].default:
+            yield Violation(
+                f"generation.{name}", value, f"the policy samples by itself, and {why}: remove this"
+            )
+
+
+def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConfig) -> Iterator[Violation]:
+    """What is learnt are tokens, with the logprobs at which they were sampled."""
+    if not isinstance(generation, OpenAIGenerationConfig) or generation.token_ids:
+        return
+    if algorithm.online:
+        mend = (
+            "samples that come as text alone cannot be learnt from: take a server that returns token ids and "
+            "logprobs (vLLM's, `nemorl serve`) and set it to true, or use this one with `nemorl eval`"
+        )
+        yield Violation("generation.token_ids", False, mend)
+
+
+def servers_are_used_as_they_are(generation: GenerationConfig) -> Iterator[Violation]:
+    """What speaks of an engine's weights, or of what text cannot carry, would do nothing."""
+    if not isinstance(generation, OpenAIGenerationConfig):
+        return
+    ignored = dict.fromkeys(
+        ("precision", "bucket_megabytes", "transport", "delta", "check_one_in"),
+        "the server has weights of its own, and gets none",
+    )
+    if not generation.token_ids:
+        ignored["stop_token_ids"] = "with generation.token_ids: false text alone goes to the server"
+    for name, why in ignored.items():
+        value = getattr(generation, name)
+        if value != GenerationBase.model_fields[name].default:
+            yield Violation(f"generation.{name}", value, f"{why}: remove this")
+
+
+def server_address_is_whole(generation: GenerationConfig) -> Iterator[Violation]:
+    """Requests go to paths below it."""
+    if not isinstance(generation, OpenAIGenerationConfig):
+        return
+    url, mend = generation.base_url, None
+    whole = url.startswith(("http://", "https://")) and generation.host and not re.search(r"\s", url)
+    if not whole:
+        mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+    elif not urlsplit(url).path.strip("/"):
+        mend = (
+            f"requests would go to {url.rstrip('/')}/completions, which servers do not know: end it with /v1"
+        )
+    elif url.rstrip("/").endswith("/completions"):
+        mend = "/completions is added to it with each request: let it end with /v1"
+    if mend is not None:
+        yield Violation("generation.base_url", url, mend)
+
+
+def servers_are_reached_from_all_nodes(
+    cluster: ClusterConfig,
+    generation: GenerationConfig,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Violation]:
+    """Workers ask them, and on another node a loopback address is another machine's."""
+    if cluster.num_nodes == 1:
+        return
+    asked: dict[str, str] = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        asked["generation.base_url"] = generation.base_url
+    for name, teacher in teachers.items():
+        if isinstance(teacher, EndpointTeacherConfig):
+            asked[f"teachers.{name}.base_url"] = teacher.base_url
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, ServiceRewardBase):
+            asked[f"rewards.{place}.url"] = reward.url
+    for field, url in asked.items():
+        if is_loopback(_host(url)):
+            mend = (
+                f"cluster.num_nodes is {cluster.num_nodes}, and on each of them this address is another "
+                "machine: name the one by which all reach the server"
+            )
+            yield Violation(field, url, mend)
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:
+    """Who is reached from other machines does not make up the key."""
+    endpoint = generation.endpoint
+    if endpoint is not None and not endpoint.on_this_machine_only and endpoint.api_key_env is None:
+        mend = (
+            "other machines reach this address, so the key must be yours: name its environment variable in "
+            "generation.endpoint.api_key_env, or listen on 127.0.0.1"
+        )
+        yield Violation("generation.endpoint.host", endpoint.host, mend)

@@ -14,13 +14,12 @@ from nemorl.config.algorithm import (
     SftConfig,
     ValidationConfig,
 )
-from nemorl.config.algorithm.pair_loss import LogisticLossConfig, OddsRatioLossConfig
-from nemorl.config.algorithm.reward_model import BradleyTerryLossConfig
+from nemorl.config.algorithm.losses import LogisticLossConfig, OddsRatioLossConfig
+from nemorl.config.algorithm.offline import BradleyTerryLossConfig
 from nemorl.config.data import DataConfig, PreferenceDataset
+from nemorl.config.facts import datasets
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Violation
-
-from .facts import datasets
 
 _TASKS = ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
 _PAIRS = ("preference", "arithmetic")

@@ -1,23 +1,47 @@
-"""Processes, machines and devices."""
+"""Processes, machines and devices.
+
+Which nodes the workers of a group may live on.
+
+How weights travel from the policy to generation.
+
+The models beside the policy: whether one is wanted, what it lives on, and how its batches divide.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.algorithm import (
+    AlgorithmConfig,
+    DistillationAlgorithm,
+    OfflineBase,
+    OnlineBase,
+    OnlineConfig,
+)
+from nemorl.config.algorithm.advantages import GaeConfig, TokenAdvantageBase
+from nemorl.config.algorithm.presets import presets
 from nemorl.config.auxiliary import (
     CriticConfig,
     ModelGroupConfig,
+    ModelTeacherConfig,
     ReferenceConfig,
     TeacherConfig,
     teachers_held,
 )
+from nemorl.config.base import Config
 from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
-from nemorl.config.generation import GenerationConfig
-from nemorl.config.optimizer import AdamConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.facts import generates, is_address
+from nemorl.config.generation import GenerationConfig, TrtllmGenerationConfig
+from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 
-from .facts import generates
+from .batches import (
+    data_parallel_divides,
+    decay_follows_warmup,
+    decay_goes_down,
+    interleaved_stages_have_work,
+    micro_batch_holds_sequence,
+)
 
 
 def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
@@ -88,3 +112,298 @@ def gpus_for_all_processes(
             + (", `devices: policy` for the others" if others else "")
             + " or fewer generation.replicas",
         )
+
+
+_NODE_LABEL = "ray.io/node-id"
+
+
+def labels_name_groups(
+    cluster: ClusterConfig,
+    generation: GenerationConfig,
+    algorithm: AlgorithmConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Violation]:
+    """Labels of nodes are for groups that the run has, and that have places of their own."""
+    own = {"policy": True, "rollout": True}  # whether each group has places of its own
+    if generation.has_engines:
+        own["generation"] = not (generation.shares_devices and cluster.gpus_per_node)
+    if algorithm.keeps_critic:
+        own["critic"] = (critic or CriticConfig()).devices == "own"
+    if algorithm.keeps_reference and reference is not None:
+        own["reference"] = reference.devices == "own"
+    for name, teacher in teachers_held(teachers).items():
+        own[f"teacher_{name}"] = teacher.devices == "own"
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig):
+            own[f"reward_{place}"] = reward.devices == "own"
+    for field, groups in (("labels", cluster.labels), ("topology", cluster.topology)):
+        for group, wanted in groups.items():
+            if group not in own:
+                mend = f"this run has no such group of workers: name one of {', '.join(own)}"
+                yield Violation(f"cluster.{field}.{group}", wanted, mend)
+            elif not own[group]:
+                mend = f"it lives where the policy does: name the nodes in cluster.{field}.policy"
+                yield Violation(f"cluster.{field}.{group}", wanted, mend)
+
+
+def domains_are_labels(cluster: ClusterConfig) -> Iterator[Violation]:
+    """A domain is of several nodes, else it is a matter of the strategy."""
+    for group, label in cluster.topology.items():
+        if label == _NODE_LABEL:
+            mend = "every node is alone with its value of it: set cluster.placement to STRICT_PACK instead"
+            yield Violation(f"cluster.topology.{group}", label, mend)
+
+
+def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
+    """A step moves few weights far enough to change their bfloat16, and nearly all in float32."""
+    if generation.delta and (generation.precision or policy.precision) == "float32":
+        yield Violation(
+            "generation.delta",
+            True,
+            "in float32 a step changes nearly every weight (in bfloat16 two to four in a hundred), so that "
+            "nothing is saved and a copy is kept: set generation.precision to bfloat16, or this to false",
+        )
+
+
+def changes_have_a_base(generation: GenerationConfig) -> Iterator[Violation]:
+    """Changes go onto what a receiver keeps."""
+    if not isinstance(generation, TrtllmGenerationConfig) or generation.weight_delivery != "workers":
+        return
+    if generation.delta:
+        yield Violation(
+            "generation.delta",
+            True,
+            "TensorRT-LLM's workers keep nothing of what came, so every refit would be whole: set this to "
+            "false, or generation.weight_delivery to handles",
+        )
+
+
+def files_hold_whole_versions(generation: GenerationConfig) -> Iterator[Violation]:
+    """Whoever joins later reads one version and has no other."""
+    if generation.delta and generation.transport == "files":
+        yield Violation(
+            "generation.delta",
+            True,
+            "files hold whole versions, which any engine may read at any time: set this to false, or "
+            "generation.transport to auto",
+        )
+
+
+def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+    """NCCL moves memory of GPUs only."""
+    if generation.transport == "nccl" and not cluster.gpus_per_node:
+        yield Violation(
+            "generation.transport",
+            "nccl",
+            "NCCL moves the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or gloo",
+        )
+
+
+def cuda_ipc_is_for_gpus_of_one_machine(
+    generation: GenerationConfig, cluster: ClusterConfig
+) -> Iterator[Violation]:
+    """Processes open each other's GPU memory."""
+    if generation.transport != "cuda_ipc":
+        return
+    if not cluster.gpus_per_node:
+        yield Violation(
+            "generation.transport",
+            "cuda_ipc",
+            "CUDA IPC shares the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or "
+            "shared_memory",
+        )
+    elif cluster.num_nodes > 1:
+        yield Violation(
+            "generation.transport",
+            "cuda_ipc",
+            f"CUDA IPC stays on one machine, and cluster.num_nodes is {cluster.num_nodes}: set this to auto "
+            "or nccl",
+        )
+
+
+def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) -> Iterator[Violation]:
+    """A critic learns where advantages are made of its values, and only there."""
+    if isinstance(algorithm, OnlineConfig):
+        advantage = algorithm.advantage
+        needs = isinstance(advantage, TokenAdvantageBase) and advantage.needs_values
+        if needs and algorithm.critic is None:
+            of_name = "critic" in presets()[algorithm.name].settings  # without the null there would be one
+            change = "remove this null" if of_name else "set `algorithm.critic: {}`, or take `name: ppo`"
+            mend = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
+            yield Violation("algorithm.critic", None, f"{mend}, or take `token_returns` or `group`")
+            return
+        if not needs and algorithm.critic is not None:
+            mend = f"the advantage `{advantage.name}` asks for no values: set this to null, or take `gae`"
+            yield Violation("algorithm.critic", _given(algorithm.critic), mend)
+            return
+    if critic is not None and not algorithm.keeps_critic:
+        mend = f"`{algorithm.name}` has no critic: remove this section, or take an algorithm such as `ppo`"
+        yield Violation("critic", _given(critic), mend)
+
+
+def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig | None) -> Iterator[Violation]:
+    """A reference in processes of its own serves online algorithms that look at one."""
+    if reference is None:
+        return
+    if isinstance(algorithm, OnlineConfig):
+        if not algorithm.keeps_reference:
+            mend = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
+            yield Violation("reference", _given(reference), mend)
+        return
+    precomputes = isinstance(algorithm, OfflineBase) and algorithm.precomputes_reference
+    looks = "keeps its reference in the policy's processes"
+    if not (algorithm.keeps_reference or precomputes):
+        looks = "looks at no reference"
+    yield Violation("reference", _given(reference), f"`{algorithm.name}` {looks}: remove this section")
+
+
+def teachers_are_wanted(
+    algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]
+) -> Iterator[Violation]:
+    """Distillation has teachers, and of several it knows which sequence is whose."""
+    if not isinstance(algorithm, DistillationAlgorithm):
+        if teachers:
+            mend = (
+                f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
+            )
+            yield Violation("teachers", sorted(teachers), mend)
+    elif not teachers:
+        mend = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
+        yield Violation("teachers", {}, mend)
+    elif len(teachers) > 1 and algorithm.teacher_key is None:
+        mend = (
+            f"there are {len(teachers)} teachers: give the column of the tasks that names the teacher of each"
+        )
+        yield Violation("algorithm.teacher_key", None, mend)
+    elif len(teachers) == 1 and algorithm.teacher_key is not None:
+        mend = "there is one teacher, of all tasks: remove this, or name more in teachers"
+        yield Violation("algorithm.teacher_key", algorithm.teacher_key, mend)
+
+
+def teachers_can_be_asked(
+    algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: dict[str, TeacherConfig]
+) -> Iterator[Violation]:
+    """A server tells logprobs of the distribution as it is, at an address."""
+    temperature = generation.sampling.temperature
+    for name, teacher in teachers.items():
+        if isinstance(teacher, ModelTeacherConfig):
+            continue
+        if not is_address(teacher.base_url):
+            mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+            yield Violation(f"teachers.{name}.base_url", teacher.base_url, mend)
+        if algorithm.online and temperature != 1:
+            mend = (
+                f"the server of teachers.{name} tells logprobs at temperature 1: take 1, or a teacher `model`"
+            )
+            yield Violation("generation.sampling.temperature", temperature, mend)
+
+
+def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    """One lambda is looked at, and after the critic alone the policy learns too."""
+    if not isinstance(algorithm, OnlineConfig):
+        return
+    advantage, critic = algorithm.advantage, algorithm.critic
+    if isinstance(advantage, GaeConfig):
+        adapts = advantage.length_adaptive_alpha is not None
+        if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
+            mend = "length_adaptive_alpha stands in for it: remove this, or set that to null"
+            yield Violation("algorithm.advantage.lam", advantage.lam, mend)
+    if critic is not None and critic.warmup_steps >= algorithm.num_steps:
+        mend = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
+        yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, mend)
+
+
+def groups_have_devices(
+    policy: PolicyConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Violation]:
+    """What shares the policy's devices finds one for each of its processes; others leave nobody theirs."""
+    for name, group in _sections(critic, reference, teachers, rewards):
+        if group.devices == "own":
+            for part in ("weights", "optimizer"):
+                if getattr(group.offload, part):
+                    mend = f"{name}.devices is `own`, so nobody waits for them: set it to false"
+                    yield Violation(f"{name}.offload.{part}", True, mend)
+            continue
+        size, places = group.worker_config(policy).layout.world_size, policy.layout.world_size
+        if size > places:
+            mend = f"the policy has devices for {places} processes: take a smaller layout, or `own` devices"
+            yield Violation(f"{name}.layout", f"{size} processes", mend)
+
+
+def groups_are_as_sound_as_policies(
+    policy: PolicyConfig,
+    algorithm: AlgorithmConfig,
+    cluster: ClusterConfig,
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Violation]:
+    """What is asked of a policy's section is asked of theirs, where they say something else than it.
+
+    What a reward model scores is no optimizer step: it is filled up until it divides.
+    """
+    for name, group in _sections(critic, reference, teachers, rewards):
+        config = group.worker_config(policy)
+        of_steps = [
+            *data_parallel_divides(config, algorithm),
+            *interleaved_stages_have_work(config, algorithm),
+        ]
+        problems = [
+            *(of_steps if not isinstance(group, LocalModelRewardConfig) else []),
+            *micro_batch_holds_sequence(config),
+            *kernels_want_gpus(cluster, config),
+            *narrow_optimizer_has_its_kernel(cluster, config),
+            *decay_follows_warmup(config),
+            *decay_goes_down(config),
+        ]
+        for problem in problems:
+            section, _, field = problem.field.partition(".")
+            own = [part for part in type(group).model_fields if getattr(group, part) is not None]
+            if section == "policy" and field.partition(".")[0] in own:
+                mend = problem.mend
+                for part in own:
+                    mend = mend.replace(f"policy.{part}", f"{name}.{part}")
+                yield replace(problem, field=f"{name}.{field}", mend=mend)
+
+
+def reward_models_are_asked_while_sampling(
+    algorithm: AlgorithmConfig, rewards: tuple[RewardConfig, ...]
+) -> Iterator[Violation]:
+    """What scores on the policy's devices finds them free."""
+    if not isinstance(algorithm, OnlineBase) or not algorithm.max_staleness:
+        return
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig) and reward.devices == "policy":
+            mend = (
+                "with algorithm.max_staleness answers are scored while the policy trains there: set it to own"
+            )
+            yield Violation(f"rewards.{place}.devices", "policy", mend)
+
+
+def _sections(
+    critic: CriticConfig | None,
+    reference: ReferenceConfig | None,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[tuple[str, ModelGroupConfig]]:
+    if critic is not None:
+        yield "critic", critic
+    if reference is not None:
+        yield "reference", reference
+    yield from ((f"teachers.{name}", teacher) for name, teacher in teachers_held(teachers).items())
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, LocalModelRewardConfig):
+            yield f"rewards.{place}", reward
+
+
+def _given(section: Config) -> object:
+    """What was written of a section, for people."""
+    return section.model_dump(mode="json", exclude_unset=True)

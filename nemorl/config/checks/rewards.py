@@ -5,11 +5,17 @@ from collections.abc import Iterator
 
 from nemorl.config.algorithm import AlgorithmConfig, OnPolicyDistillationConfig
 from nemorl.config.data import DataConfig
-from nemorl.config.env import CalculatorEnvConfig, EnvConfig, SingleTurnEnvConfig
-from nemorl.config.environment import JudgeRewardConfig, RewardConfig, ServiceRewardBase
+from nemorl.config.environment import (
+    CalculatorEnvConfig,
+    EnvConfig,
+    JudgeRewardConfig,
+    RewardConfig,
+    ServiceRewardBase,
+    SingleTurnEnvConfig,
+)
+from nemorl.config.facts import generates, is_address
 from nemorl.errors import Violation
 
-from .facts import generates, is_address
 from .metrics import reward_names
 
 _FIGURES = ("mean", "std", "of_greedy")

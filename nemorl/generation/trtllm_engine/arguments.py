@@ -10,7 +10,7 @@ from tensorrt_llm.llmapi import KvCacheConfig
 from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
 from tensorrt_llm.sampling_params import LogprobMode
 
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.types import GenerationRequest
 
 _NO_TOKEN = -1  # we say which tokens end a turn, the engine adds none

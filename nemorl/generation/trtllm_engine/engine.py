@@ -15,7 +15,7 @@ from typing import Any
 from tensorrt_llm import AsyncLLM
 from tensorrt_llm.executor import RequestError
 
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.async_engine import Chunk
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.torch_engine.limits import RequestLimits

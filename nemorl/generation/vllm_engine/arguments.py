@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.config.generation_vllm import ADAPTER_RANKS, VllmGenerationConfig
+from nemorl.config.generation import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.types import GenerationRequest
 

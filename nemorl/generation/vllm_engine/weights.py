@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemorl.config.generation_vllm import Update
+from nemorl.config.generation import Update
 from nemorl.models.slices import TensorSlice
 
 from .processing import parameters_of, watching

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.generation_trtllm import TrtllmGenerationConfig
+from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.models.shape import ModelShape
 from tests.generation.trtllm_engine.setup import Loop, Setup

@@ -49,7 +49,7 @@ class Running:
         self.host = self.run(self._make(folder, config), 300)
 
     async def _make(self, folder: Path, config: dict[str, Any]) -> Any:
-        from nemorl.config.generation_vllm import VllmGenerationConfig
+        from nemorl.config.generation import VllmGenerationConfig
         from nemorl.session.vllm_host import VllmHost
 
         host = VllmHost(

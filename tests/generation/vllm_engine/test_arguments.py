@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from nemorl.config.generation_vllm import VllmGenerationConfig
+from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
