@@ -16,8 +16,7 @@ from nemorl.config.algorithm import (
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.experiment import Experiment
-from nemorl.data.datasets import load_tasks
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.session.session import Session

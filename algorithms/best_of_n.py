@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSamplingConfig
 from nemorl.data.batches import STAND_IN_TOKENS
-from nemorl.data.compared import Compared
 from nemorl.data.losses import Loss
+from nemorl.data.packed import Compared
 from nemorl.observe.observer import Observer
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.session.session import Session

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemorl.config.algorithm import Aggregation, OfflineBase
-from nemorl.data.compared import Compared
+from nemorl.data.datasets import TaskOrder
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.losses import Loss
-from nemorl.data.order import TaskOrder
+from nemorl.data.packed import Compared
 from nemorl.observe.observer import Observer
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace

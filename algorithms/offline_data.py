@@ -14,11 +14,8 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.data import DataConfig, DatasetConfig, JsonlDataset
 from nemorl.config.experiment import Experiment
-from nemorl.data.datasets import load_dialogues, load_tasks
-from nemorl.data.encode import Encoder
-from nemorl.data.examples import Example
-from nemorl.data.judged import load_feedback, load_pairs, load_steps
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder, load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
+from nemorl.data.examples import Encoder, Example
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 

@@ -23,8 +23,7 @@ from common import OUT, publish, table_of
 from trl_side import train_with_trl
 
 from nemorl.config.load import load_experiment
-from nemorl.data.datasets import load_tasks
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.observe.metrics import read_metrics
 
 CONFIG = Path("configs/quickstart/grpo.yaml")

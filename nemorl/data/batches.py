@@ -10,9 +10,8 @@ from torch import Tensor
 
 from nemorl.trajectories import BoolArray, Int32Array, Trajectory
 
-from .compared import Compared, with_compared
 from .examples import Example
-from .packed import PackedBatch
+from .packed import Compared, PackedBatch, with_compared
 
 # What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
 # computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is

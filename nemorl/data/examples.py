@@ -2,17 +2,20 @@
 
 They are joined exactly as a rollout would join them: each turn is encoded by itself and closed by the token
 that ends a turn, and the chat template is asked only for what stands between turns (`prompts.py`).
+
+From what datasets hold to sequences of tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from nemorl.errors import NemorlError
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message
 
+from .datasets import Dialogue, Feedback, Messages, Pair, Steps
 from .prompts import Prompts
 from .tokenizer import Tokenizer
 
@@ -147,3 +150,57 @@ def _check_length(num_tokens: int, num_prompt: int, max_length: int) -> None:
             f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
             f"{max_length}: raise `policy.max_sequence_length` or leave it out"
         )
+
+
+T = TypeVar("T")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes examples of at most `max_length` tokens. Raises ExampleError with the example's number."""
+
+    tokenizer: Tokenizer
+    prompts: Prompts
+    max_length: int
+
+    def dialogues(
+        self, dialogues: Iterable[Dialogue], train_on: Literal["completion", "all"]
+    ) -> list[Example]:
+        """A sequence of each, with every turn of the assistant learnt, or all tokens."""
+        return _each(dialogues, lambda d: self._example(d.opening, d.exchange, train_on))
+
+    def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
+        """Chosen and rejected."""
+        return _each(
+            pairs,
+            lambda p: (self._example(p.opening, p.chosen), self._example(p.opening, p.rejected)),
+        )
+
+    def feedback(self, feedback: Iterable[Feedback]) -> list[Example]:
+        """The judged answers."""
+        return _each(feedback, lambda f: self._example(f.opening, f.completion))
+
+    def steps(self, answers: Iterable[Steps]) -> list[Example]:
+        """Answers labelled at the end of each step."""
+        return _each(
+            answers,
+            lambda a: steps_example(
+                a.opening, a.steps, a.labels, self.tokenizer, self.prompts, self.max_length
+            ),
+        )
+
+    def _example(
+        self, opening: Messages, exchange: Messages, train_on: Literal["completion", "all"] = "completion"
+    ) -> Example:
+        return dialogue_example(opening, exchange, self.tokenizer, self.prompts, self.max_length, train_on)
+
+
+def _each(found: Iterable[T], made_of: Callable[[T], Made]) -> list[Made]:
+    made = []
+    for index, one in enumerate(found):
+        try:
+            made.append(made_of(one))
+        except ExampleError as error:
+            raise ExampleError(f"example {index}: {error}") from error
+    return made

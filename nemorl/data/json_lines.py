@@ -1,12 +1,18 @@
-"""Datasets in files: a JSON object a line, and what its keys hold."""
+"""Datasets in files: a JSON object a line, and what its keys hold.
+
+How a conversation opens: the dataset's prompt, the template around it, the system prompt before it.
+
+Tasks that are made when they are asked for.
+"""
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
+from nemorl.config.data import DataConfig
 from nemorl.errors import NemorlError
-from nemorl.trajectories import Message
+from nemorl.trajectories import Message, Task
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -115,3 +121,46 @@ def _row(line: str) -> Row:
     if not isinstance(row, dict):
         raise DatasetError(f"a JSON object is wanted, not {type(row).__name__}")
     return row
+
+
+def opening(prompt: str | Sequence[Message], data: DataConfig) -> tuple[Message, ...]:
+    """The messages that open a conversation: system prompt, then the prompt put into the template.
+
+    The template is applied to a text, or to the last user message of a list. Raises DatasetError.
+    """
+    messages = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise DatasetError("the prompt has no user message")
+    # Not str.format: prompts and templates may hold braces of their own.
+    filled = data.prompt_template.replace("{prompt}", messages[users[-1]].content)
+    messages[users[-1]] = Message("user", filled)
+    if data.system_prompt is None:
+        return tuple(messages)
+    if messages[0].role == "system":
+        raise DatasetError(
+            "the prompt has a system message and `data.system_prompt` is set; keep one of them"
+        )
+    return (Message("system", data.system_prompt), *messages)
+
+
+class LazyTasks(Sequence[Task]):
+    """A sequence whose tasks are made one by one, each a pure function of its index."""
+
+    def __init__(self, size: int, data: DataConfig) -> None:
+        self._size = size
+        self._data = data
+
+    def _make(self, index: int) -> Task:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        positions = range(self._size)[index]
+        return self._make(positions) if isinstance(positions, int) else [self._make(i) for i in positions]

@@ -1,9 +1,18 @@
-"""The batch that policy workers train on: sequences laid end to end, without padding."""
+"""The batch that policy workers train on: sequences laid end to end, without padding.
 
+Where the turns of trajectories lie in a packed batch, and what was paid for each.
+
+What a loss knows of whole sequences that it holds against others, such as the two of a pair.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from nemorl.trajectories import Trajectory
 
 
 @dataclass(frozen=True)
@@ -74,3 +83,61 @@ class PackedBatch:
             if f.name != "cu_seqlens" and getattr(self, f.name) is not None
         }
         return replace(self, **per_token, cu_seqlens=lengths.cumsum(0).to(torch.int32))
+
+
+def with_turns(
+    batch: PackedBatch, trajectories: Sequence[Trajectory], rewards: Sequence[tuple[float, ...]]
+) -> PackedBatch:
+    """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
+
+    A turn is paid at its last token. What is paid for a turn without tokens comes at the last one before it,
+    and turns are numbered without it. A sequence that does not train, which a stand-in may hold the place of,
+    has neither.
+    """
+    turns = torch.full((batch.num_tokens,), -1)
+    paid = torch.zeros(batch.num_tokens)
+    borders = pairwise(batch.cu_seqlens.tolist())
+    for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
+        if not bool(batch.loss_mask[start:end].any()):
+            continue
+        number, last = -1, None
+        for turn, reward in zip(trajectory.turns, by_turn, strict=True):
+            if turn.end > turn.start:
+                number, last = number + 1, start + turn.end - 1
+                turns[start + turn.start : start + turn.end] = number
+            if last is not None:
+                paid[last] += reward
+    return replace(batch, turns=turns, rewards=paid)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One sequence among those that are learnt together."""
+
+    unit: int  # sequences of one number go into one micro-batch
+    label: float = 0.0  # 1 chosen or desirable, -1 rejected or not, 0 neither
+    margin: float = 0.0  # by how much the better sequence of the unit is better
+    reference: float | None = None  # sum of the reference's logprobs of its learnt tokens, where it is known
+
+
+def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBatch:
+    """The batch with what is known of its sequences [S] at each of their tokens.
+
+    A reference's sum is laid evenly over the learnt tokens, since losses ask for sums and means only.
+    """
+    lengths = torch.tensor(batch.lengths)
+
+    def spread(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
+
+    batch = replace(batch, units=spread([c.unit for c in compared], torch.int64))
+    if batch.labels is None:  # those of steps stand
+        batch = replace(batch, labels=spread([c.label for c in compared], torch.float32))
+    if any(c.margin for c in compared):
+        batch = replace(batch, margins=spread([c.margin for c in compared], torch.float32))
+    known = [c.reference for c in compared if c.reference is not None]
+    if len(known) < len(compared):
+        return batch
+    learnt = [max(int(mask.sum()), 1) for mask in batch.loss_mask.split(batch.lengths)]
+    means = spread([total / count for total, count in zip(known, learnt, strict=True)], torch.float32)
+    return replace(batch, reference_logprobs=means * batch.loss_mask)

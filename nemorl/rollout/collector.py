@@ -13,7 +13,7 @@ gets the shortest run of the data that holds enough groups, whatever the order i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder
 
 from .dispatch import Dispatcher, OnFinished, RunGroups, ignore
 from .groups import GroupAssignment, GroupSummary

@@ -13,9 +13,8 @@ from nemorl.cluster.placement import own_gpus
 from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
-from nemorl.data.compared import with_compared
 from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
-from nemorl.data.turns import with_turns
+from nemorl.data.packed import with_compared, with_turns
 from nemorl.megatron.stats import Evaluation, TrainStats
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.weights.endpoints import WeightSender

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nemorl.data.batches import Advantage
-from nemorl.data.compared import Compared
 from nemorl.data.micro_batches import BatchPlan
+from nemorl.data.packed import Compared
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offli
 from nemorl.algorithms.recorder import Bookkeeper
 from nemorl.algorithms.reference_sums import ReferenceSums, reference_sums
 from nemorl.config.experiment import Experiment
+from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import packing_figures, plan_batch
-from nemorl.data.order import TaskOrder
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics

@@ -20,8 +20,7 @@ from nemorl.algorithms.losses import finish_metrics
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
-from nemorl.data.compared import Compared
-from nemorl.data.packed import PackedBatch
+from nemorl.data.packed import Compared, PackedBatch
 from nemorl.errors import RunError
 from nemorl.session.columns import Column
 from nemorl.session.shard import SequencePlace

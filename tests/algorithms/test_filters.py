@@ -12,8 +12,8 @@ from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.checks.metrics import figures
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.data.batches import STAND_IN_TOKENS
+from nemorl.data.datasets import TaskOrder
 from nemorl.data.micro_batches import plan_batch
-from nemorl.data.order import TaskOrder
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.groups import GroupSummary

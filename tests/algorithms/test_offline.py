@@ -13,7 +13,7 @@ from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
 from nemorl.config.checks.metrics import figures
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder
 from nemorl.models.create import create_arithmetic_model
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write

@@ -17,9 +17,8 @@ from nemorl.algorithms.reward_model import RewardModel, ScorePairLoss, StepLoss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
 from nemorl.config.algorithm.losses import LogisticLossConfig, PairLossConfig
 from nemorl.config.algorithm.offline import PREFERENCE_PRESETS, BradleyTerryLossConfig, LogExpLossConfig
-from nemorl.data.compared import Compared, with_compared
 from nemorl.data.examples import Example
-from nemorl.data.packed import PackedBatch
+from nemorl.data.packed import Compared, PackedBatch, with_compared
 
 BETA = 0.3
 # The sequences of two pairs: neither in the order of their units nor chosen first.

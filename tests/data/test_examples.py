@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from nemorl.data.encode import Encoder
-from nemorl.data.examples import ExampleError, dialogue_example, mismatched, steps_example
-from nemorl.data.judged import Dialogue
+from nemorl.data.datasets import Dialogue
+from nemorl.data.examples import Encoder, ExampleError, dialogue_example, mismatched, steps_example
 from nemorl.data.prompts import ChatPrompts, PlainPrompts
 from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END

@@ -3,7 +3,7 @@
 import numpy as np
 
 from nemorl.data.batches import pack_trajectories
-from nemorl.data.turns import with_turns
+from nemorl.data.packed import with_turns
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
 

@@ -8,9 +8,9 @@ import pytest
 from nemorl.algorithms.preference import PreferenceLoss
 from nemorl.config.algorithm.losses import LogisticLossConfig
 from nemorl.data.batches import pack_examples
-from nemorl.data.compared import Compared
 from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.micro_batches import plan_batch
+from nemorl.data.packed import Compared
 from nemorl.megatron.stats import Evaluation, TrainStats
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import VOCABULARY, layout, policy_config

@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder
 from nemorl.rollout.collector import Collector, CollectorPlan, Refill, sample_validation
 from nemorl.rollout.dispatch import RolloutFailed
 from nemorl.rollout.groups import GroupSummary

@@ -12,8 +12,7 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.data.datasets import load_tasks
-from nemorl.data.order import TaskOrder
+from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.ray_worker import groups_of
 from tests.rollout.test_worker import experiment
