@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession, Transport

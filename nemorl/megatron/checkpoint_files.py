@@ -29,8 +29,8 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import PolicyRank, policy_rank
-from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
 from .checkpoint_store import FileRecord, writing
 from .safetensors_file import write_safetensors

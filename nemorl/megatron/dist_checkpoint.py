@@ -25,12 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.errors import RunError
 from nemorl.models.convert import ImportedModel
-from nemorl.models.hf_writer import HfFolderWriter
+from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
-from nemorl.models.local_view import local_view
-from nemorl.models.new_folder import begin_folder, complete_folder
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
 from . import parallel
 from .device import building, select_device

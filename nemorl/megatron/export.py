@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from nemorl.config.policy import LoraConfig, PolicyConfig
 from nemorl.models.adapters import PEFT_PREFIX, TrainedWeights, adapted_projections, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
-from nemorl.models.new_folder import begin_folder, complete_folder
+from nemorl.models.hf_writer import begin_folder, complete_folder
 from nemorl.models.shape import ModelShape
 
 from .checkpoint_files import SavedState

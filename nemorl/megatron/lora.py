@@ -26,10 +26,9 @@ from torch import Tensor
 from nemorl.config.policy import LoraConfig
 from nemorl.models.adapters import adapter_params, adapter_slices, projection_of
 from nemorl.models.layout import PolicyRank, chunk_of, policy_slices
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-from nemorl.models.tensors import merge_adapter
+from nemorl.models.tensors import local_view, merge_adapter
 
 
 @dataclass(frozen=True)

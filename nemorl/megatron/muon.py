@@ -22,8 +22,8 @@ from torch import Tensor
 from nemorl.config.policy import MuonConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import PolicyRank
-from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ADAMW_RMS = 0.2  # of an update of AdamW, as a rule

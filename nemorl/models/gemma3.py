@@ -9,7 +9,7 @@ from typing import Any
 from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION_OUTPUT, EMBEDDINGS, INPUT_NORM, MLP, QKV
-from .qwen3 import QK_NORMS
+from .qwen import QK_NORMS
 from .shape import ModelShape, Rope
 
 

@@ -7,7 +7,7 @@ from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
 from .mixture import EXPERT, ROUTER, router_weight, softmax_top_k
-from .qwen2 import QKV_BIAS
+from .qwen import QKV_BIAS
 from .shape import ModelShape, MoeShape
 
 _ATTENTION = "decoder.layers.{layer}.self_attention."

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import BrokenModelFolder
-from .local_view import local_view
+from .json_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from .slices import TensorSlice
-from .weight_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from .tensors import local_view
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 

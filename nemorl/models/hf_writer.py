@@ -1,8 +1,13 @@
-"""Writing a Hugging Face folder, complete or not at all."""
+"""Writing a Hugging Face folder, complete or not at all.
+
+A folder that appears complete or not at all.
+"""
 
 import hashlib
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +18,41 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BrokenModelFolder
-from .json_files import read_json_object
+from .json_files import INDEX_FILE, SINGLE_FILE, read_json_object
 from .layout import hf_tensors
-from .new_folder import begin_folder, complete_folder
 from .registry import family_of
 from .shape import ModelShape
-from .weight_files import INDEX_FILE, SINGLE_FILE
+
+
+def begin_folder(out: Path) -> Path:
+    """A temporary folder beside `out`, so that the last rename stays on one file system.
+
+    Raises FileExistsError where `out` exists.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists already; choose another folder, or remove it first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+
+
+def complete_folder(folder: Path, out: Path) -> None:
+    """Make a temporary folder `out`, readable by all and on disk."""
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        _fsync(path)
+    _fsync(folder)
+    folder.chmod(0o755)
+    folder.rename(out)
+    _fsync(out.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 # What makes a folder of weights a model that people can talk to.
 COMPANION_FILES = (

@@ -1,4 +1,7 @@
-"""Reading the JSON files of a model folder."""
+"""Reading the JSON files of a model folder.
+
+Which files of a model folder hold its tensors. Imports no torch.
+"""
 
 import json
 from pathlib import Path
@@ -20,3 +23,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenModelFolder(f"{path} holds a {type(content).__name__}, not an object with fields")
     return content
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def indexed_files(folder: Path) -> dict[str, Path] | None:
+    """The file of each tensor as the folder's index says; None where there is no index.
+
+    Raises `BrokenModelFolder` for an index that does not say it.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return None
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BrokenModelFolder(f"{index} has no object weight_map, which says where each tensor is")
+    return {name: folder / str(file) for name, file in weight_map.items()}

@@ -1,11 +1,58 @@
-"""Qwen3 with experts (arXiv 2505.09388): Qwen3's attention, and a softmax over the chosen experts."""
+"""Qwen3 with experts (arXiv 2505.09388): Qwen3's attention, and a softmax over the chosen experts.
 
-from .family import ModelFamily
+Qwen2 and Qwen2.5, dense (arXiv 2407.10671): Llama with biases on queries, keys and values.
+
+Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm on each query and key head.
+"""
+
+from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, refuse_windows
 from .llama import LLAMA_WEIGHTS
 from .mixture import gated_experts, softmax_top_k
-from .qwen3 import QK_NORMS
 from .shape import ModelShape, MoeShape
+
+QKV_BIAS = WeightRule(
+    "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+    (
+        HfTensor("model.layers.{layer}.self_attn.q_proj.bias", (Dim.QUERY,)),
+        HfTensor("model.layers.{layer}.self_attn.k_proj.bias", (Dim.KEY_VALUE,)),
+        HfTensor("model.layers.{layer}.self_attn.v_proj.bias", (Dim.KEY_VALUE,)),
+    ),
+    Split.HEAD_GROUPS,
+)
+
+
+def _read_qwen2(config: HfConfig) -> ModelShape:
+    config.require(hidden_act="silu", use_sliding_window=False)
+    refuse_windows(config)
+    return decoder_shape(config, "qwen2", qkv_bias=True)
+
+
+QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read_qwen2, lambda shape: (*LLAMA_WEIGHTS, QKV_BIAS))
+
+
+QK_NORMS = (
+    WeightRule(
+        "decoder.layers.{layer}.self_attention.q_layernorm.weight",
+        (HfTensor("model.layers.{layer}.self_attn.q_norm.weight", (Dim.HEAD,)),),
+        Split.REPLICATED,
+    ),
+    WeightRule(
+        "decoder.layers.{layer}.self_attention.k_layernorm.weight",
+        (HfTensor("model.layers.{layer}.self_attn.k_norm.weight", (Dim.HEAD,)),),
+        Split.REPLICATED,
+    ),
+)
+
+
+def _read_qwen3(config: HfConfig) -> ModelShape:
+    config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    refuse_windows(config)
+    return decoder_shape(config, "qwen3", qk_norm=True, head_dim=config.get("head_dim", 128))
+
+
+QWEN3 = ModelFamily("qwen3", ("Qwen3ForCausalLM",), _read_qwen3, lambda shape: (*LLAMA_WEIGHTS, *QK_NORMS))
+
 
 _MLP = "model.layers.{layer}.mlp."
 _EXPERT = _MLP + "experts.{expert}."
@@ -17,7 +64,7 @@ EXPERTS = gated_experts(
 )
 
 
-def _read(config: HfConfig) -> ModelShape:
+def _read_qwen3_moe(config: HfConfig) -> ModelShape:
     config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False, decoder_sparse_step=1)
     refuse_windows(config)
     dense = config.get("mlp_only_layers", [])
@@ -38,6 +85,6 @@ def _read(config: HfConfig) -> ModelShape:
 QWEN3_MOE = ModelFamily(
     "qwen3_moe",
     ("Qwen3MoeForCausalLM",),
-    _read,
+    _read_qwen3_moe,
     lambda shape: (*LLAMA_WEIGHTS, *QK_NORMS, *EXPERTS),
 )

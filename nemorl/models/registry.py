@@ -10,11 +10,8 @@ from .family import ModelFamily
 from .gemma3 import GEMMA3
 from .gpt_oss import GPT_OSS
 from .llama import LLAMA
-from .mistral import MISTRAL
-from .mixtral import MIXTRAL
-from .qwen import QWEN3_MOE
-from .qwen2 import QWEN2
-from .qwen3 import QWEN3
+from .mistral import MISTRAL, MIXTRAL
+from .qwen import QWEN2, QWEN3, QWEN3_MOE
 
 if TYPE_CHECKING:
     from .shape import ModelShape

@@ -13,8 +13,12 @@ from nemorl.config.facts import ModelSpec, generates, models_of
 from nemorl.errors import Violation
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.layout_rules import layout_violations, norms_are_fused, recompute_violations
-from nemorl.models.moe_rules import moe_violations
+from nemorl.models.layout_rules import (
+    layout_violations,
+    moe_violations,
+    norms_are_fused,
+    recompute_violations,
+)
 from nemorl.models.shape import ModelShape
 
 from .files import file_violations, head_violations, own_tokenizer_violations, tokenizer_violations

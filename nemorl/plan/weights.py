@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.shape import ModelShape
-from nemorl.models.weight_files import INDEX_FILE, SINGLE_FILE, indexed_files
 
 DTYPES = ("F32", "BF16", "F16")  # that can be loaded
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name

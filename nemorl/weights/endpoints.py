@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
 from .arrivals import arriving, pieces_of
 from .channel import sending_channel

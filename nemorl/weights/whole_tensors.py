@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemorl.models.local_view import local_view
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
 from .arrivals import arriving
 from .endpoints import node_name

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemorl.models import registry
-from nemorl.models.local_view import local_view
+from nemorl.models.tensors import local_view
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import FAMILIES, LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
 

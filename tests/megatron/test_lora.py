@@ -16,9 +16,8 @@ from nemorl.models.adapters import TrainedWeights, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
-from nemorl.models.tensors import merge_adapter
+from nemorl.models.tensors import local_view, merge_adapter
 from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_transfers
 from tests.megatron.cases import LOSS, live, partition, share, start_worker

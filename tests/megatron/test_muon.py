@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemorl.config.policy import MuonConfig
-from nemorl.models.local_view import local_view
+from nemorl.models.tensors import local_view
 from tests.megatron.cases import LOSS, live, partition, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 from tests.megatron.test_checkpoint import continue_from, save_in_the_middle

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from nemorl.models.errors import BrokenModelFolder
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import CHECKSUM_FILE, HfFolderWriter
+from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.slices import TensorSlice
-from nemorl.models.weight_files import INDEX_FILE, SINGLE_FILE
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 

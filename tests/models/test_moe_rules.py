@@ -12,7 +12,7 @@ from nemorl.config.generation import (
     VllmGenerationConfig,
 )
 from nemorl.config.policy import MoeConfig
-from nemorl.models.moe_rules import moe_violations
+from nemorl.models.layout_rules import moe_violations
 from tests.models.test_layout_rules import DENSE, EXPERTS
 
 TORCH = TorchGenerationConfig()

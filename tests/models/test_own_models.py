@@ -14,10 +14,10 @@ from nemorl.models.convert import import_model
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.json_files import SINGLE_FILE
 from nemorl.models.layout import policy_slices
 from nemorl.models.shape import ModelShape
 from nemorl.models.smollm2 import FetchFailed, fetch_smollm2
-from nemorl.models.weight_files import SINGLE_FILE
 from tests.models.megatron_ranks import ranks
 from tests.models.tiny_models import TinyModel
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, hf_tensors, padded_vocab_size, policy_slices
-from nemorl.models.local_view import local_view
+from nemorl.models.tensors import local_view
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
 

@@ -20,9 +20,9 @@ from nemorl.cluster.errors import DeadlineExceeded
 from nemorl.config.policy import LayoutConfig
 from nemorl.errors import NemorlError, RunError
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 from nemorl.weights.arrivals import Piece
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.files import FileSender

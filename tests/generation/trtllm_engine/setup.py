@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import hf_tensors, policy_rank, policy_slices
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
+from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout

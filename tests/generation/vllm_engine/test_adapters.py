@@ -12,8 +12,8 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig, LoraConfig
 from nemorl.models.adapters import adapter_slices, adapter_tensors, peft_names
 from nemorl.models.layout import policy_rank
-from nemorl.models.local_view import local_view
 from nemorl.models.shape import ModelShape
+from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
 from tests.generation.examples import Prompts, request

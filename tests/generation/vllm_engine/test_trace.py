@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nemorl.generation.vllm_engine.processing import parameters_of, watching
 from nemorl.generation.vllm_engine.trace import trace_loader, uncovered
-from nemorl.models.local_view import local_view
+from nemorl.models.tensors import local_view
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "up": (6, 8), "words": (5, 6), "norm": (6,)}
 
