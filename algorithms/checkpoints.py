@@ -12,7 +12,7 @@ from types import TracebackType
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_hf
 from nemorl.observe.metrics import StepMetrics
 from nemorl.session.trained import Keeper
 

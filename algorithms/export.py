@@ -11,8 +11,7 @@ from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, verify
-from nemorl.megatron.export import export_adapter
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.run_folder import RunPaths
 from nemorl.session.trained import folder_of
 
@@ -72,7 +71,7 @@ def _model_of_run(config: Path, name: str) -> PolicyConfig:
 
 def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
     if form == "megatron":
-        from nemorl.megatron.dist_checkpoint import export_megatron  # imports Megatron, which takes seconds
+        from nemorl.megatron.checkpoint import export_megatron  # imports Megatron, which takes seconds
 
         return export_megatron
     return export_adapter if form == "adapter" else export_hf

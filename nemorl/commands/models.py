@@ -94,7 +94,7 @@ def _import(arguments: Namespace) -> None:
     from nemorl.models.convert import import_model
 
     if arguments.like is not None:
-        from nemorl.megatron.dist_checkpoint import import_megatron
+        from nemorl.megatron.checkpoint import import_megatron
 
         imported = import_megatron(arguments.source, arguments.folder, arguments.like)
     else:

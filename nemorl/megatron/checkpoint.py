@@ -2,26 +2,59 @@
 
 Saving is a snapshot and its writing. The snapshot of a running training is a copy in host memory, which
 another thread writes while the next steps go on.
+
+To and from megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads and writes.
+
+A model of one process is built and described by its `sharded_state_dict`, in which every shard has its place
+in the whole tensor; the files that come of it load under any layout. Weights only. Parameters are named as
+Megatron's Transformer Engine layers name them, which is how Megatron-LM's GPTModel is saved.
+
+Reading one unpickles its metadata (in megatron-core), which runs what somebody put there; nothing of ours
+reads one but `import_megatron`.
 """
 
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
+from nemorl.models.convert import ImportedModel
+from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 
-from .checkpoint_files import WEIGHT, SavedState, Shard, write_index, write_state
+from . import parallel
+from .checkpoint_files import WEIGHT, SavedState, Shard, write_index, write_safetensors, write_state
 from .checkpoint_store import FileRecord, writing
-from .device import DeviceKind, finish_copies, host_buffer, random_states, restore_random_states
+from .device import (
+    DeviceKind,
+    building,
+    finish_copies,
+    host_buffer,
+    random_states,
+    restore_random_states,
+    select_device,
+)
+from .export import hf_weights
+from .kernels import Kernels
+from .model import PolicyModel, transformer_config
 from .optimizer import OptimizerProgress, PolicyOptimizer
-from .safetensors_file import write_safetensors
 
 
 @dataclass(frozen=True)
@@ -127,3 +160,157 @@ def load(
 
 def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"random_{rank:05d}.safetensors"
+
+
+# Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
+_TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
+_DEADLINE_SECONDS = 600.0
+_LONGEST_REASON = 300  # characters
+
+
+class UnfitMegatronCheckpoint(RunError, ValueError):
+    """What is to be imported is no checkpoint of megatron-core, or of another model."""
+
+
+def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
+    """Write `out` with the weights of a training state in the policy's precision, adapters merged into them.
+
+    The whole model lies in this process's memory meanwhile. Raises FileExistsError where `out` exists.
+    """
+    shape = ModelShape.load(config.model_path, config.head)
+    folder = begin_folder(out)
+    try:
+        with _whole_model(shape, config) as model:
+            weights, boxes = model.weights(), _boxes(shape)
+            for name, tensor in hf_weights(checkpoint, config):
+                for part in boxes[name]:
+                    local_view(weights, part).copy_(tensor.view(part.shape)[part.box])
+            release = folder / _RELEASE
+            release.mkdir()
+            dist_checkpointing.save({**sharded_state(model, shape), "checkpoint_version": 3.0}, str(release))
+        (folder / _TRACKER).write_text(_RELEASE)
+        complete_folder(folder, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
+    """Write a Hugging Face folder `out` from a checkpoint of megatron-core of the model in the folder `like`.
+
+    Runs code that the checkpoint contains (see above). config.json, its type of weights and the tokenizer
+    come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
+    """
+    shape = ModelShape.load(like)
+    # Read in float32, into which every type goes without a loss.
+    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
+    dtype: torch.dtype = getattr(torch, shape.torch_dtype)
+    count = 0
+    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
+        _load(model, shape, _checkpoint_folder(source))
+        weights, boxes = model.weights(), _boxes(shape)
+        buffers = dict(model.named_buffers())  # a router's bias keeps its own type
+        for name, extents in hf_tensors(shape).items():
+            tensor = _whole(boxes[name], weights).view(extents)
+            count += tensor.numel()
+            writer.add(name, tensor if boxes[name][0].param in buffers else tensor.to(dtype))
+    return ImportedModel(shape, count, count * dtype.itemsize, left_out=())
+
+
+def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
+    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers.
+
+    Layers that are all alike are stacked to one tensor, as Megatron-LM does it.
+    """
+    kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
+    if len(kinds) == 1:
+        model.config.moe_layer_freq = 1
+    for layer in model.decoder.layers:
+        is_moe = shape.is_moe(layer.layer_number - 1)
+        layer.submodules_config.sharded_state_dict_keys_map = _names(shape, is_moe)
+    return model.sharded_state_dict()  # type: ignore[no-any-return]
+
+
+def _names(shape: ModelShape, is_moe: bool) -> dict[str, str]:
+    """The norms that Transformer Engine keeps with the matrix behind them, in one layer."""
+    names = {}
+    if shape.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    if not is_moe:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+@contextmanager
+def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
+    """The model in one process, on the CPU, its weights to be set."""
+    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
+    select_device("cpu", 0)
+    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as meeting:
+        parallel.join(
+            alone.layout,
+            rank=0,
+            world_size=1,
+            rendezvous=f"file://{meeting}/meet",
+            device="cpu",
+            deadline_seconds=_DEADLINE_SECONDS,
+        )
+        try:
+            with building("cpu"):
+                yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
+        finally:
+            parallel.leave()
+
+
+def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
+    try:
+        state = dist_checkpointing.load(sharded_state(model, shape), str(folder))
+    except CheckpointException as error:
+        reason, _ = error.failures[0]  # of the one rank there is
+        raise _unfit(folder, reason) from reason
+    except CheckpointingException as error:
+        raise _unfit(folder, error) from error
+    for name, weight in model.weights().items():
+        weight.copy_(state[name])
+
+
+def _unfit(folder: Path, reason: BaseException) -> UnfitMegatronCheckpoint:
+    """Megatron's reason may be a list of all names that it knows."""
+    words = str(reason)
+    words = words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]} …"
+    return UnfitMegatronCheckpoint(
+        f"{folder} does not hold the model that --like names: name the folder it was trained from. "
+        f"Megatron says: {words}"
+    )
+
+
+def _checkpoint_folder(source: Path) -> Path:
+    """The folder with megatron-core's files: `source`, or the newest that Megatron-LM has named in it."""
+    tracker = source / _TRACKER
+    if tracker.is_file():
+        named = tracker.read_text().strip()
+        source = source / (named if named == _RELEASE else f"iter_{int(named):07d}")
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+        raise UnfitMegatronCheckpoint(
+            f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
+            f"folder that holds one, or {_TRACKER}"
+        )
+    return source
+
+
+def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
+    """Of each HF tensor, where its parts lie in the whole model."""
+    boxes: dict[str, list[TensorSlice]] = defaultdict(list)
+    for part in policy_slices(shape, PolicyRank()):
+        boxes[part.name].append(part)
+    return boxes
+
+
+def _whole(parts: list[TensorSlice], weights: dict[str, Tensor]) -> Tensor:
+    """An HF tensor put together from its boxes."""
+    whole = torch.empty(parts[0].shape, dtype=weights[parts[0].param].dtype)
+    for part in parts:
+        whole[part.box] = local_view(weights, part)
+    return whole

@@ -7,9 +7,20 @@
 | `adam` with `on_host` | `HostAdam` | a rank's shards of the model's weights |
 | `sgd` | torch's | a rank's float32 shards |
 | `muon` | `Muon` | whole float32 parameters |
+
+AdamW in host memory: float32 weights and moments lie there, and the step is taken on the CPU.
+
+The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down, torch's
+fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus lies in two
+pinned buffers, as large as the largest parameter; the states are ordinary memory, as torch rounds pinned
+memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a float32 copy of the
+weights on the device too.
+
+The elements that a rank updates, and the states that its optimizer keeps of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +32,166 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig, SgdConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import policy_rank
 
-from .device import DTYPES, DeviceKind, building
-from .host_adam import HostAdam
-from .main_shards import HeldShard, MainShard, NarrowShard
+from .checkpoint_files import WEIGHT
+from .device import DTYPES, DeviceKind, building, finish_copies, host_buffer
 from .muon import Muon, group_of, matrices
+
+
+class HostAdam(torch.optim.Optimizer):
+    """Steps the model's own weights, of which `state` has the float32 ones.
+
+    `param_groups` are assigned by whoever makes it, and every parameter is allocated before the first step.
+    """
+
+    def __init__(self, config: AdamConfig, kind: DeviceKind) -> None:
+        super().__init__([torch.zeros(())], {"lr": config.lr, "weight_decay": config.weight_decay, "step": 0})
+        self._config = config
+        self._kind: DeviceKind = kind
+        # Of one parameter, on the way from and to a GPU.
+        self._gradient, self._weight = torch.empty(0), torch.empty(0)
+
+    def allocate(self, param: Tensor) -> None:
+        """Room for the state of a parameter, with the weight that it has; moments are zero."""
+        weight = torch.empty(param.shape).copy_(param.detach())
+        moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[param] = {WEIGHT: weight, **moments}
+        if self._kind != "cpu" and param.numel() > self._gradient.numel():
+            self._gradient, self._weight = (host_buffer(self._kind, like) for like in (weight, param))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update from `decoupled_grad`, where Megatron puts gradients of a type of their own."""
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                self._update(param, group)
+
+    def _update(self, param: Any, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        adamw(
+            [state[WEIGHT]],
+            [self._on_host(param.decoupled_grad)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(group["step"] - 1))],  # it counts this step itself
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=self._config.beta1,
+            beta2=self._config.beta2,
+            eps=self._config.eps,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+        )
+        self._to_device(state[WEIGHT], param)
+
+    def _on_host(self, gradient: Tensor) -> Tensor:
+        """Valid until the next one. The weight before it has then gone up."""
+        if self._kind == "cpu":
+            return gradient
+        arrived = self._gradient[: gradient.numel()].copy_(gradient, non_blocking=True)
+        finish_copies(self._kind)
+        return arrived
+
+    def _to_device(self, weight: Tensor, param: Tensor) -> None:
+        """Rounded here, so that half the bytes go up."""
+        if self._kind == "cpu":
+            param.copy_(weight)
+        else:
+            param.copy_(self._weight[: weight.numel()].copy_(weight), non_blocking=True)
+
+
+_FUSED_ADAMS_NAMES = {WEIGHT: "master_param"}
+
+
+@dataclass(frozen=True)
+class MainShard:
+    """The elements of one parameter that this rank updates; the optimizer's parameter is their weight."""
+
+    start: int  # the first of them in the local parameter
+    param: Tensor  # as the optimizer's groups have it
+    optimizer: torch.optim.Optimizer  # that updates it
+    is_first: bool = True  # of the data-parallel ranks that update the same elements
+
+    @property
+    def gradient(self) -> Tensor:
+        """Of this step, as `prepare_grads` of Megatron's optimizer has put it there."""
+        assert self.param.grad is not None
+        return self.param.grad
+
+    def has(self, name: str) -> bool:
+        """Whether it has a state of this name."""
+        return name == WEIGHT or name in self.optimizer.state[self.param]
+
+    def state(self, name: str) -> Tensor:
+        """The float32 weight or one of the optimizer's own tensors [elements]."""
+        return (self.param if name == WEIGHT else self.optimizer.state[self.param][name]).view(-1)
+
+    def set_state(self, name: str, values: Tensor) -> None:
+        """Take [elements] float32 as the weight or one of the optimizer's own tensors."""
+        self.state(name).copy_(values)
+
+    def take_weight(self) -> None:
+        """Have the weight that the model has; Megatron sees to it where the two are not one."""
+
+    def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Those of its states that lie on the policy's device, as they lie there."""
+        return (self.state(name) for name in names if self.has(name))
+
+
+class HeldShard(MainShard):
+    """Its float32 weight is a state of the optimizer, in host memory; its parameter is the model's own."""
+
+    @property
+    def gradient(self) -> Tensor:
+        """In the type of Megatron's buffers, which need not be that of the parameter."""
+        return self.param.decoupled_grad  # type: ignore[attr-defined, no-any-return]
+
+    def state(self, name: str) -> Tensor:
+        """The float32 weight or one of the optimizer's own tensors [elements]."""
+        return self.optimizer.state[self.param][name]  # type: ignore[no-any-return]
+
+    def take_weight(self) -> None:
+        """Have the weight that the model has."""
+        self.set_state(WEIGHT, self.param.detach().float())
+
+    def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """None."""
+        return iter(())
+
+
+class NarrowShard(HeldShard):
+    """Its states are Transformer Engine's, on the device, in types of fewer bits and with their scales."""
+
+    optimizer: Any  # FusedAdam, of version 2.1 or newer
+
+    def state(self, name: str) -> Tensor:
+        """A copy [elements] float32 of a state, in host memory: what saves it reads all of them at a time."""
+        return self.optimizer.get_unscaled_state(self.param, self._stored(name)).cpu()  # type: ignore[no-any-return]
+
+    def set_state(self, name: str, values: Tensor) -> None:
+        """Take [elements] float32 as one of its states."""
+        stored = self._stored(name)
+        if values.any():
+            self.optimizer.set_scaled_state(self.param, stored, values.clone())  # scaled in place
+        else:  # which has no scale
+            self.optimizer._initialize_state(self.param, stored, zero_buffer=True)
+
+    def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """All of them; of one in FP8 its bytes."""
+        states = (self.optimizer.state[self.param][self._stored(name)] for name in names)
+        return (getattr(state, "_data", state) for state in states)
+
+    def _stored(self, name: str) -> str:
+        return _FUSED_ADAMS_NAMES.get(name, name)
+
 
 # FP8 as Transformer Engine's Adam is asked for it.
 _TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}

@@ -17,8 +17,8 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from .attention import rotate
 from .packing import PackedLayout
-from .rotary import rotate
 
 # DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.
 LATENT_NORM_EPS = 1e-6

@@ -12,11 +12,10 @@ from nemorl.data.packed import PackedBatch
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape, Rope
 
-from .context import ContextShare
 from .device import DTYPES, AttentionKernel, packed_attention_kernel
 from .kernels import Kernels
 from .packing import PackedLayout, packed_layout
-from .parallel import context_share
+from .parallel import ContextShare, context_share
 from .routing import TokenRouting
 
 

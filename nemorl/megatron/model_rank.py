@@ -20,17 +20,15 @@ from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
-from .decode import CachedModel
-from .decode_copy import DecodingCopy
+from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
 from .kernels import Installed, check_optimizer, choose
 from .lora import Adapters
 from .micro_batch import micro_batch_maker
 from .model import PolicyModel, build_model
-from .offload import Holdings, Offload
+from .offload import Holdings, Offload, ReferenceWeights
 from .optimizer import PolicyOptimizer
-from .pipeline import recompute_notes
-from .reference import ReferenceWeights
+from .parallel import recompute_notes
 from .routing import Routers
 
 

@@ -3,9 +3,12 @@
 Everything moves by storage: Megatron's parameters and gradients are views of a few large buffers, and in
 float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory back
 behind them. On a CPU it is the same path, to the same memory; gradients are freed there too.
+
+The reference policy: the weights as they were loaded, kept beside the ones that learn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -110,3 +113,26 @@ class Offload:
 def _bytes(storage: UntypedStorage) -> Tensor:
     """A storage as a tensor [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class ReferenceWeights:
+    """A frozen copy of a model's local parameters that can take their place for a forward pass."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._copies = [(p, p.detach().clone()) for module in modules for p in module.parameters()]
+
+    def tensors(self) -> list[Tensor]:
+        """The copies."""
+        return [copy for _, copy in self._copies]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model computes with the reference weights; nothing is copied."""
+        current = [p.data for p, _ in self._copies]
+        for parameter, copy in self._copies:
+            parameter.data = copy
+        try:
+            yield
+        finally:
+            for (parameter, _), data in zip(self._copies, current, strict=True):
+                parameter.data = data

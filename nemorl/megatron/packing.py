@@ -9,8 +9,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from .cache import CachedPass
-from .context import ContextShare
 from .device import AttentionKernel, KernelRows
+from .parallel import ContextShare
 from .routing import TokenRouting
 
 Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]

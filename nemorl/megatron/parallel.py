@@ -1,21 +1,167 @@
-"""Process groups: joining the policy's processes and laying Megatron's axes over them."""
+"""Process groups: joining the policy's processes and laying Megatron's axes over them.
 
+Pipeline stages and recomputation, in Megatron's words.
+
+Context parallelism: which tokens of a sequence a rank computes.
+
+Causal attention costs a token more, the later it stands. So that all ranks have equal work, a sequence is cut
+into twice as many chunks as there are ranks, and rank r of R takes chunk r and chunk 2R - 1 - r.
+
+Where processes of several machines find each other: a store that one process serves by TCP.
+"""
+
+import fcntl
 import logging
 import random
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
+from nemorl.models.layout_rules import norms_are_fused
+from nemorl.models.shape import ModelShape
 
-from .context import ContextShare
 from .device import DeviceKind, communication_backend, use_interface
-from .meeting import LOOPBACK_INTERFACE, interface_towards, store_at
+from .kernels import LayerKernels
+
+
+def pipeline_arguments(layout: LayoutConfig, kind: DeviceKind) -> Mapping[str, Any]:
+    """Fields of Megatron's configuration for stages and the runs of layers in them."""
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
+    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
+    interleaved = chunks > 1
+    return {
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": chunks if interleaved else None,
+        "num_layers_in_first_pipeline_stage": first,
+        # Of two stages the first says it all, and Megatron divides by the number of stages that are left.
+        "num_layers_in_last_pipeline_stage": None if stages == 2 and first is not None else last,
+        # Interleaved stages exchange with one neighbour in both directions at a time, and of two stages both
+        # neighbours are one: only separate sends keep the two apart.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # A gloo send may still be reading an output when the interleaved schedule would free it.
+        "deallocate_pipeline_outputs": stages > 1 and not (interleaved and kind == "cpu"),
+    }
+
+
+def recompute_arguments(recompute: RecomputeConfig) -> Mapping[str, Any]:
+    """Fields of Megatron's configuration for what is computed again in the backward pass."""
+    if isinstance(recompute, NoRecompute):
+        return {}
+    if isinstance(recompute, FullRecompute):
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": recompute.method,
+            "recompute_num_layers": recompute.num_layers,
+        }
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
+
+def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: LayerKernels) -> dict[str, str]:
+    """A line for a run's header where something that is asked for has nothing to do."""
+    asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
+    if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
+        return {}
+    return {"recomputation": "not of norms: Transformer Engine computes them with the matrices behind them"}
+
+
+def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
+    """How many micro-batches an interleaved stage runs through one of its runs of layers before the next.
+
+    The fewest that Megatron's schedule takes: at least as many as there are stages, and so that the last
+    group is whole or also has that many. Raises ValueError for fewer micro-batches than stages.
+    """
+    for group in range(stages, num_micro_batches + 1):
+        left = num_micro_batches % group
+        if left == 0 or left >= stages:
+            return group
+    raise ValueError(
+        f"{num_micro_batches} micro-batches cannot keep {stages} interleaved pipeline stages busy: with "
+        "policy.layout.virtual_pipeline_parallel_size above 1 there have to be as many as stages"
+    )
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """A rank's part of every sequence; by default the whole."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # of the ranks that share sequences
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a sequence, all equally long: its length has to be a multiple of this."""
+        return 2 * self.size if self.size > 1 else 1
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Numbers of the chunks that the rank takes, in their order."""
+        return (self.rank, self.num_chunks - 1 - self.rank) if self.size > 1 else (0,)
+
+    def places(self, lengths: Sequence[int]) -> Tensor:
+        """Where the rank's tokens stand in sequences of `lengths`, laid end to end: [tokens / size]."""
+        if self.size == 1:
+            return torch.arange(sum(lengths))
+        parts, start = [], 0
+        for length in lengths:
+            chunk = length // self.num_chunks
+            parts += [torch.arange(chunk) + start + number * chunk for number in self.chunks]
+            start += length
+        return torch.cat(parts)
+
+    def order(self, lengths: Sequence[int]) -> Tensor:
+        """Where each token of such sequences stands when the ranks' shares are laid end to end: [tokens]."""
+        shares = [ContextShare(rank, self.size).places(lengths) for rank in range(self.size)]
+        return torch.cat(shares).argsort()
+
+
+LOOPBACK_INTERFACE = "lo"
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_REQUEST = struct.Struct("256s")
+_ADDRESS = slice(20, 24)  # in the kernel's answer
+
+
+def store_at(rendezvous: str, timeout: timedelta) -> PrefixStore:
+    """A connection to the store of `tcp://host:port/name`; every name has keys of its own."""
+    place = urlsplit(rendezvous)
+    host, port = place.hostname, place.port
+    assert host is not None, f"{rendezvous} names no host"
+    assert port is not None, f"{rendezvous} names no port"
+    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(place.path, store)
+
+
+def interface_towards(rendezvous: str) -> str | None:
+    """The network interface of this machine that reaches the store; None where none has that address.
+
+    Else gloo would take the one of the machine's name, which on many machines is a loopback address.
+    """
+    place = urlsplit(rendezvous)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((place.hostname, place.port))  # sends nothing
+        own = way.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                asked = _REQUEST.pack(name.encode())
+                if socket.inet_ntoa(fcntl.ioctl(way, _SIOCGIFADDR, asked)[_ADDRESS]) == own:
+                    return name
+    return None
+
 
 logger = logging.getLogger(__name__)
 

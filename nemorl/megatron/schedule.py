@@ -16,7 +16,7 @@ from nemorl.data.losses import CandidateLoss, Loss, LossOutput
 
 from .micro_batch import MicroBatch
 from .model import PolicyModel, PolicyParallel
-from .pipeline import micro_batches_in_a_row
+from .parallel import micro_batches_in_a_row
 
 
 def run_training(

@@ -16,10 +16,9 @@ from torch import Tensor
 from nemorl.data.losses import Loss, UpdateLoss
 from nemorl.data.packed import PackedBatch
 
-from .collect import global_figures, over_data_parallel
 from .micro_batch import MicroBatch, check_batch
 from .model_rank import ModelRank
-from .outputs import batch_outputs, batch_top, logprob_gap, value_figures
+from .outputs import batch_outputs, batch_top, global_figures, logprob_gap, over_data_parallel, value_figures
 from .schedule import run_evaluation, run_training
 from .stats import Evaluation, LogprobStats, TrainStats, ValueStats
 

@@ -16,7 +16,7 @@ from nemorl.generation.engine_thread import EngineLoop
 from nemorl.generation.torch_engine.batching import BatchingEngine
 from nemorl.generation.torch_engine.limits import RequestLimits
 from nemorl.generation.worker import EngineService
-from nemorl.megatron.decode_copy import DecodingCopy, LeadingRunner
+from nemorl.megatron.decode import DecodingCopy, LeadingRunner
 from nemorl.models.shape import ModelShape
 
 

@@ -17,8 +17,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.megatron.cache import KeyValueCache
-from nemorl.megatron.decode import CachedModel, CachedPrompt
-from nemorl.megatron.decode_copy import DecodingCopy, copy_leaders
+from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.session.megatron_generation import PolicySampler

@@ -15,8 +15,7 @@ from nemorl.data.packed import PackedBatch
 from nemorl.megatron import parallel
 from nemorl.megatron.device import building, select_device
 from nemorl.megatron.kernels import Kernels
-from nemorl.megatron.model import PolicyModel
-from nemorl.megatron.model_config import transformer_config
+from nemorl.megatron.model import PolicyModel, transformer_config
 from nemorl.megatron.worker import TrainStats
 from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name

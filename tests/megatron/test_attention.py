@@ -7,10 +7,8 @@ import types
 import pytest
 import torch
 
-from nemorl.megatron.attention import PackedAttention
+from nemorl.megatron.attention import DenseKernel, PackedAttention, rotate
 from nemorl.megatron.packing import packed_layout
-from nemorl.megatron.rotary import rotate
-from nemorl.megatron.sinks import DenseKernel
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
 

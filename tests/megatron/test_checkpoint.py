@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
 from nemorl.megatron.checkpoint_files import SavedState
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_hf
 from nemorl.megatron.model import PolicyParallel
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.shape import ModelShape

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from nemorl.cluster.mesh import Mesh
 from nemorl.config.policy import LayoutConfig, MoeConfig
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
-from nemorl.megatron.decode_copy import copies_that_share_experts, copy_leaders
+from nemorl.megatron.decode import copies_that_share_experts, copy_leaders
 from nemorl.trajectories import StopReason
 from tests.megatron.conftest import Model
 from tests.megatron.decode_cases import (

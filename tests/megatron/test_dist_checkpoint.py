@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
+from nemorl.megatron.checkpoint import export_megatron, import_megatron, sharded_state
 from nemorl.megatron.device import building
-from nemorl.megatron.dist_checkpoint import export_megatron, import_megatron, sharded_state
 from nemorl.models.shape import ModelShape
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import VOCABULARY, layout, policy_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_hf
 from tests.megatron.cases import live, start_worker
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import layout, policy_config, ragged_batch

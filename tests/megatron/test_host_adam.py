@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nemorl.config.policy import AdamConfig, LoraConfig, PolicyConfig
-from nemorl.megatron import host_adam
+from nemorl.megatron import inner_optimizer
 from nemorl.megatron.device import DeviceKind
-from nemorl.megatron.host_adam import HostAdam
+from nemorl.megatron.inner_optimizer import HostAdam
 from nemorl.megatron.worker import TrainStats
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
@@ -39,8 +39,8 @@ def steps_of(kind: DeviceKind) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_its_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, kind: DeviceKind) -> None:
     """By way of the buffers that stand between it and a GPU too, which are not pinned here."""
-    monkeypatch.setattr(host_adam, "host_buffer", lambda _, like: torch.empty_like(like))
-    monkeypatch.setattr(host_adam, "finish_copies", lambda _: None)
+    monkeypatch.setattr(inner_optimizer, "host_buffer", lambda _, like: torch.empty_like(like))
+    monkeypatch.setattr(inner_optimizer, "finish_copies", lambda _: None)
     torch.manual_seed(0)
     mains = [torch.randn(length).bfloat16().float().requires_grad_() for length in (7, 100, 33)]
     torchs = torch.optim.AdamW(

@@ -14,7 +14,7 @@ from nemorl.megatron.kernels import (
     choose,
     optimizer_kernel,
 )
-from nemorl.megatron.pipeline import recompute_notes
+from nemorl.megatron.parallel import recompute_notes
 from nemorl.models.shape import ModelShape
 from tests.plan.models import CONFIG
 

@@ -1,7 +1,7 @@
 import pytest
 
 from nemorl.config.policy import ConstantSchedule, DecaySchedule, InverseSqrtSchedule
-from nemorl.megatron.learning_rate import learning_rate
+from nemorl.megatron.optimizer import learning_rate
 
 
 def rates(schedule, updates):

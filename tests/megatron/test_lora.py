@@ -10,8 +10,7 @@ from peft import PeftModel, get_peft_model
 
 from nemorl.config.policy import FullRecompute, LoraConfig
 from nemorl.megatron.checkpoint_files import SavedState, UnfitCheckpoint
-from nemorl.megatron.export import export_adapter
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.models.adapters import TrainedWeights, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder

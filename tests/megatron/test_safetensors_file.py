@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from nemorl.megatron.checkpoint_files import write_safetensors
 from nemorl.megatron.checkpoint_store import UnwritableCheckpoint
-from nemorl.megatron.safetensors_file import write_safetensors
 
 TENSORS = {
     "odd bytes": torch.arange(7, dtype=torch.uint8),

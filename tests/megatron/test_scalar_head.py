@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from nemorl.config.policy import LoraConfig
 from nemorl.data.losses import LossOutput
-from nemorl.megatron.export import export_adapter
-from nemorl.megatron.hf_export import export_hf
+from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.shape import ModelShape
 from tests.megatron.cases import LOSS, partition, share, start_worker

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nemorl.megatron.head import VocabularyShard
-from nemorl.megatron.topk_head import logprobs_at, top_logprobs
+from nemorl.megatron.head import VocabularyShard, logprobs_at, top_logprobs
 from tests.megatron.topk_cases import heads_over_ranks
 
 TOKENS, HIDDEN, VOCABULARY, PADDED = 13, 8, 21, 24

@@ -10,9 +10,8 @@ from torch import Tensor
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
-from nemorl.megatron.head import VocabularyShard
+from nemorl.megatron.head import VocabularyShard, logprobs_at, top_logprobs
 from nemorl.megatron.stats import TrainStats
-from nemorl.megatron.topk_head import logprobs_at, top_logprobs
 from tests.megatron.cases import partition, share, start_worker
 
 
