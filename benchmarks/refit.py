@@ -30,10 +30,10 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import RefitStats, WeightExchange
 from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_files, plan_transfers
-from nemorl.weights.venue import TransportOptions
 
 DTYPE = "bfloat16"
 BUCKET_BYTES = 8 * 2**20

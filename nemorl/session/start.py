@@ -14,8 +14,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.ray_worker import groups_of
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.venue import TransportOptions
 
 from .meeting import meeting_place
 from .models import ModelStarter

@@ -27,8 +27,7 @@ from nemorl.generation.trtllm_engine.arguments import Place
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
-from nemorl.weights.arrivals import torch_dtype
-from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import whole_slices

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 
 from nemorl.errors import NemorlError
 
+from .channel import TransportOptions, Venue, make_venue
 from .files import FileVenue
 from .fingerprint import combine
 from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from .plan import TransferPlan, plan_files, plan_transfers
 from .session import CorruptWeights, PeerClosed, RefitSession
-from .venue import TransportOptions, Venue, make_venue
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from operator import itemgetter
 
 from nemorl.models.slices import TensorSlice
 
-from .boxes import box_of, narrow
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
-from .regions import Holdings, Region, Takers, UnservedBox
+from .regions import Holdings, Region, Takers, UnservedBox, box_of, narrow
 
 __all__ = ["Bucket", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 

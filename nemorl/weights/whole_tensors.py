@@ -18,8 +18,7 @@ from torch import Tensor
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from .arrivals import arriving
-from .endpoints import node_name
+from .endpoints import arriving, node_name
 from .fingerprint import fingerprint
 from .messages import Part, ReceiveReport, ReceiverLayout
 from .process_group import Membership

@@ -23,14 +23,12 @@ from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_sli
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
-from nemorl.weights.arrivals import Piece
-from nemorl.weights.endpoints import WeightReceiver, WeightSender
-from nemorl.weights.files import FileSender
+from nemorl.weights.endpoints import Piece, WeightReceiver, WeightSender
+from nemorl.weights.files import FileSender, VersionFolder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender
-from nemorl.weights.version_folder import VersionFolder
 from tests.weights.layouts import whole
 
 SHAPE = ModelShape(

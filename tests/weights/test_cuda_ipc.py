@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemorl.weights.channel import TransportOptions, make_venue
 from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
 from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.session import RefitFailed
-from nemorl.weights.venue import TransportOptions, make_venue
 from tests.weights.cuda_stand_in import FileDevice
 
 

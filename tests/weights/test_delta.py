@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import BrokenChanges, apply, decode, encode
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import PartBucket
 from nemorl.weights.session import RefitFailed
 from nemorl.weights.shared_memory import SocketReceiver
-from nemorl.weights.venue import TransportOptions
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, before_taken, box
 
 BUCKET = 4096

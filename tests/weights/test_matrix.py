@@ -20,11 +20,11 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.session import RefitSession
-from nemorl.weights.venue import TransportOptions
 from tests.weights.ranks import SHAPE, Remote, Threads
 
 BUCKET = 4096

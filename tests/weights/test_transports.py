@@ -13,13 +13,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemorl.models.layout import PolicyRank, hf_tensors
+from nemorl.weights.channel import LOOPBACK, TransportOptions
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import Part
 from nemorl.weights.process_group import Group, GroupVenue
 from nemorl.weights.session import CorruptWeights, RefitDeadline, RefitFailed, RefitSession
-from nemorl.weights.venue import LOOPBACK, TransportOptions
 from tests.full_disk import files_end_at
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from nemorl.models.layout import PolicyRank
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import CorruptWeights, WeightExchange
 from nemorl.weights.messages import Part, PartBucket, ReceiveReport
 from nemorl.weights.plan import UnservedBox
@@ -27,7 +28,6 @@ from nemorl.weights.session import (
     socket_session,
 )
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender, socket_sender
-from nemorl.weights.venue import TransportOptions
 from tests.weights.layouts import whole
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 

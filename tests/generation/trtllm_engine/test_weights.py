@@ -12,8 +12,8 @@ import torch
 
 from nemorl.generation.errors import EngineFailed
 from nemorl.trajectories import StopReason
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
-from nemorl.weights.venue import TransportOptions
 from tests.generation.trtllm_engine.setup import group
 from tests.generation.trtllm_engine.test_requests import greedy
 

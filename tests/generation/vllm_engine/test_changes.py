@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import LastSent
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import CorruptWeights, RefitFailed
-from nemorl.weights.venue import TransportOptions
 from tests.generation.vllm_engine.exchange import Receivers
 from tests.generation.vllm_engine.policy import Policy, all_fingerprints, changed
 from tests.generation.vllm_engine.test_engine import PLAIN, collect, gaps, group

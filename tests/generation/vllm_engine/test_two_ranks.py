@@ -13,10 +13,10 @@ import torch
 
 from nemorl.generation.errors import EngineFailed
 from nemorl.generation.types import Completion, SamplingParams
+from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import RefitFailed
 from nemorl.weights.shared_memory import SocketSender
-from nemorl.weights.venue import TransportOptions
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.generation.vllm_engine.exchange import Receivers, checkpoint, exchange_of
 from tests.generation.vllm_engine.policy import Policy, all_fingerprints, changed
