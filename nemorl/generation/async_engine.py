@@ -2,23 +2,186 @@
 
 generate_batches ──▶ one task per request ──▶ gate (shut while paused) ──▶ backend.sample ──▶ chunks
                  ◀── progress and completions of all requests of the call, as they come
+
+The bookkeeping of `AsyncEngineWorker`: a request that is under way, and what was done.
+
+Standing still between two steps, for whoever wants it and only as long.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from nemorl.trajectories import Int16Array, StopReason
+import numpy as np
 
-from .async_request import Figures, OpenRequest
-from .async_stand import Stand
+from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
+
 from .engine_thread import PauseMode
-from .errors import EngineFailed, RequestRefused
-from .types import Completion, EngineHealth, EngineStats, GenerationRequest, Progress, Refusal, Report
+from .types import (
+    Completion,
+    EngineFailed,
+    EngineHealth,
+    EngineStats,
+    GenerationRequest,
+    Progress,
+    Refusal,
+    Report,
+    RequestRefused,
+)
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that has not been answered."""
+
+    request: GenerationRequest
+    reports: asyncio.Queue[Report | Exception]  # of its call
+    task: asyncio.Task[StopReason] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routed_experts: list[Int16Array] = field(default_factory=list)  # rows of each chunk
+    num_told: int = 0  # tokens that progress has reported
+    _chunks_told: int = 0  # of experts
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, last: bool
+    ) -> None:
+        """Keep what was sampled, and report progress where it is due."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+        every = self.request.progress_tokens
+        if not last and every and len(self.tokens) - self.num_told >= every:
+            arrays, experts = self._arrays(self.num_told), self._experts(self._chunks_told)
+            self.reports.put_nowait(Progress(self.request.id, *arrays, experts))
+            self.num_told, self._chunks_told = len(self.tokens), len(self.routed_experts)
+
+    def end(self, stop: StopReason) -> None:
+        """Answer with what there is."""
+        seconds = time.monotonic() - self._began
+        arrays, experts = self._arrays(0), self._experts(0)
+        self.reports.put_nowait(Completion(self.request.id, *arrays, stop, seconds, experts))
+
+    def refuse(self, reason: str) -> None:
+        """Answer that it cannot be served; others are not concerned."""
+        self.reports.put_nowait(Refusal(self.request.id, reason))
+
+    def abort(self) -> None:
+        """Stop sampling; it is answered when its task has ended."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def _experts(self, first: int) -> Int16Array | None:
+        """Rows of the chunks from `first` on."""
+        new = self.routed_experts[first:]
+        return np.concatenate(new) if new else None
+
+    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
+        return (
+            np.array(self.tokens[first:], np.int32),
+            np.array(self.logprobs[first:], np.float32),
+            np.array(self.versions[first:], np.int32),
+        )
+
+
+@dataclass
+class Figures:
+    """What was done since they were last asked for."""
+
+    peak: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    seconds_busy: float = 0.0
+    _counted: float = field(default_factory=time.monotonic)
+
+    def count(self, num_running: int) -> None:
+        """Let the time until now be busy if anything ran."""
+        now = time.monotonic()
+        self.seconds_busy += (now - self._counted) if num_running else 0.0
+        self._counted = now
+
+
+# That going on may take an engine which could not be brought to a stand.
+_GRACE_SECONDS = 5.0
+
+
+class Stand:
+    """Whether an engine stands: from the first who wants it to the last. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        freeze: Callable[[], Awaitable[None]],
+        thaw: Callable[[], Awaitable[None]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`fail` hears of an engine that does not go on."""
+        self._freeze, self._thaw, self._fail = freeze, thaw, fail
+        self._holders: set[object] = set()  # who wants it to stand
+        self._turning = asyncio.Lock()  # held while it comes to a stand or goes on
+        self.still = asyncio.Event()  # it has come to a stand
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it stands, or is coming to a stand."""
+        return bool(self._holders)
+
+    async def hold(self, who: object) -> None:
+        """Return when it stands, until `release`. If it does not come to a stand in time it goes on."""
+        self._holders.add(who)
+        try:
+            await self._settle()
+        except BaseException:
+            self._holders.discard(who)
+            if self.still.is_set():  # others may have gone meanwhile
+                await self._settle()
+            raise
+
+    async def release(self, who: object) -> None:
+        """Return when it goes on, or stands for others only."""
+        if who in self._holders:
+            self._holders.discard(who)
+            await self._settle()
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """It stands while the block runs."""
+        who = object()
+        await self.hold(who)
+        try:
+            yield
+        finally:
+            await self.release(who)
+
+    async def _settle(self) -> None:
+        async with self._turning:
+            if self.wanted and not self.still.is_set():
+                try:
+                    await self._freeze()
+                except BaseException:  # also where nobody waits any longer
+                    with suppress(Exception):  # which `fail` has heard of
+                        await self._go_on(_GRACE_SECONDS)
+                    raise
+                self.still.set()
+            elif not self.wanted and self.still.is_set():
+                await self._go_on(None)
+                self.still.clear()
+
+    async def _go_on(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await self._thaw()
+        except Exception as error:
+            neither = TimeoutError("it came to no stand, and does not go on either")
+            self._fail(neither if limit.expired() else error)
+            raise
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from .backends import SamplingEngine
-from .errors import EngineFailed, RequestRefused
-from .types import Completion, EngineHealth, GenerationRequest, Report
+from .types import Completion, EngineFailed, EngineHealth, GenerationRequest, Report, RequestRefused
 
 T = TypeVar("T")
 

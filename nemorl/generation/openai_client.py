@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from .errors import EngineFailed, RequestRefused
+from .types import EngineFailed, RequestRefused
 
 FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0

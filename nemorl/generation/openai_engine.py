@@ -7,9 +7,8 @@ from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.trajectories import StopReason
 
 from .async_engine import Chunk
-from .errors import EngineFailed, RequestRefused
 from .openai_client import OpenAIClient
-from .types import GenerationRequest
+from .types import EngineFailed, GenerationRequest, RequestRefused
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]

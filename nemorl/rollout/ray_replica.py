@@ -5,9 +5,8 @@ from contextlib import aclosing
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.worker import Worker
-from nemorl.generation.errors import ReplicaLost, RequestRefused
 from nemorl.generation.router import Replica, Router, RouterFigures
-from nemorl.generation.types import GenerationRequest, Report
+from nemorl.generation.types import GenerationRequest, ReplicaLost, Report, RequestRefused
 
 # Beyond the requests' own deadline, at which the engine ends them: who hangs longer is lost.
 GRACE_SECONDS = 30.0

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
-from nemorl.generation.errors import NoReplicaLeft, RequestRefused
-from nemorl.generation.flight import OnProgress
-from nemorl.generation.router import Router
-from nemorl.generation.types import Completion, GenerationRequest, Progress
+from nemorl.generation.router import OnProgress, Router
+from nemorl.generation.types import Completion, GenerationRequest, NoReplicaLeft, Progress, RequestRefused
 from nemorl.trajectories import StopReason
 
 from .errors import ApiError, bad_request

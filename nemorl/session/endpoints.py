@@ -13,8 +13,8 @@ from torch import Tensor
 from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
-from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.openai_client import OpenAIClient
+from nemorl.generation.types import EngineFailed, RequestRefused
 
 Told = Mapping[str, Mapping[str, Any]]  # by token id: `logprob` and `rank`
 

@@ -8,8 +8,7 @@ from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Worker
 from nemorl.config.run import DeadlineConfig
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.types import EngineHealth
+from nemorl.generation.types import EngineFailed, EngineHealth
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
 

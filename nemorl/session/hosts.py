@@ -8,10 +8,9 @@ from tokenizers import Tokenizer
 
 from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.async_engine import AsyncEngineWorker
-from nemorl.generation.errors import EngineFailed
 from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
-from nemorl.generation.types import EngineHealth, EngineStats
+from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats
 from nemorl.weights.messages import ReceiverLayout
 
 

@@ -13,8 +13,7 @@ from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.backends import text_of
 from nemorl.generation.engine_thread import EngineLoop
-from nemorl.generation.torch_engine.batching import BatchingEngine
-from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.batching import BatchingEngine, RequestLimits
 from nemorl.generation.worker import EngineService
 from nemorl.megatron.decode import DecodingCopy, LeadingRunner
 from nemorl.models.shape import ModelShape

@@ -10,9 +10,8 @@ from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Worker
 from nemorl.config.run import DeadlineConfig
-from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import RouterFigures
-from nemorl.generation.types import EngineStats
+from nemorl.generation.types import EngineStats, NoReplicaLeft
 
 from .health import HealthChecks
 from .restarts import Restarts

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from nemorl.generation.async_engine import AsyncBackend, AsyncEngineWorker
-from nemorl.generation.errors import EngineFailed
+from nemorl.generation.types import EngineFailed
 from nemorl.weights.session import RefitDeadline, RefitFailed
 
 

@@ -12,8 +12,8 @@ from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import EndpointConfig
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Router
+from nemorl.generation.types import NoReplicaLeft
 from nemorl.rollout.ray_replica import PooledRouter, ray_replica
 from nemorl.serve.sampling import Served
 from nemorl.serve.server import Listening, listening

@@ -18,7 +18,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
-from nemorl.generation.errors import NoReplicaLeft
+from nemorl.generation.types import NoReplicaLeft
 from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups

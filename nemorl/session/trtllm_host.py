@@ -20,10 +20,10 @@ from torch.multiprocessing import reductions
 
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.backends import text_of
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.batching import RequestLimits
 from nemorl.generation.trtllm_engine import TrtllmEngine
 from nemorl.generation.trtllm_engine.arguments import Place
+from nemorl.generation.types import EngineFailed
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.backends import text_of
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.batching import RequestLimits
+from nemorl.generation.types import EngineFailed
 from nemorl.generation.vllm_engine.arguments import engine_arguments, environment
 from nemorl.generation.vllm_engine.backend import VllmBackend
 from nemorl.models.adapters import adapted_projections

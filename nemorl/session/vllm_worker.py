@@ -26,10 +26,16 @@ from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.vllm_engine.adapters import WorkerAdapters, compute_one_adapter
 from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
 from nemorl.generation.vllm_engine.trace import LoaderTrace
-from nemorl.generation.vllm_engine.weights import Learned, WorkerWeights, layout_of, learn
+from nemorl.generation.vllm_engine.weights import (
+    Learned,
+    WorkerAdapters,
+    WorkerWeights,
+    compute_one_adapter,
+    layout_of,
+    learn,
+)
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.generation import async_engine, async_stand
+from nemorl.generation import async_engine
 from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
-from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.types import Completion, GenerationRequest, Progress, Refusal, Report
+from nemorl.generation.types import (
+    Completion,
+    EngineFailed,
+    GenerationRequest,
+    Progress,
+    Refusal,
+    Report,
+    RequestRefused,
+)
 from nemorl.session.health import hanging
 from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts, request
@@ -318,7 +325,7 @@ def test_an_engine_that_comes_to_no_stand_in_time_goes_on() -> None:
 def test_an_engine_that_does_neither_has_failed(
     goes_on: bool | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_stand, "_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(async_engine, "_GRACE_SECONDS", 0.01)
 
     async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
         engine.stops.clear()

@@ -12,10 +12,9 @@ from aiohttp import web
 
 from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.async_engine import AsyncEngineWorker
-from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
-from nemorl.generation.types import SamplingParams
+from nemorl.generation.types import EngineFailed, RequestRefused, SamplingParams
 from nemorl.trajectories import StopReason
 from tests.generation.examples import request
 from tests.serve.conftest import LENGTH, endpoint, engine, served_model, served_tokenizer  # noqa: F401

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.errors import NoReplicaLeft, ReplicaLost, RequestRefused
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
+from nemorl.generation.types import (
+    GenerationRequest,
+    NoReplicaLeft,
+    Progress,
+    ReplicaLost,
+    RequestRefused,
+    SamplingParams,
+)
 from nemorl.generation.worker import GenerationWorker
 from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts

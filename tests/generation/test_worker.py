@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.errors import EngineFailed, RequestRefused
 from nemorl.generation.torch_engine import TorchEngine
+from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.generation.worker import GenerationWorker
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder

@@ -11,9 +11,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
-from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.types import SamplingParams
+from nemorl.generation.types import NoReplicaLeft, SamplingParams
 from nemorl.rollout.groups import GroupAssignment
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.trajectories import StopReason

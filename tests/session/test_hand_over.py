@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.cluster.errors import WorkerDied
-from nemorl.generation.errors import NoReplicaLeft
+from nemorl.generation.types import NoReplicaLeft
 from nemorl.session.session import Session
 from nemorl.weights.exchange import RefitStats
 from nemorl.weights.session import RefitFailed

@@ -15,9 +15,8 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
-from nemorl.generation.errors import NoReplicaLeft
 from nemorl.generation.router import Router, RouterFigures
-from nemorl.generation.types import EngineHealth
+from nemorl.generation.types import EngineHealth, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.ray_replica import ray_replica
 from nemorl.session.health import hanging

@@ -20,8 +20,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.async_engine import Chunk
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.types import Completion, EngineHealth, GenerationRequest
+from nemorl.generation.types import Completion, EngineFailed, EngineHealth, GenerationRequest
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session import vllm_host
 from nemorl.session.health import hanging
@@ -242,7 +241,7 @@ class Replica:
                 "generation",
                 self.rank,
                 stage,
-                "nemorl.generation.errors.EngineFailed",
+                "nemorl.generation.types.EngineFailed",
                 str(error),
                 Path("log"),
             ) from error

@@ -1,22 +1,319 @@
-"""Continuous batching: between any two steps finished sequences leave and waiting ones join."""
+"""Continuous batching: between any two steps finished sequences leave and waiting ones join.
+
+What continuous batching needs of a network and its cache.
+
+Finding stop strings in sampled text, token by token.
+
+One request on its way through the engine.
+
+Who waits, who runs, and in which row of the cache.
+
+What a request may ask of an engine.
+"""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from nemorl.generation.errors import RequestRefused
-from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress
+from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
 from nemorl.trajectories import Int16Array, StopReason
 
-from .limits import RequestLimits
-from .network import Runner
-from .runner import Prompt
+from .model import Prompt
 from .sampling import Sampled, Sampler
-from .scheduler import Scheduler
-from .sequence import ActiveSequence
-from .stop_strings import Decode, StopStringFinder
+
+
+class RowCache(Protocol):
+    """Keys and values of running sequences, in rows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which memory is held."""
+        ...
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether `rows` sequences of which the longest has `length` tokens can be held at one time."""
+        ...
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold."""
+        ...
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
+        ...
+
+
+class Runner(Protocol):
+    """The network with its cache: turns tokens into logits."""
+
+    @property
+    def cache(self) -> RowCache:
+        """Where keys and values stay."""
+        ...
+
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Fill the cache rows of `prompts`; for each what `logits` wants."""
+        ...
+
+    def logits(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
+        ...
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
+        ...
+
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+_CONTEXT_TOKENS = (
+    5  # of the prompt; what a tokenizer does at the start of a text must not hit the first tokens
+)
+_UNFINISHED = "\ufffd"  # what a decoder shows for the bytes of half a character
+
+
+class StopStringFinder:
+    """Decodes one sequence as it grows and says when one of its stop strings is complete.
+
+    Only the tokens since the last whole character are decoded at each step. Text of the prompt never counts.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], prompt: Sequence[int], decode: Decode) -> None:
+        self._stop_strings = tuple(stop_strings)
+        self._decode = decode
+        self._tokens = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
+        self._context = 0  # first token that is decoded
+        self._read = len(self._tokens)  # tokens before this one are in `_tail` already
+        self._tail = ""  # end of the sampled text, as long as a stop string may still begin in it
+
+    def push(self, token: int) -> bool:
+        """Whether `token` completes a stop string."""
+        self._tokens.append(token)
+        known = self._decode(self._tokens[self._context : self._read])
+        text = self._decode(self._tokens[self._context :])
+        if text.endswith(_UNFINISHED) or len(text) <= len(known):
+            return False
+        self._context, self._read = self._read, len(self._tokens)
+        self._tail += text[len(known) :]
+        if any(stop in self._tail for stop in self._stop_strings):
+            return True
+        beginnings = max(map(len, self._stop_strings)) - 1  # characters that may begin a stop string
+        self._tail = self._tail[-beginnings:] if beginnings else ""
+        return False
+
+
+@dataclass(eq=False)
+class ActiveSequence:
+    """A request and what was sampled for it so far; times are those of the engine's clock."""
+
+    request: GenerationRequest
+    arrival: float
+    max_tokens: int  # prompt included; reached, the sequence ends with `length`
+    stop_strings: StopStringFinder | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    last_sampled: float | None = None
+    prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
+    num_reported: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_key = self.request.prompt.tobytes()
+        self.experts_reported = self.request.routed_experts_from  # position up to which its caller has them
+        self.expires = self.arrival + self.request.deadline_seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those sampled."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
+        """Take a sampled token; the reason, if the sequence ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        self.last_sampled = now
+        found = self.stop_strings is not None and self.stop_strings.push(token)
+        if found or token in self.request.stop_token_ids:
+            return StopReason.STOP
+        return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
+
+    @property
+    def position(self) -> int:
+        """Of the next token among all that were sampled for the request, here or before it came here."""
+        return self.request.sampled_before + len(self.tokens)
+
+    @property
+    def num_unreported(self) -> int:
+        """Sampled tokens that its caller, who asked for progress, has not heard of."""
+        return len(self.tokens) - self.num_reported if self.request.progress_tokens else 0
+
+    def report(self, experts: Int16Array | None) -> Progress:
+        """What was sampled since the last report; `experts` are the rows from `experts_reported` on."""
+        new = slice(self.num_reported, None)
+        self.num_reported = len(self.tokens)
+        self.experts_reported += 0 if experts is None else len(experts)
+        return Progress(
+            id=self.request.id,
+            tokens=np.array(self.tokens[new], dtype=np.int32),
+            logprobs=np.array(self.logprobs[new], dtype=np.float32),
+            versions=np.array(self.versions[new], dtype=np.int32),
+            routed_experts=experts,
+        )
+
+    def complete(self, stop: StopReason, now: float, experts: Int16Array | None) -> Completion:
+        """The completion with what was sampled so far; `now` counts where nothing was."""
+        return Completion(
+            id=self.request.id,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            stop=stop,
+            seconds=(now if self.last_sampled is None else self.last_sampled) - self.arrival,
+            routed_experts=experts,
+        )
+
+
+class Moves(NamedTuple):
+    """Rows whose contents must be copied: `sources[i]` to `targets[i]`."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class Scheduler:
+    """A waiting line and the rows of the running batch.
+
+    Admission is strictly by arrival: when the first in line does not fit, nobody passes it, so a large
+    request is served as soon as enough of the batch has finished. A sequence is admitted with room for all
+    the tokens it may reach, so a running one is never evicted.
+    """
+
+    def __init__(self, max_rows: int, fits: Callable[[int, int], bool]) -> None:
+        """`fits(rows, length)` says whether the cache can hold `rows` sequences of up to `length` tokens."""
+        self._max_rows = max_rows
+        self._fits = fits
+        self._waiting: deque[ActiveSequence] = deque()
+        self._rows: list[ActiveSequence | None] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return sum(1 for _ in self.running())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows up to the last used one."""
+        return len(self._rows)
+
+    def running(self) -> Iterator[tuple[int, ActiveSequence]]:
+        """Every running sequence with its row, by row."""
+        return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
+
+    def waiting(self) -> Iterator[ActiveSequence]:
+        """Everyone in line, first come first."""
+        return iter(self._waiting)
+
+    def add(self, sequence: ActiveSequence) -> None:
+        """Put a sequence at the end of the line."""
+        self._waiting.append(sequence)
+
+    def admit(self) -> list[tuple[int, ActiveSequence]]:
+        """Give rows to those at the head of the line who fit now."""
+        longest = max((sequence.max_tokens for _, sequence in self.running()), default=0)
+        running = self.num_running
+        free = [row for row, sequence in enumerate(self._rows) if sequence is None]
+        admitted = []
+        while self._waiting and running < self._max_rows:
+            longest = max(longest, self._waiting[0].max_tokens)
+            if not self._fits(max(running + 1, len(self._rows)), longest):
+                break
+            sequence = self._waiting.popleft()
+            row = free.pop(0) if free else len(self._rows)
+            if row == len(self._rows):
+                self._rows.append(None)
+            self._rows[row] = sequence
+            running += 1
+            admitted.append((row, sequence))
+        return admitted
+
+    def remove(self, sequence: ActiveSequence) -> None:
+        """Forget a sequence that ended, wherever it was."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            self._rows[self._rows.index(sequence)] = None
+            self._drop_free_end()
+
+    def compact(self) -> Moves:
+        """Close the gaps with sequences from the end, so that the running batch is rows 0..n-1."""
+        moves = Moves([], [])
+        while None in self._rows:
+            gap = self._rows.index(None)
+            self._rows[gap] = self._rows.pop()  # the last row is never a gap
+            moves.sources.append(len(self._rows))
+            moves.targets.append(gap)
+            self._drop_free_end()
+        return moves
+
+    def _drop_free_end(self) -> None:
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The limits beyond which a request could never be served."""
+
+    vocab_size: int
+    max_sequence_length: int  # tokens of prompt and completion
+    max_kv_tokens: int
+    can_decode: bool  # a tokenizer is there to look for stop strings
+
+    def max_tokens(self, request: GenerationRequest) -> int:
+        """Tokens the sequence may reach, prompt included."""
+        return min(len(request.prompt) + request.max_new_tokens, self.max_sequence_length)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused, with the limit that the request breaks."""
+        prompt, name = request.prompt, f"request {request.id!r}"
+        if len(prompt) == 0 or request.max_new_tokens < 1:
+            raise RequestRefused(
+                f"{name} has {len(prompt)} prompt tokens and max_new_tokens={request.max_new_tokens}; both"
+                " must be at least 1"
+            )
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            raise RequestRefused(
+                f"{name} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
+                f" {self.vocab_size}: is the tokenizer another model's?"
+            )
+        if len(prompt) >= self.max_sequence_length:
+            raise RequestRefused(
+                f"{name} has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
+                f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
+            )
+        if self.max_tokens(request) > self.max_kv_tokens:
+            raise RequestRefused(
+                f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
+                f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
+            )
+        if request.stop_strings and not self.can_decode:
+            raise RequestRefused(
+                f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
+                " in the fast format or use stop_token_ids"
+            )
 
 
 @dataclass

@@ -11,10 +11,8 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
-from .batching import BatchingEngine
-from .limits import RequestLimits
-from .runner import ModelRunner
-from .stop_strings import Decode
+from .batching import BatchingEngine, Decode, RequestLimits
+from .model import ModelRunner
 
 
 class TorchEngine(BatchingEngine):

@@ -17,10 +17,8 @@ from tensorrt_llm.executor import RequestError
 
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.async_engine import Chunk
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.torch_engine.limits import RequestLimits
-from nemorl.generation.torch_engine.stop_strings import Decode, StopStringFinder
-from nemorl.generation.types import GenerationRequest
+from nemorl.generation.torch_engine.batching import Decode, RequestLimits, StopStringFinder
+from nemorl.generation.types import EngineFailed, GenerationRequest
 from nemorl.trajectories import StopReason
 
 from .arguments import Place, engine_arguments, memory_tags, sampled_logprobs, sampling_params

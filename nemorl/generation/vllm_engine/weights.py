@@ -5,23 +5,145 @@
 
 The layout is learned while the model is loaded: after its weights are there, and before post-processing has
 given some of them the form that kernels want.
+
+Which modules compute with other memory than their parameters, as post-processing of weights left them.
+
+A kernel may want weights in an order of its own: vLLM then replaces the parameter, changes it in place, or
+keeps a copy beside it. Writing into such a parameter afterwards would not be seen, or would be wrong.
+
+A policy's adapters (LoRA) in a vLLM worker, which computes them beside weights that stay as they are.
+
+The engine has one adapter from its beginning to its end, and every request names it: new values take effect
+for sequences in flight too. Each rank holds it whole; vLLM cuts it for the rank when it is taken into use.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nemorl.config.generation import Update
+from nemorl.config.policy import LoraConfig
 from nemorl.models.slices import TensorSlice
 
-from .processing import parameters_of, watching
-from .trace import LoaderTrace, trace_loader, uncovered
-from .views import contiguous_strides
+from .trace import LoaderTrace, contiguous_strides, trace_loader, uncovered
+
+_CHUNK = 1 << 20
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by element size
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type)
+_DEEPEST = 4  # objects in objects that are looked into
+
+
+@dataclass(frozen=True)
+class _State:
+    """A parameter: where it lies, how, and what is in it."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    digest: int
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, by the first of its names."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@contextmanager
+def watching(model: nn.Module, changed: dict[str, str]) -> Iterator[None]:
+    """Around the post-processing: puts into `changed` the parameters of modules that it touched, and why."""
+    before = {name: (_states(module), _attributes(module)) for name, module in model.named_modules()}
+    yield
+    for name, module in model.named_modules():
+        states, attributes = before.get(name, ({}, {}))
+        reason = _difference(module, states, attributes)
+        if reason is not None:
+            own = {*states, *dict(module.named_parameters(recurse=False))}
+            changed.update({f"{name}.{parameter}".lstrip("."): reason for parameter in own})
+
+
+def _difference(
+    module: nn.Module, states: Mapping[str, _State], attributes: Mapping[str, object]
+) -> str | None:
+    now = _states(module)
+    if now.keys() != states.keys():
+        return "post-processing gave the module other parameters"
+    for name, state in now.items():
+        if state != states[name]:
+            return f"post-processing changed {name}"
+    own = {state.storage for state in now.values()} | {_storage(b) for b in module.buffers(recurse=False)}
+    for name, value in _attributes(module).items():
+        if attributes.get(name) is not value and _other_memory(value, own, _DEEPEST):
+            return f"post-processing keeps memory of its own in {name}"
+    return None
+
+
+def _states(module: nn.Module) -> dict[str, _State]:
+    return {
+        name: _State(_storage(p), tuple(p.shape), p.stride(), p.dtype, _digest(p))
+        for name, p in module.named_parameters(recurse=False)
+    }
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """What hangs on the module and on its quantisation method."""
+    kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    method = getattr(module, "quant_method", None)
+    if method is not None and hasattr(method, "__dict__"):
+        kept |= {f"quant_method.{name}": value for name, value in vars(method).items()}
+    return kept
+
+
+def _other_memory(value: object, own: set[int], depth: int) -> bool:
+    """Whether tensors other than `own` are reachable; what lies too deep counts as such."""
+    if value is None or isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, Tensor):
+        return value.numel() > 1 and _storage(value) not in own
+    if isinstance(value, nn.Module):
+        return False  # it is looked at by itself
+    if depth == 0:
+        return True
+    return any(_other_memory(part, own, depth - 1) for part in _parts(value))
+
+
+def _parts(value: object) -> list[Any]:
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell.cell_contents is not value]
+        return [*cells, *(value.__defaults__ or ())]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def _digest(parameter: Tensor) -> int:
+    """A number that changes with any element and with their order."""
+    flat = parameter.detach().reshape(-1)
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK].contiguous()
+        bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
+        weights = torch.arange(2 * start + 1, 2 * (start + bits.numel()) + 1, 2, device=bits.device)
+        total += int((bits * weights).sum())
+    return total
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Names and shapes of a checkpoint's tensors."""
@@ -205,3 +327,99 @@ def _quiet(partial: bool) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+ADAPTER, ADAPTER_ID = "policy", 1  # vLLM's name and number for it
+
+
+def compute_one_adapter() -> None:
+    """Have vLLM compute it on a CPU as two matrix products, since all tokens have the same.
+
+    vLLM 0.32 copies the matrices of its adapter for every token there.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    of_many = PunicaWrapperCPU.add_lora_linear
+
+    def add_lora_linear(
+        self: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Sequence[Tensor],
+        lora_b_stacked: Sequence[Tensor],
+        scale: float,
+        output_slices: Sequence[int],
+        **options: Any,
+    ) -> None:
+        if self.no_lora or not bool((self.token_lora_indices == 0).all()):  # when vLLM tries itself out
+            of_many(self, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **options)
+            return
+        rows, start = x.flatten(0, -2).float(), 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            low = (rows @ a[0, 0].float().t() * scale).to(y.dtype)
+            y.view(-1, y.shape[-1])[:, start : start + width] += low @ b[0, 0].to(y.dtype).t()
+            start += width
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+
+
+class Unadaptable(ValueError):
+    """A model in which vLLM has no place for some adapter."""
+
+
+@dataclass
+class WorkerAdapters:
+    """Held by a worker whose engine was started with `enable_lora`; at first they add nothing.
+
+    `tensors` (in PEFT's names) is what an exchange writes; `commit` makes it the adapter in use.
+    """
+
+    model: nn.Module
+    lora: LoraConfig
+    shapes: Shapes
+    dtype: torch.dtype
+    _tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The same memory every time, none of it in use: on the host, from where vLLM takes copies."""
+        if not self._tensors:
+            self._tensors = {
+                name: torch.zeros(size, dtype=self.dtype, device="cpu") for name, size in self.shapes.items()
+            }
+        return self._tensors
+
+    def commit(self) -> None:
+        """Take into use what was written: no step of the engine runs meanwhile. Raises Unadaptable."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        model: Any = self.model
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: tensor.clone() for name, tensor in self.tensors().items()},  # it is scaled in place
+            PEFTHelper(r=self.lora.rank, lora_alpha=self.lora.alpha, target_modules=[]),
+            device="cpu",
+            dtype=self.dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager = model.lora_manager
+        self._check_places(adapter.loras, manager)
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
+
+    def _check_places(self, adapters: Mapping[str, object], manager: Any) -> None:
+        """vLLM would leave out without a word what it does not find."""
+        from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+        places = set()
+        for name in manager.modules:
+            parent, _, own = name.rpartition(".")
+            places |= {f"{parent}.{part}" for part in manager.packed_modules_mapping.get(own, [own])}
+        lost = [n for n in adapters if n not in places and not is_pp_missing_parameter(n, self.model)]
+        if lost:
+            raise Unadaptable(
+                f"vLLM's {type(self.model).__name__} has no place for {len(lost)} adapters, first that of "
+                f"{lost[0]}. Set generation.adapters to merged"
+            )

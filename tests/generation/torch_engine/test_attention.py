@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from nemorl.generation.torch_engine.attention import DecodeAttention, PrefillAttention
-from nemorl.generation.torch_engine.cache import KVCache
-from nemorl.generation.torch_engine.linear import ROW_MULTIPLE, Linear
+from nemorl.generation.torch_engine.model import (
+    ROW_MULTIPLE,
+    DecodeAttention,
+    KVCache,
+    Linear,
+    PrefillAttention,
+)
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2's

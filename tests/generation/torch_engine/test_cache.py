@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.generation.torch_engine.cache import KVCache
+from nemorl.generation.torch_engine.model import KVCache
 
 
 def make_cache(max_tokens):

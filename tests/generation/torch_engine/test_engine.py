@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.errors import RequestRefused
 from nemorl.generation.torch_engine import TorchEngine
-from nemorl.generation.types import SamplingParams
+from nemorl.generation.types import RequestRefused, SamplingParams
 from nemorl.models.shape import ModelShape
 from nemorl.trajectories import StopReason
 from tests.generation.examples import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.generation.torch_engine.runner import ModelRunner, Prompt
+from nemorl.generation.torch_engine.model import ModelRunner, Prompt
 from nemorl.models.shape import ModelShape
 from tests.generation.examples import SHAPE, Prompts
 

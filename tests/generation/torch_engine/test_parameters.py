@@ -2,8 +2,7 @@
 
 import torch
 
-from nemorl.generation.torch_engine.parameters import decoder_parameters
-from nemorl.generation.torch_engine.runner import ModelRunner, Prompt
+from nemorl.generation.torch_engine.model import ModelRunner, Prompt, decoder_parameters
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.shape import ModelShape
 from tests.generation.examples import SHAPE, Prompts, random_weights

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from nemorl.generation.torch_engine.scheduler import Scheduler
-from nemorl.generation.torch_engine.sequence import ActiveSequence
+from nemorl.generation.torch_engine.batching import ActiveSequence, Scheduler
 from tests.generation.examples import request
 
 

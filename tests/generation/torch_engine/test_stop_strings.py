@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.generation.torch_engine.stop_strings import StopStringFinder
+from nemorl.generation.torch_engine.batching import StopStringFinder
 
 PIECES = [
     b"Hello",

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.generation.errors import RequestRefused
-from nemorl.generation.types import Completion, Progress, SamplingParams
+from nemorl.generation.types import Completion, Progress, RequestRefused, SamplingParams
 from nemorl.trajectories import StopReason
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.generation.trtllm_engine.setup import group

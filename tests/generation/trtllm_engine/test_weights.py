@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from nemorl.generation.errors import EngineFailed
+from nemorl.generation.types import EngineFailed
 from nemorl.trajectories import StopReason
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession

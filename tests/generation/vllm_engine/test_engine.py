@@ -9,8 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from nemorl.generation.errors import RequestRefused
-from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
+from nemorl.generation.types import Completion, GenerationRequest, Progress, RequestRefused, SamplingParams
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.trajectories import StopReason

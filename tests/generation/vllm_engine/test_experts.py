@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from nemorl.generation.async_engine import AsyncEngineWorker
-from nemorl.generation.torch_engine.limits import RequestLimits
+from nemorl.generation.torch_engine.batching import RequestLimits
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
-from nemorl.generation.vllm_engine.backend import VllmBackend
-from nemorl.generation.vllm_engine.experts import ExpertRows
+from nemorl.generation.vllm_engine.backend import ExpertRows, VllmBackend
 from nemorl.trajectories import StopReason
 from tests.vllm_there import require_vllm
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.generation.vllm_engine.processing import parameters_of, watching
 from nemorl.generation.vllm_engine.trace import trace_loader, uncovered
+from nemorl.generation.vllm_engine.weights import parameters_of, watching
 from nemorl.models.tensors import local_view
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "up": (6, 8), "words": (5, 6), "norm": (6,)}

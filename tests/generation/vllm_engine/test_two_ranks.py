@@ -11,8 +11,7 @@ import psutil
 import pytest
 import torch
 
-from nemorl.generation.errors import EngineFailed
-from nemorl.generation.types import Completion, SamplingParams
+from nemorl.generation.types import Completion, EngineFailed, SamplingParams
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.session import RefitFailed

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemorl.generation.vllm_engine.views import NotABox, View, contiguous_strides, placed
+from nemorl.generation.vllm_engine.trace import NotABox, View, contiguous_strides, placed
 
 
 def view_of(whole: torch.Tensor, shown: torch.Tensor) -> View:
