@@ -8,9 +8,8 @@ from nemorl.config.environment import FunctionRewardConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import acted_on
 from nemorl.errors import Violation
-from nemorl.rewards.find import FoundReward, RewardError, find_reward
+from nemorl.rewards.find import GIVEN, FoundReward, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
-from nemorl.rewards.signatures import GIVEN
 
 _TRIED = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
 

@@ -1,9 +1,133 @@
-"""The rewards known by name."""
+"""The rewards known by name.
+
+Rewards of what an answer says: one number each, None where a reward does not apply.
+
+A completion is a text (plain prompts) or a list of messages `{"role", "content"}` (chat), as in TRL.
+
+What answers pay for their length and for repeating themselves: functions of the tokens that were sampled.
+
+`|y|` is the number of an answer's sampled tokens, end token included; results of tools are not among them.
+Weights make a penalty heavier or lighter: all of them lie between -1 and 0, `relative_length` between -1/2
+and 1/2.
+"""
 
 from collections.abc import Callable, Sequence
 
-from .penalties import length_penalty, overlong_penalty, relative_length, repetition_penalty
-from .texts import exact_match, format_tags
+from nemorl.environments.tags import last_tagged
+
+Completion = str | Sequence[dict[str, str]]
+
+
+def exact_match(
+    completions: Sequence[Completion], answer: Sequence[str | None], tag: str | None = None
+) -> list[float | None]:
+    """1 when the text equals the answer but for white space around it, else 0; None without an answer.
+
+    With `tag`, the text inside the last `<tag>...</tag>` is compared, and a missing one is worth 0.
+    """
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, answer, strict=True):
+        text: str | None = last_text(completion)
+        if tag is not None:
+            text = last_tagged(text or "", tag)
+        equal = expected is not None and text is not None and text.strip() == expected.strip()
+        rewards.append(None if expected is None else float(equal))
+    return rewards
+
+
+def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[float]:
+    """How much of the shape `... <tag>text</tag>` the last turn keeps, in quarters.
+
+    One each for: exactly one opening tag; exactly one closing tag; a text between them; nothing after.
+    """
+    return [_kept_shape(last_text(completion), f"<{tag}>", f"</{tag}>") for completion in completions]
+
+
+def last_text(completion: Completion) -> str:
+    """What the policy said last."""
+    if isinstance(completion, str):
+        return completion
+    said = [message["content"] for message in completion if message["role"] == "assistant"]
+    return said[-1] if said else ""
+
+
+def _kept_shape(text: str, opening: str, closing: str) -> float:
+    _, _, rest = text.partition(opening)
+    inner, closed, after = rest.partition(closing)
+    kept = (
+        text.count(opening) == 1,
+        text.count(closing) == 1,
+        bool(closed) and bool(inner.strip()),
+        bool(closed) and not after.strip(),
+    )
+    return sum(kept) / len(kept)
+
+
+Ids = Sequence[Sequence[int]]
+
+
+def overlong_penalty(sampled_ids: Ids, max_length: int, buffer: int) -> list[float]:
+    """The soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476).
+
+         0                                      |y| <= max_length - buffer
+        ((max_length - buffer) - |y|) / buffer  between them
+        -1                                      |y| > max_length
+
+    The paper takes `max_length` 20480 and `buffer` 4096; `generation.max_new_tokens` must let answers be that
+    long. Raises ValueError for a buffer that is not between 1 and `max_length`.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"buffer = {buffer} is not between 1 and max_length = {max_length}")
+    free = max_length - buffer
+    return [-min(max(len(ids) - free, 0) / buffer, 1.0) for ids in sampled_ids]
+
+
+def length_penalty(sampled_ids: Ids, max_length: int) -> list[float]:
+    """-min(|y| / max_length, 1): every token costs the same. Raises ValueError for a length below 1."""
+    if max_length < 1:
+        raise ValueError(f"max_length = {max_length} is not at least 1")
+    return [-min(len(ids) / max_length, 1.0) for ids in sampled_ids]
+
+
+def relative_length(
+    completions: Sequence[Completion],
+    sampled_ids: Ids,
+    answer: Sequence[str | None],
+    tag: str | None = None,
+) -> list[float | None]:
+    """The length reward of Kimi k1.5 (arXiv 2501.12599), which compares answers of a group.
+
+        l = 1/2 - (|y| - shortest) / (longest - shortest)
+        l for a right answer, min(0, l) for a wrong one; 0 where all are equally long
+
+    Right is what `exact_match` says of the text, or of the text inside the last `<tag>...</tag>`; where it
+    does not apply this does not either.
+    """
+    lengths = [len(ids) for ids in sampled_ids]
+    shortest, longest = min(lengths), max(lengths)
+    rewards: list[float | None] = []
+    for length, right in zip(lengths, exact_match(completions, answer, tag), strict=True):
+        relative = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
+        rewards.append(None if right is None else relative if right else min(0.0, relative))
+    return rewards
+
+
+def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
+    """The share of an answer's n-grams of tokens that stood in it before, as a cost: unique / all - 1.
+
+    0 for an answer shorter than n tokens, and for one that says nothing twice. The n-grams are those of Yeo
+    et al. 2025, arXiv 2502.03373, who let single tokens pay for them. Raises ValueError for an n
+    below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n = {n} is not at least 1")
+    return [_repeated(ids, n) for ids in sampled_ids]
+
+
+def _repeated(ids: Sequence[int], n: int) -> float:
+    grams = list(zip(*(ids[start:] for start in range(n)), strict=False))
+    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
 
 BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {
     "exact_match": exact_match,

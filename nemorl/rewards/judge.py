@@ -14,9 +14,8 @@ from typing import Any
 from nemorl.config.environment import JudgeRewardConfig
 from nemorl.trajectories import Conversation, Task
 
-from .calls import Call
 from .scored import Answers, Failed, Score, Scored, text_of
-from .service import Service
+from .service import Call, Service
 
 
 class JudgeReward:

@@ -8,9 +8,8 @@ from typing import Any
 from nemorl.config.environment import ModelRewardConfig
 from nemorl.trajectories import Conversation
 
-from .calls import Call
 from .scored import Answers, Failed, Score, Scored, as_dicts
-from .service import Service
+from .service import Call, Service
 
 
 class ModelServiceReward:

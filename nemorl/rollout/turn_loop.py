@@ -14,7 +14,7 @@ import numpy as np
 from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
-from nemorl.rewards.deadline import attempt
+from nemorl.rewards.service import attempt
 from nemorl.trajectories import Action, Conversation, Environment, Step, StopReason, Task
 
 from .record import Record

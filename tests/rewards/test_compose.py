@@ -10,11 +10,11 @@ import pytest
 from nemorl.algorithms.recorder import samples_of
 from nemorl.algorithms.rollout_metrics import rollout_figures
 from nemorl.config.environment import FunctionRewardConfig
-from nemorl.rewards import calls
+from nemorl.rewards import service
 from nemorl.rewards.compose import Rewards
-from nemorl.rewards.deadline import attempt
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers
+from nemorl.rewards.service import attempt
 from nemorl.rollout.groups import GroupSummary, SampleText, summarize
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
@@ -199,8 +199,8 @@ def test_who_waits_for_a_place_is_not_late(monkeypatch):
         running.clear()
         return outcome
 
-    monkeypatch.setattr(calls, "attempt", one_at_a_time)
-    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(service, "attempt", one_at_a_time)
+    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rewards = Rewards([own("half", max_concurrent=1, deadline=60.0)], {}, chat=False, seconds=0.01)
 
     async def main():

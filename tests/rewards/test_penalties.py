@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from nemorl.rewards.penalties import length_penalty, overlong_penalty, relative_length, repetition_penalty
+from nemorl.rewards.functions import length_penalty, overlong_penalty, relative_length, repetition_penalty
 
 
 def of_lengths(*lengths):

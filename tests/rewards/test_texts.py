@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.rewards.texts import exact_match, format_tags
+from nemorl.rewards.functions import exact_match, format_tags
 
 
 def test_exact_match_compares_trimmed_texts():
