@@ -1,11 +1,15 @@
-"""What the driver asks of rollout workers and what it hears back: metadata, never token arrays."""
+"""What the driver asks of rollout workers and what it hears back: metadata, never token arrays.
 
+What a conversation says at last, in words that compare: for majority votes (docs/evaluation.md).
+"""
+
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from nemorl.rewards.scored import ScoringFigures
-from nemorl.trajectories import StopReason, Trajectory
+from nemorl.trajectories import Conversation, StopReason, Trajectory
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,34 @@ def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
         turn_rewards=tuple(turn.reward for turn in trajectory.turns),
         trains=trajectory.error is None,
     )
+
+
+_LONGEST = 200  # characters that go to the driver; of longer answers their hash
+
+
+@runtime_checkable
+class ReadsAnswers(Protocol):
+    """A factory of environments that knows where in a text the answer is."""
+
+    async def answer_in(self, text: str) -> str | None:
+        """The answer, alike for equal answers; None where there is none."""
+        ...
+
+
+async def last_answer(conversation: Conversation, environments: object) -> str | None:
+    """The answer in the policy's last message, as the environment reads it, else the whole message.
+
+    None after an error, and where nothing is said.
+    """
+    if conversation.trajectory.error is not None:
+        return None
+    texts = [message.content for message in conversation.exchange if message.role == "assistant"]
+    text = texts[-1] if texts else ""
+    if isinstance(environments, ReadsAnswers):
+        answer = await environments.answer_in(text)
+    else:
+        answer = text
+    answer = " ".join((answer or "").split())
+    if len(answer) > _LONGEST:
+        return hashlib.sha256(answer.encode()).hexdigest()
+    return answer or None

@@ -1,23 +1,111 @@
-"""A rollout worker: samples groups, lets them be paid, keeps the trajectories, answers with summaries."""
+"""A rollout worker: samples groups, lets them be paid, keeps the trajectories, answers with summaries.
+
+Engines in processes of their own, as a router calls them, and a router, as their pool calls it.
+
+From the `env` section to the factory of its environments.
+
+The rollout worker as one of Ray's processes: it samples from workers of another group.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
+from nemorl.cluster.errors import ClusterError, WorkerFailed
+from nemorl.cluster.worker import Worker
+from nemorl.config.environment import EnvConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.generation.types import Generator, SamplingParams
+from nemorl.generation.router import Replica, Router, RouterFigures
+from nemorl.generation.types import (
+    GenerationRequest,
+    Generator,
+    ReplicaLost,
+    Report,
+    RequestRefused,
+    SamplingParams,
+)
 from nemorl.rewards.compose import Rewards
-from nemorl.trajectories import Conversation, Task, Trajectory
+from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .answers import last_answer
-from .environments import environment_factory
-from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, summarize
+from .dispatch import RunGroups
+from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
+
+# Beyond the requests' own deadline, at which the engine ends them: who hangs longer is lost.
+GRACE_SECONDS = 30.0
+ABORT_SECONDS = 30.0
+_REFUSED = f"{RequestRefused.__module__}.{RequestRefused.__qualname__}"
+
+
+def ray_replica(engine: Worker) -> Replica:
+    """The replica whose host is this worker."""
+
+    async def generate(requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
+        # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
+        batches = engine.stream(
+            "generate_batches",
+            requests,
+            stage="generation",
+            deadline_seconds=max(request.deadline_seconds for request in requests) + GRACE_SECONDS,
+        )
+        try:
+            async with aclosing(batches):
+                async for batch in batches:
+                    yield batch
+        except WorkerFailed as error:
+            if error.kind == _REFUSED:
+                raise RequestRefused(error.message) from error
+            raise ReplicaLost(str(error)) from error
+        except ClusterError as error:
+            raise ReplicaLost(str(error)) from error
+
+    async def abort(request_ids: Sequence[str]) -> None:
+        await engine.call_async("abort", request_ids, stage="abort", deadline_seconds=ABORT_SECONDS)
+
+    return Replica(f"generation replica {engine.rank}", generate, abort)
+
+
+class PooledRouter:
+    """What has a router over a pool's engines in its process: mixed into what the process hosts."""
+
+    _router: Router
+
+    def add_engine(self, engine: Worker) -> None:
+        """Sample from this engine too, which takes the place of a lost one."""
+        self._router.add(ray_replica(engine))
+
+    def lost_replicas(self) -> dict[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self._router.lost)
+
+    def take_router_figures(self) -> RouterFigures:
+        """What became of requests since the last call."""
+        return self._router.take_figures()
+
+
+# Imported when asked for: each brings its own libraries.
+FACTORIES = {
+    "single_turn": "nemorl.environments.single_turn:SingleTurnFactory",
+    "math": "nemorl.environments.math_answers:MathFactory",
+    "reasoning_gym": "nemorl.environments.reasoning_gym:ReasoningGymFactory",
+    "calculator": "nemorl.environments.calculator:CalculatorFactory",
+    "chained_sums": "nemorl.environments.chained_sums:ChainedSumsFactory",
+}
+
+
+def environment_factory(config: EnvConfig) -> EnvironmentFactory:
+    """The factory of the environments that `config` describes."""
+    module, _, name = FACTORIES[config.name].partition(":")
+    factory: EnvironmentFactory = getattr(import_module(module), name)(config)
+    return factory
+
 
 Store = Callable[[list[Trajectory]], Any]
 
@@ -134,3 +222,37 @@ def _params(config: SamplingConfig) -> SamplingParams:
 def _validation(experiment: Experiment) -> SamplingParams:
     """The sampling of validation: its own where the algorithm names one, else the training's."""
     return _params(experiment.algorithm.validation.sampling or experiment.generation.sampling)
+
+
+class RayRolloutWorker(PooledRouter, RolloutWorker):
+    """Hosted by an `AsyncHost`."""
+
+    def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
+        """`engines`: the workers that host an engine each."""
+        self._router = Router([ray_replica(engine) for engine in engines])
+        super().__init__(experiment, self._router, store=lambda trajectories: trajectories)
+
+    async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
+        """Each group's trajectories, then its summary.
+
+        As items of their own the trajectories belong to whoever reads the stream. A reference inside the
+        summary would belong to this process, which may drop its last hold on it before the reader has one.
+        """
+        async with aclosing(self.run_groups(assignments)) as summaries:
+            async for summary in summaries:
+                yield summary.reference
+                yield replace(summary, reference=None)
+
+
+def groups_of(worker: Worker, seconds: float) -> RunGroups:
+    """A `RayRolloutWorker` as the collector calls it: summaries that refer to trajectories left in place."""
+
+    async def run_groups(assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
+        pairs = worker.stream(
+            "stream_groups", assignments, stage="generation", deadline_seconds=seconds, pairs=True
+        )
+        async with aclosing(pairs):
+            async for reference, summary in pairs:
+                yield replace(summary, reference=reference)
+
+    return run_groups

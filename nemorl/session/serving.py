@@ -14,7 +14,7 @@ from nemorl.config.generation import EndpointConfig
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Router
 from nemorl.generation.types import NoReplicaLeft
-from nemorl.rollout.ray_replica import PooledRouter, ray_replica
+from nemorl.rollout.worker import PooledRouter, ray_replica
 from nemorl.serve.sampling import Served
 from nemorl.serve.server import Listening, listening
 

@@ -13,7 +13,7 @@ from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.rollout.dispatch import RunGroups
-from nemorl.rollout.ray_worker import groups_of
+from nemorl.rollout.worker import groups_of
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import WeightExchange
 
@@ -113,7 +113,7 @@ class Starter:
         count = self.experiment.cluster.rollout_workers
         return await self._start(
             "rollout",
-            "nemorl.rollout.ray_worker:RayRolloutWorker",
+            "nemorl.rollout.worker:RayRolloutWorker",
             [{"experiment": experiment, "engines": list(engines)}] * count,
             threads=1,
             concurrent=True,

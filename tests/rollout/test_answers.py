@@ -8,8 +8,8 @@ import pytest
 
 from nemorl.config.environment import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
 from nemorl.environments.math_answers import found_answer
-from nemorl.rollout.answers import last_answer
-from nemorl.rollout.environments import environment_factory
+from nemorl.rollout.groups import last_answer
+from nemorl.rollout.worker import environment_factory
 from nemorl.trajectories import Message
 
 PLAIN = SingleTurnEnvConfig()

@@ -14,7 +14,7 @@ from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.rollout.ray_worker import groups_of
+from nemorl.rollout.worker import groups_of
 from tests.rollout.test_worker import experiment
 
 
@@ -69,7 +69,7 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
     rollout = start(
         placement,
         "rollout",
-        "nemorl.rollout.ray_worker:RayRolloutWorker",
+        "nemorl.rollout.worker:RayRolloutWorker",
         [{"experiment": config, "engines": engines.workers}],
         tmp_path,
     )

@@ -18,7 +18,7 @@ from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Router, RouterFigures
 from nemorl.generation.types import EngineHealth, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.ray_replica import ray_replica
+from nemorl.rollout.worker import ray_replica
 from nemorl.session.health import hanging
 from nemorl.session.pool import GenerationPool
 from tests.generation.examples import Prompts, request
