@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemorl.cluster.requests import worker_requests
+from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of

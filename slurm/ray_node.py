@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemorl.cluster.temporary import FOLDERS, hold, remove_abandoned
+from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned
 
 from .fit import PART
 from .hardware import Hardware

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemorl.cluster.requests import wanted_bundles, with_places, worker_requests
+from nemorl.cluster.placement import wanted_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.errors import Violation

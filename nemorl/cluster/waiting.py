@@ -13,7 +13,7 @@ from .errors import ClusterError, DeadlineExceeded, NodeLost, WorkerDied, Worker
 from .logs import last_lines
 
 if TYPE_CHECKING:
-    from .worker import Worker
+    from .group import Worker
 
 # After the first failure of a call the other ranks get this long to answer too. The peers of a dead rank see
 # their connection break and raise before Ray reports the death, which is the cause and the one to report.

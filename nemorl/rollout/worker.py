@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker
 from nemorl.config.environment import EnvConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.types import EngineFailed, EngineHealth
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.megatron.checkpoint_store import FileRecord

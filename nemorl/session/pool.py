@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.router import RouterFigures
 from nemorl.generation.types import EngineStats, NoReplicaLeft

@@ -5,8 +5,7 @@ import logging
 from collections import Counter
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker, WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.requests import worker_requests
+from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec

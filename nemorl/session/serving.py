@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from nemorl.cluster.requests import worker_requests
+from nemorl.cluster.group import Worker
+from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import EndpointConfig
 from nemorl.data.tokenizer import load_tokenizer

@@ -11,9 +11,8 @@ from typing import Any
 import ray
 
 from nemorl.cluster.errors import WorkerDied
-from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.cluster.placement import Placement
-from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.generation import EndpointConfig

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import ray
 
-from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.cluster.placement import Placement
-from nemorl.cluster.worker import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.rollout.dispatch import RunGroups

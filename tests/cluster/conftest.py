@@ -15,9 +15,7 @@ import ray
 
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.mesh import Mesh
-from nemorl.cluster.placement import Placement
-from nemorl.cluster.requests import WorkerRequest
-from nemorl.cluster.reserving import reserve
+from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
 

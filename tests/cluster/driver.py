@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.requests import WorkerRequest
+from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster.nodes import Node
-from nemorl.cluster.placement import Placement
-from nemorl.cluster.requests import WorkerRequest
+from nemorl.cluster.placement import Placement, WorkerRequest
 
 NODE = Node("here", "here", "127.0.0.1", 4)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.requests import WorkerRequest
+from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
 

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import ray
 
-from nemorl.cluster import reserving
+from nemorl.cluster import placement
 from nemorl.cluster.errors import PlacementFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Node
-from nemorl.cluster.placement import Placement, assigned_bundles
-from nemorl.cluster.requests import WorkerRequest, wanted_bundles, worker_requests
-from nemorl.cluster.reserving import reserve
+from nemorl.cluster.placement import (
+    Placement,
+    WorkerRequest,
+    assigned_bundles,
+    reserve,
+    wanted_bundles,
+    worker_requests,
+)
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from tests.cluster.places import on_one_node
@@ -148,7 +153,7 @@ def test_every_rank_has_a_bundle_of_its_own(placement: Placement):
 def test_a_local_ray_refuses_at_once_what_it_can_never_hold(
     runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(reserving, "placement_group", None)  # nothing is asked of Ray, and waited for
+    monkeypatch.setattr(placement, "placement_group", None)  # nothing is asked of Ray, and waited for
     with pytest.raises(PlacementFailed) as caught:
         asyncio.run(
             reserve(

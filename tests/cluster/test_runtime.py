@@ -19,9 +19,7 @@ from ray._private import services
 
 from nemorl.cluster.errors import ClusterUnavailable
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.ray_start import start_apart
-from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.cluster.temporary import remove_abandoned
+from nemorl.cluster.runtime import ClusterRuntime, remove_abandoned, start_apart
 from nemorl.config.run import ClusterConfig
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.group import Worker, WorkerGroup
 
 from .conftest import StartFragile
 

@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemorl.cluster.temporary import LOCK, hold, remove_abandoned
+from nemorl.cluster.runtime import LOCK, hold, remove_abandoned
 
 HOLD_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from nemorl.cluster.temporary import hold
+from nemorl.cluster.runtime import hold
 lock = hold(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

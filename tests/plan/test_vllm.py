@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.cluster.requests import worker_requests
+from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Violation
 from nemorl.models.shape import ModelShape, MoeShape

@@ -7,7 +7,7 @@ import ray
 
 from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.requests import WorkerRequest
+from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.environment import MathEnvConfig

@@ -9,10 +9,9 @@ from typing import Any, cast
 import pytest
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.requests import WorkerRequest
+from nemorl.cluster.group import Worker, WorkerGroup
+from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.cluster.worker import Worker
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Router, RouterFigures

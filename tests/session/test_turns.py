@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.placement import assigned_bundles
-from nemorl.cluster.requests import worker_requests
+from nemorl.cluster.placement import assigned_bundles, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.generation.types import EngineHealth
 from nemorl.serve.server import Listening
