@@ -14,7 +14,7 @@ from nemorl.errors import NemorlError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, writing
 from nemorl.megatron.export import export_hf
 from nemorl.observe.metrics import StepMetrics
-from nemorl.session.trained import Keeper
+from nemorl.session.models import Keeper
 
 from .full_disk import full_disk_named
 from .origin import Origin

@@ -13,7 +13,7 @@ from nemorl.errors import ConfigError, RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, verify
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.run_folder import RunPaths
-from nemorl.session.trained import folder_of
+from nemorl.session.models import folder_of
 
 from .full_disk import full_disk_named
 from .origin import Origin

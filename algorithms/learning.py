@@ -18,7 +18,7 @@ from nemorl.megatron.stats import TrainStats
 from nemorl.observe.observer import Observer
 from nemorl.observe.stages import Stage
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.model_group import ModelGroup
+from nemorl.session.models import ModelGroup
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 

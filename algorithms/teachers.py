@@ -12,9 +12,8 @@ from typing import Literal
 from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
 from nemorl.config.facts import teacher_group
 from nemorl.errors import RunError
-from nemorl.session.columns import Column, Field
 from nemorl.session.session import Session
-from nemorl.session.shard import SequencePlace
+from nemorl.session.shard import Column, Field, SequencePlace
 from nemorl.trajectories import Task
 
 # What a teacher computes, and what it is to the policy.

@@ -16,7 +16,7 @@ import torch
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
-from nemorl.session.generation_host import GenerationHost
+from nemorl.session.hosts import GenerationHost
 
 MAX_LENGTH = 512  # tokens of prompt and completion
 
@@ -179,7 +179,7 @@ async def _vllm(setting: Setting) -> tuple[Any, Stage]:
 async def _megatron(setting: Setting) -> tuple[Any, Stage]:
     """A policy of one process; `stage` is as long as its rank samples."""
     from nemorl.megatron.worker import PolicyWorker
-    from nemorl.session.megatron_generation import PolicySampler
+    from nemorl.session.hosts import PolicySampler
 
     policy = PolicyConfig(
         model_path=setting.model, precision=setting.precision, max_sequence_length=MAX_LENGTH

@@ -52,8 +52,7 @@ def run(arguments: Namespace) -> int:
     else:
         ready = prepared(target, overrides)
     from nemorl.serve.server import Listening  # aiohttp and Ray: not before the checks
-    from nemorl.session.reward_serving import serve_rewards
-    from nemorl.session.serving import serve
+    from nemorl.session.endpoints import serve, serve_rewards
 
     def tell(at: Listening) -> None:
         say(f"endpoint: {at.url}")

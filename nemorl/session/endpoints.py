@@ -1,20 +1,129 @@
 """A teacher behind an endpoint: it is sent token ids and tells logprobs of the prompt, as vLLM's server does.
 
 `prompt_logprobs: k` of a request gives at each token its own logprob and the k likeliest tokens with theirs.
+
+The OpenAI-compatible endpoint over the engines of a session: beside a run, or as all there is to do.
+
+A reward model of its own: the processes that hold it, and the HTTP endpoint over them.
+
+The model runs in the same worker as policies and critics do (`PolicyHost`), so every family and layout can be
+served, and an answer's score is the one that training a policy or the reward model itself computes. It holds
+no optimizer.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemorl.cluster.errors import ClusterError
+from nemorl.cluster.group import Worker
+from nemorl.cluster.placement import worker_requests
+from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.auxiliary import EndpointTeacherConfig
+from nemorl.config.experiment import Experiment
+from nemorl.config.facts import ModelSpec
+from nemorl.config.generation import EndpointConfig
+from nemorl.data.examples import Example
 from nemorl.data.packed import PackedBatch
+from nemorl.data.tokenizer import load_tokenizer
 from nemorl.errors import RunError
 from nemorl.generation.openai_client import OpenAIClient
-from nemorl.generation.types import EngineFailed, RequestRefused
+from nemorl.generation.router import Router
+from nemorl.generation.types import EngineFailed, NoReplicaLeft, RequestRefused
+from nemorl.rollout.worker import PooledRouter, ray_replica
+from nemorl.serve.sampling import Served
+from nemorl.serve.server import Listening, answering, listening
+
+from .models import ModelGroup
+from .scoring import RewardScorer, reward_app
+from .session import Starter, open_engines
+
+_LOOK_SECONDS = 1.0  # between two looks whether an engine is left
+
+
+def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> Served:
+    """What an endpoint serves. Raises TokenizerError."""
+    return Served(
+        router,
+        load_tokenizer(experiment.policy),
+        endpoint.model_name or experiment.policy.model_path.absolute().name,
+        experiment.policy.max_sequence_length,
+        endpoint.timeout,
+    )
+
+
+class EndpointHost(PooledRouter):
+    """What runs in the process of an endpoint beside a run. Lives in an event loop."""
+
+    def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
+        endpoint = experiment.generation.endpoint
+        assert endpoint is not None, "this process is for experiments with an endpoint"
+        self._config = endpoint
+        self._router = Router([ray_replica(engine) for engine in engines])
+        self._served = served(experiment, endpoint, self._router)
+        self._open = AsyncExitStack()
+
+    async def listen(self) -> Listening:
+        """Answer from now on. Raises RunError when the address cannot be had."""
+        return await self._open.enter_async_context(listening(self._config, self._served))
+
+    async def close(self) -> None:
+        """Answer no more."""
+        await self._open.aclose()
+
+
+class _RouterHere(PooledRouter):
+    """The router of this process, as a pool calls those of others (`Routers`)."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+
+def serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+    """Start the engines of an experiment and answer over HTTP until the process is told to end.
+
+    `tell` hears where, once that works. Raises NemorlError, among them NoReplicaLeft.
+    """
+    asyncio.run(_serve(experiment, tell))
+
+
+async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+    endpoint = experiment.generation.endpoint or EndpointConfig()
+    engines = [request for request in worker_requests(experiment) if request.group == "generation"]
+    async with AsyncExitStack() as stack:
+        runtime = stack.enter_context(ClusterRuntime(experiment.cluster, engines))
+        placement = await runtime.reserve()
+        stack.callback(placement.release)
+        pool = await stack.enter_async_context(open_engines(experiment, placement))
+        router = Router([ray_replica(worker) for worker in pool.group.workers])
+        pool.serve(_RouterHere(router))
+        end = asyncio.Event()
+        # After Ray's start, which takes the signals for itself.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, end.set)
+        tell(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
+        while not await _set_within(end, _LOOK_SECONDS):
+            pool.check_watch()
+            if pool.hopeless:
+                raise NoReplicaLeft(dict(pool.losses))
+            pool.tell_losses()  # at once: nothing else tells those who serve why nobody answers
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
 
 Told = Mapping[str, Mapping[str, Any]]  # by token id: `logprob` and `rank`
 
@@ -118,3 +227,50 @@ def _spans(batch: PackedBatch, sequences: Sequence[int]) -> list[slice]:
 
 def _kept(field: Tensor | None, size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(size, dtype=dtype) if field is None else field.clone()
+
+
+def serve_rewards(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+    """Start the reward model of an experiment and answer over HTTP until the process is told to end.
+
+    `tell` hears where, once that works. Raises NemorlError.
+    """
+    asyncio.run(_serve_rewards(experiment, tell))
+
+
+async def _serve_rewards(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+    endpoint = experiment.generation.endpoint or EndpointConfig()
+    async with AsyncExitStack() as stack:
+        scorer = await _open(experiment, stack)
+        end, failures = asyncio.Event(), []
+
+        async def score(examples: Sequence[Example]) -> list[float]:
+            try:
+                return await scorer.score(examples)
+            except ClusterError as error:  # without its processes there is nothing to serve
+                failures.append(error)
+                end.set()
+                raise
+
+        chat = experiment.data.chat
+        app_of = reward_app(experiment.policy, endpoint, chat=chat, score=score)
+        # After Ray's start, which takes the signals for itself.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, end.set)
+        tell(await stack.enter_async_context(answering(endpoint, app_of)))
+        await end.wait()
+        if failures:
+            raise failures[0]
+
+
+async def _open(experiment: Experiment, stack: AsyncExitStack) -> RewardScorer:
+    """The processes, which end with the stack."""
+    policy, cluster = experiment.policy, experiment.cluster
+    processes = [request for request in worker_requests(experiment) if request.group == "policy"]
+    runtime = stack.enter_context(ClusterRuntime(cluster, processes))
+    placement = await runtime.reserve()
+    stack.callback(placement.release)
+    spec = ModelSpec("policy", "policy", policy, trains=False)
+    group = await stack.enter_async_context(Starter(experiment, placement).model(spec))
+    stack.push_async_callback(group.shutdown_async)
+    model = ModelGroup(group, policy, cluster.deadlines, trains=False)
+    return RewardScorer(model, policy.layout.fewest_units)

@@ -1,21 +1,191 @@
-"""The engines of a run while some may be lost: who answers, why others do not, and who comes back."""
+"""The engines of a run while some may be lost: who answers, why others do not, and who comes back.
+
+Whether engines answer and get on with their work.
+
+Engines that are started again, and how often.
+"""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from nemorl.cluster.errors import ClusterError
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
 from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.router import RouterFigures
-from nemorl.generation.types import EngineStats, NoReplicaLeft
+from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
 
-from .health import HealthChecks
-from .restarts import Restarts
+_ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
+
+
+def hanging(health: EngineHealth, step_seconds: float) -> str | None:
+    """Why an engine that answers is lost nevertheless; None if it is not."""
+    at_work = health.running + health.waiting > 0 and not health.paused
+    if not at_work or health.seconds_since_step <= step_seconds:
+        return None
+    return (
+        f"no step for {health.seconds_since_step:.0f} s, while {health.running} sequences run and "
+        f"{health.waiting} wait (cluster.deadlines.engine_step is {step_seconds:g})"
+    )
+
+
+class HealthChecks:
+    """Asks the engines of a group how they are. Belongs to one event loop."""
+
+    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig) -> None:
+        self._group = group
+        self._deadlines = deadlines
+        self._ended: dict[int, str] = {}  # ranks whose processes were ended here, with the cause
+
+    async def cause_of_loss(self, worker: Worker) -> str | None:
+        """Why this engine is lost; None if it is not."""
+        if worker.rank in self._ended:
+            return self._ended[worker.rank]
+        try:
+            health = await self._ask(worker)
+        except WorkerFailed as error:
+            return error.message if error.kind == _ENGINE_FAILED else str(error)
+        except ClusterError as error:
+            return str(error)
+        return hanging(health, self._deadlines.engine_step)
+
+    def take_cause(self, worker: Worker, otherwise: str) -> str:
+        """Why the process was ended, if it was here; its rank may then be started again."""
+        return self._ended.pop(worker.rank, otherwise)
+
+    @asynccontextmanager
+    async def silent_ended(self) -> AsyncIterator[None]:
+        """Inside, the process of an engine that does not answer is ended, so that what waits for it fails.
+
+        It stays in the group, of which a call may be under way.
+        """
+
+        async def end_silent() -> None:
+            while True:
+                await asyncio.sleep(self._deadlines.health)
+                await asyncio.gather(*map(self._end_if_silent, self._group.workers))
+
+        watch = asyncio.create_task(end_silent())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _end_if_silent(self, worker: Worker) -> None:
+        if worker.rank in self._ended:
+            return
+        try:
+            await self._ask(worker)
+        except DeadlineExceeded as error:
+            self._ended[worker.rank] = str(error)
+            self._group.kill(worker)
+        except ClusterError:  # it does answer, or the call will tell of its death
+            return
+
+    async def _ask(self, worker: Worker) -> EngineHealth:
+        health: EngineHealth = await worker.call_async(
+            "health", stage="health check", deadline_seconds=self._deadlines.health
+        )
+        return health
+
 
 logger = logging.getLogger(__name__)
+
+# Of one replica in a run, whether they succeed or not: what dies more often has a cause that starting it
+# again does not mend.
+MOST_RESTARTS = 3
+
+
+class Restarts:
+    """Starts lost engines of a group again. Belongs to one event loop."""
+
+    def __init__(self, group: WorkerGroup, *, start_seconds: float, pause_seconds: float) -> None:
+        """`pause_seconds` lie between an attempt that failed and the next."""
+        self._group = group
+        self._start_seconds = start_seconds
+        self._pause_seconds = pause_seconds
+        self._attempts: Counter[int] = Counter()  # of each rank
+        self._tasks: list[asyncio.Task[Worker | None]] = []
+        self._open = asyncio.Event()  # engines may be started
+        self._open.set()
+        self._starting = 0
+        self._quiet = asyncio.Event()  # none is being started
+        self._quiet.set()
+        self.num_failed = 0  # attempts
+
+    @property
+    def expected(self) -> bool:
+        """Whether an engine may still come."""
+        return bool(self._tasks)
+
+    @property
+    def ready(self) -> list[Worker]:
+        """Engines that have started and were not taken."""
+        done = [task for task in self._tasks if task.done()]
+        return [worker for task in done if (worker := task.result()) is not None]
+
+    def begin(self, rank: int) -> None:
+        """Start this replica again, unless that was done too often."""
+        if self._attempts[rank] < MOST_RESTARTS:
+            self._tasks.append(asyncio.create_task(self._restart(rank)))
+
+    def take(self) -> list[Worker]:
+        """`ready`, each once."""
+        ready = self.ready
+        self._tasks = [task for task in self._tasks if not task.done()]
+        return ready
+
+    def forget(self, worker: Worker) -> None:
+        """Do not count on one of `ready` that was lost again."""
+        self._tasks = [task for task in self._tasks if not (task.done() and task.result() is worker)]
+
+    def allow(self) -> None:
+        """Let engines be started from now on: their devices are free."""
+        self._open.set()
+
+    async def forbid(self) -> None:
+        """Start none from now on; return when those that are being started have, or have failed."""
+        self._open.clear()
+        await self._quiet.wait()
+
+    async def close(self) -> None:
+        """End what is being started."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _restart(self, rank: int) -> Worker | None:
+        while True:
+            await self._open.wait()
+            self._attempts[rank] += 1
+            try:
+                return await self._start(rank)
+            except ClusterError as error:
+                self.num_failed += 1
+                left = MOST_RESTARTS - self._attempts[rank]
+                logger.warning(
+                    "generation replica %d could not be started again (attempts left: %d): %s",
+                    rank,
+                    left,
+                    error,
+                )
+                if not left:
+                    return None
+            await asyncio.sleep(self._pause_seconds)
+
+    async def _start(self, rank: int) -> Worker:
+        self._starting += 1
+        self._quiet.clear()
+        try:
+            return await self._group.restart_async(rank, self._start_seconds)
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._quiet.set()
 
 
 class Routers(Protocol):

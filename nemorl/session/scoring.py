@@ -27,8 +27,7 @@ from nemorl.serve.errors import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 from nemorl.serve.server import AppOf, Listening
 
-from .device_turns import DeviceTurns
-from .model_group import ModelGroup
+from .models import DeviceTurns, ModelGroup
 from .shard import SequencePlace
 
 

@@ -3,18 +3,27 @@
 staged      workers receive beside the weights in use, sampling goes on ──commit: engine stands──▶ copied over
 in place    engine stands ──▶ workers receive into the weights in use ──commit──▶ engine goes on
 reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them
+
+What vLLM's processes said last. They write where the replica's own process writes.
+
+Messages of the weight exchange as JSON, between a replica's process and vLLM's workers.
 """
 
 import asyncio
 import json
 import logging
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
+from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.backends import text_of
@@ -28,9 +37,35 @@ from nemorl.weights import session as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
 
-from .refitted import RefittedEngine
-from .vllm_log import last_words
-from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from .refit import RefittedEngine
+
+_OUTPUT = 2  # file descriptor
+_LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other
+_ERROR = re.compile(r"(?:\] |^)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Violation): .+)$")
+_CONSEQUENCES = ("See root cause", "See stack trace", "EngineDeadError")
+
+
+def last_words(count: int = 12) -> str:
+    """To put after a sentence: the first error that was told, and the last lines; or where to look."""
+    if not stat.S_ISREG(os.fstat(_OUTPUT).st_mode):
+        return "; its output says more"
+    lines = last_lines(Path(f"/proc/self/fd/{_OUTPUT}"), _LINES)
+    cause = first_error(lines)
+    told = "".join(f"\n  | {line}" for line in lines[-count:])
+    return (f": {cause}" if cause else "") + f". The last lines of its log:{told or ' none'}"
+
+
+def first_error(lines: tuple[str, ...]) -> str | None:
+    """The end of the first traceback among lines of a log; those after it are mostly its consequences."""
+    found = (match[1] for line in lines if (match := _ERROR.search(line)))
+    return next((error for error in found if not any(words in error for words in _CONSEQUENCES)), None)
+
+
+PARTS = TypeAdapter(tuple[Part, ...])
+LAYOUT = TypeAdapter(ReceiverLayout)
+SESSION = TypeAdapter(RefitSession)
+REPORT = TypeAdapter(ReceiveReport)
+
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import whole_slices
 
-from .vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from .vllm_host import LAYOUT, PARTS, REPORT, SESSION
 
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 2.0  # that an update which was given up may take to end

@@ -22,8 +22,7 @@ from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.packed import Compared, PackedBatch
 from nemorl.errors import RunError
-from nemorl.session.columns import Column
-from nemorl.session.shard import SequencePlace
+from nemorl.session.shard import Column, SequencePlace
 from nemorl.trajectories import Task
 from tests.algorithms.groups import failed, group
 

@@ -20,7 +20,7 @@ from nemorl.megatron.cache import KeyValueCache
 from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.session.megatron_generation import PolicySampler
+from nemorl.session.hosts import PolicySampler
 from nemorl.trajectories import Int16Array
 from tests.megatron.cases import LOSS, partition, start_worker
 

@@ -16,8 +16,8 @@ from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.micro_batches import BatchPlan, plan_batch
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.stats import TrainStats
-from nemorl.session.columns import Column, column_of, column_shards, rows_of
 from nemorl.session.policy_host import PolicyHost
+from nemorl.session.shard import Column, column_of, column_shards, rows_of
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 
 ESTIMATOR = TokenEstimator(GaeConfig(name="gae", gamma=0.99, lam=0.9), None)

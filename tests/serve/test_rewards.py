@@ -20,7 +20,7 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
 from nemorl.serve.server import answering
-from nemorl.session.device_turns import DeviceTurns
+from nemorl.session.models import DeviceTurns
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model

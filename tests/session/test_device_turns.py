@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nemorl.session.device_turns import DeviceTurns
+from nemorl.session.models import DeviceTurns
 
 
 class Group:

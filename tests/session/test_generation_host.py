@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.worker import GenerationWorker
-from nemorl.session.generation_host import GenerationHost
+from nemorl.session.hosts import GenerationHost
 from nemorl.weights.session import RefitDeadline
 
 

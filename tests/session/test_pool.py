@@ -18,8 +18,7 @@ from nemorl.generation.router import Router, RouterFigures
 from nemorl.generation.types import EngineHealth, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.worker import ray_replica
-from nemorl.session.health import hanging
-from nemorl.session.pool import GenerationPool
+from nemorl.session.pool import GenerationPool, hanging
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -155,7 +154,7 @@ def test_engines_die_hang_and_come_back(tmp_path):
     async def main(runtime: ClusterRuntime) -> None:
         group = await WorkerGroup.start_async(
             "generation",
-            "nemorl.session.generation_host:GenerationHost",
+            "nemorl.session.hosts:GenerationHost",
             [{**one, "rank": rank} for rank in range(2)],
             placement=await runtime.reserve(), threads=1, run_dir=tmp_path, deadline_seconds=120,
             concurrent=True,

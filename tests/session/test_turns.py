@@ -12,10 +12,9 @@ from nemorl.cluster.placement import assigned_bundles, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.generation.types import EngineHealth
 from nemorl.serve.server import Listening
+from nemorl.session import session
 from nemorl.session import session as session_module
-from nemorl.session import start
-from nemorl.session.session import Session, _Opening
-from nemorl.session.start import Starter
+from nemorl.session.session import Session, Starter, _Opening
 from nemorl.weights.exchange import RefitStats
 from tests.cluster.places import on_one_node
 from tests.plan.models import write_model
@@ -119,7 +118,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
     """And a reward model, while engines sample."""
     told: list[str] = []
     started, scorers = Started(told), []
-    monkeypatch.setattr(start, "WorkerGroup", started)
+    monkeypatch.setattr(session, "WorkerGroup", started)
     monkeypatch.setattr(session_module, "answering", answering)
     monkeypatch.setattr(session_module, "reward_app", lambda *_, **__: None)
     monkeypatch.setattr(session_module, "telling", scorers.append)

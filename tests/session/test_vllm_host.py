@@ -23,12 +23,10 @@ from nemorl.generation.async_engine import Chunk
 from nemorl.generation.types import Completion, EngineFailed, EngineHealth, GenerationRequest
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session import vllm_host
-from nemorl.session.health import hanging
-from nemorl.session.pool import GenerationPool
+from nemorl.session.pool import GenerationPool, hanging
 from nemorl.session.refit import GenerationReceivers
 from nemorl.session.session import Session
-from nemorl.session.vllm_host import VllmHost
-from nemorl.session.vllm_wire import LAYOUT, PARTS, REPORT, SESSION
+from nemorl.session.vllm_host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
