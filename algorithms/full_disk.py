@@ -6,8 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from nemorl.observe.errors import WriteError
-from nemorl.observe.files import room_left
+from nemorl.observe.files import WriteError, room_left
 
 
 @contextmanager

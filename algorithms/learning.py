@@ -16,7 +16,7 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.losses import Loss
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.observer import Observer
-from nemorl.observe.stages import Stage
+from nemorl.observe.timeline import Stage
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.models import ModelGroup
 from nemorl.session.session import Session

@@ -8,9 +8,8 @@ from pathlib import Path
 from nemorl.config.algorithm import EntropyBonusConfig, OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.megatron.stats import TrainStats
-from nemorl.observe.metrics import Change, StepMetrics, read_metrics
+from nemorl.observe.metrics import Change, Phase, Sample, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
-from nemorl.observe.samples import Phase, Sample
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 

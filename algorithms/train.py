@@ -18,10 +18,10 @@ from nemorl.config.load import to_yaml
 from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import write_whole
+from nemorl.observe.metrics import SampleWriter
 from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
-from nemorl.observe.samples import SampleWriter
 from nemorl.observe.trackers import check_trackers
 from nemorl.session.session import Session, open_session
 

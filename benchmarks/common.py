@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemorl.observe.facts import git_commit, installed_versions
+from nemorl.observe.run_folder import git_commit, installed_versions
 
 OUT = Path("runs/bench")
 

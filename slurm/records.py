@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from nemorl.observe.errors import WriteError
-from nemorl.observe.files import write_whole
+from nemorl.observe.files import WriteError, write_whole
 from nemorl.observe.run_folder import RunPaths
 
 from .errors import OptionError

@@ -1,19 +1,232 @@
-"""What a person sees while a run goes on: bars and a table on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: bars and a table on a terminal, plain lines elsewhere.
+
+Plain lines, for log files and pipes: one a step, and one when a stage takes long.
+
+Bars for the run and its stages, with a table of steps growing above them.
+"""
 
 import logging
 import sys
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console as RichConsole
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from nemorl.config.run import LoggerConfig
 
+from .formatting import (
+    Column,
+    choose_columns,
+    describe_losses,
+    describe_step,
+    describe_validation,
+    format_number,
+    format_progress,
+    format_seconds,
+    table_header,
+    table_row,
+)
 from .metrics import Change, StepMetrics
-from .plain_console import PlainConsole
-from .rich_console import BarConsole
-from .stages import StageListener
+from .timeline import Stage, StageListener
+
+
+class PlainConsole:
+    """Writes whole lines. A stage longer than `slow_seconds` is mentioned, then ever less often."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, slow_seconds: float = 10.0) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._slow_seconds = slow_seconds
+        self._timers: dict[int, threading.Timer] = {}  # by id of the running stage
+        self._writing = threading.Lock()
+
+    def stage_started(self, stage: Stage) -> None:
+        """Set the clock that tells of a long stage."""
+        self._mention_later(stage, self._slow_seconds)
+
+    def stage_advanced(self, stage: Stage) -> None:
+        """Progress is written only by the clock."""
+
+    def stage_finished(self, stage: Stage) -> None:
+        """Stop the clock; a stage that was mentioned gets its end mentioned too."""
+        self._timers.pop(id(stage)).cancel()
+        if stage.seconds > self._slow_seconds:
+            self._line(_describe(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}"))
+
+    def step_finished(self, step: int, started: float, seconds: float) -> None:
+        """The step's line comes with its figures."""
+
+    def header(self, facts: Mapping[str, str]) -> None:
+        """One fact a line."""
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self._line(f"{name:<{width}}  {value}")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One line of figures, with what was lost at its end, and one for the validation."""
+        place = f"step {metrics.step}/{self._total_steps}"
+        figures = [text for text in (describe_step(metrics), describe_losses(metrics)) if text]
+        if figures:
+            self._line(f"{place}: {', '.join(figures)}")
+        if validation := describe_validation(metrics):
+            self._line(f"{place}, validation: {validation}")
+
+    def summary(self, changes: Sequence[Change], report: Path | None) -> None:
+        """One figure a line, then the report's path."""
+        for change in changes:
+            before, after = _figure(change.before), _figure(change.after)
+            self._line(f"{change.metric}: {before} before, {after} after")
+        if report is not None:
+            self._line(f"report: {report}")
+
+    def logging_handler(self) -> logging.Handler:
+        """Log lines among the others."""
+        handler = logging.StreamHandler(self._stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        return handler
+
+    def close(self) -> None:
+        """Stop all clocks."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _mention_later(self, stage: Stage, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._mention, (stage, seconds))
+        timer.daemon = True
+        self._timers[id(stage)] = timer
+        timer.start()
+
+    def _mention(self, stage: Stage, waited: float) -> None:
+        self._line(_describe(stage, f"{format_seconds(stage.seconds)} so far"))
+        if id(stage) in self._timers:
+            self._mention_later(stage, 2 * waited)
+
+    def _line(self, text: str) -> None:
+        with self._writing:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+def _describe(stage: Stage, state: str) -> str:
+    progress = format_progress(stage)
+    return f"{stage.name}: {state}" + (f" ({progress})" if progress else "")
+
+
+def _figure(value: float | None) -> str:
+    return "not measured" if value is None else format_number(value)
+
+
+STAGE_WIDTH = 12  # characters, so that the bars stay in place when stages come and go
+RECENT_STEPS = 10  # from which the remaining time is guessed
+
+
+class BarConsole:
+    """A bar for the steps and one for each running stage; what is printed scrolls above them."""
+
+    def __init__(self, terminal: RichConsole, *, total_steps: int, first_step: int = 0) -> None:
+        self._terminal = terminal
+        self._total_steps = total_steps
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of the last steps
+        self._columns: tuple[Column, ...] = ()
+        self._stages: dict[int, TaskID] = {}  # by id of the running stage
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=terminal,
+            transient=True,
+        )
+        self._steps = self._progress.add_task(
+            "steps", total=total_steps, completed=first_step, detail=f"{first_step}/{total_steps}"
+        )
+        self._progress.start()
+
+    def stage_started(self, stage: Stage) -> None:
+        """Add a bar; it pulses when nobody knows how much there is to do."""
+        self._stages[id(stage)] = self._progress.add_task(stage.name, total=stage.total, detail="")
+
+    def stage_advanced(self, stage: Stage) -> None:
+        """Move the bar."""
+        self._progress.update(self._stages[id(stage)], completed=stage.done, detail=format_progress(stage))
+
+    def stage_finished(self, stage: Stage) -> None:
+        """Take the bar away."""
+        self._progress.remove_task(self._stages.pop(id(stage)))
+
+    def step_finished(self, step: int, started: float, seconds: float) -> None:
+        """Move the bar of the steps and guess the time that remains."""
+        if step > 0:
+            self._recent.append(seconds)
+        left = (self._total_steps - step) * sum(self._recent) / max(len(self._recent), 1)
+        guess = f", {format_seconds(left)} left" if self._recent and left else ""
+        self._progress.update(self._steps, completed=step, detail=f"{step}/{self._total_steps}{guess}")
+
+    def header(self, facts: Mapping[str, str]) -> None:
+        """Facts in two columns."""
+        grid = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            grid.add_row(Text(name, style="bold"), Text(value))
+        self._terminal.print(grid)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One row of the table; the heading comes with the first."""
+        place = f"{metrics.step}/{self._total_steps}"
+        width = 2 * len(str(self._total_steps)) + 3
+        columns = self._columns or choose_columns(metrics.values, self._terminal.width - width)
+        # Line 0 of a run holds a validation only: the columns come with the first step that has figures.
+        if not self._columns and any(column.key != "time/step" for column in columns):
+            self._columns = columns
+            self._print(f"{'step':>{width}}{table_header(columns)}", "bold")
+        if any(column.key in metrics.values for column in self._columns if column.key != "time/step"):
+            self._print(f"{place:>{width}}{table_row(self._columns, metrics.values)}")
+        if lost := describe_losses(metrics):
+            self._print(f"{place:>{width}}  lost: {lost}", "yellow")
+        if validation := describe_validation(metrics):
+            self._print(f"{place:>{width}}  validation: {validation}", "cyan")
+
+    def summary(self, changes: Sequence[Change], report: Path | None) -> None:
+        """A table of what changed, then the report's path; the bars are gone by then."""
+        self._progress.stop()
+        table = Table("figure")
+        for name in ("before", "after", "change"):
+            table.add_column(name, justify="right")
+        for change in changes:
+            table.add_row(escape(change.metric), *_cells(change))
+        if changes:
+            self._terminal.print(table)
+        if report is not None:
+            self._print(f"report: {report}", "bold")
+
+    def logging_handler(self) -> logging.Handler:
+        """Log lines above the bars."""
+        return RichHandler(console=self._terminal, show_path=False, markup=False, log_time_format="%X")
+
+    def close(self) -> None:
+        """Take the bars away."""
+        self._progress.stop()
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._terminal.print(Text(line, style=style), soft_wrap=True, highlight=False)
+
+
+def _cells(change: Change) -> tuple[str, str, str]:
+    """Before, after, and the difference with its sign."""
+    before = "-" if change.before is None else format_number(change.before)
+    after = "-" if change.after is None else format_number(change.after)
+    if change.before is None or change.after is None:
+        return before, after, "-"
+    difference = change.after - change.before
+    return before, after, ("+" if difference > 0 else "") + format_number(difference)
 
 
 class Console(StageListener, Protocol):

@@ -1,4 +1,7 @@
-"""Files that survive a crash: replaced whole, or grown by whole lines."""
+"""Files that survive a crash: replaced whole, or grown by whole lines.
+
+What can go wrong while a run is recorded.
+"""
 
 import json
 import os
@@ -7,7 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import RunFolderError, WriteError
+from nemorl.errors import RunError
+
+
+class RunFolderError(RunError):
+    """The run folder is in use, holds another run, or one of its files is damaged."""
+
+
+class WriteError(RunError):
+    """A file of the run could not be written; what it held before is still whole."""
+
+
+class TrackerMissing(RunError):
+    """A tracker is asked for whose package is not installed."""
+
 
 JsonObject = dict[str, Any]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .metrics import StepMetrics
-from .stages import Stage
+from .timeline import Stage
 
 
 @dataclass(frozen=True)

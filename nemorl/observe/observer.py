@@ -18,12 +18,10 @@ from typing import TextIO
 from nemorl.config.run import LoggerConfig
 
 from .console import open_console
-from .errors import WriteError
-from .metrics import Change, MetricsWriter, StepMetrics
+from .files import WriteError
+from .metrics import Change, MetricsWriter, Sample, SampleWriter, StepMetrics
 from .run_folder import RunFolder
-from .samples import Sample, SampleWriter
-from .stages import Stage, Stages
-from .timeline import Timeline
+from .timeline import Stage, Stages, Timeline
 from .trackers import open_trackers
 
 logger = logging.getLogger(__name__)

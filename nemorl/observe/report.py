@@ -16,12 +16,10 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from .charts import Chart, metric_charts, reward_chart, stage_chart, stage_totals
-from .errors import RunFolderError
-from .files import write_whole
+from .files import RunFolderError, write_whole
 from .formatting import format_number, format_seconds
-from .metrics import StepMetrics, read_metrics
+from .metrics import Sample, StepMetrics, read_metrics, read_samples
 from .run_folder import RunPaths, read_header
-from .samples import Sample, read_samples
 
 SAMPLES_SHOWN = 3  # of the first step, and of the last
 MOST_CHARACTERS = 4000  # of one text

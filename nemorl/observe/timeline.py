@@ -2,14 +2,150 @@
 
 The file is a complete JSON array after every event. Should a crash tear the last line, it still opens: the
 format allows an array without its closing bracket ("Trace Event Format", section "JSON Array Format").
+
+What the driver is doing: one `with` gives the seconds in the metrics, a span in the timeline and a bar.
+
+with stages.stage("generation", total=64, unit="trajectories") as stage:
+    ...
+    stage.advance(4)
+seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4}
 """
 
 import json
 import os
+import time
+from asyncio import CancelledError
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, Protocol
 
 from .files import JsonObject, write_failed
-from .stages import Stage
+
+Outcome = Literal["done", "failed", "interrupted"]
+
+
+class Stage:
+    """One stage while it runs, and its seconds after it."""
+
+    def __init__(
+        self, name: str, listeners: Sequence["StageListener"], *, total: int | None, unit: str
+    ) -> None:
+        self.name = name
+        self.total = total  # units of progress expected, if known
+        self.unit = unit  # what is counted, in the plural
+        self.done = 0
+        self.tokens = 0  # generated or trained so far, where somebody counts them
+        self.outcome: Outcome = "done"  # once it is over
+        self.started = time.time()  # seconds since the epoch, for the timeline
+        self.shares: dict[str, float] = {}  # fraction of the stage's seconds by other stage names
+        self._begin = time.perf_counter()
+        self._end: float | None = None
+        self._listeners = listeners
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, or of the whole stage once it is over."""
+        return (time.perf_counter() if self._end is None else self._end) - self._begin
+
+    def advance(self, count: int = 1, *, tokens: int = 0) -> None:
+        """Say that `count` more units are done, with so many tokens."""
+        self.done += count
+        self.tokens += tokens
+        for listener in self._listeners:
+            listener.stage_advanced(self)
+
+    def share(self, name: str, fraction: float) -> None:
+        """Count this fraction of the stage's seconds under another name.
+
+        For work that is interwoven with the stage, such as environments during generation: the seconds of
+        all names still add up to the time that passed.
+        """
+        if not 0 <= fraction <= 1 - sum(self.shares.values()) + 1e-9:
+            raise ValueError(f"stage {self.name}: {fraction} is no fraction of what is left of it for {name}")
+        self.shares[name] = fraction
+
+    def finish(self) -> None:
+        """Stop the clock."""
+        self._end = time.perf_counter()
+
+
+class StageListener(Protocol):
+    """Who is told about stages."""
+
+    def stage_started(self, stage: Stage) -> None:
+        """A stage begins."""
+        ...
+
+    def stage_advanced(self, stage: Stage) -> None:
+        """`stage.done` or `stage.tokens` has grown."""
+        ...
+
+    def stage_finished(self, stage: Stage) -> None:
+        """A stage is over, by success or by an error: `stage.outcome` says which."""
+        ...
+
+    def step_finished(self, step: int, started: float, seconds: float) -> None:
+        """All stages of a step are over. `started` is in seconds since the epoch."""
+        ...
+
+
+class Stages:
+    """Sums the seconds of the stages of one step after the other."""
+
+    def __init__(self, listeners: Sequence[StageListener]) -> None:
+        self._listeners = listeners
+        self._seconds: dict[str, float] = {}
+        self._restart_step()
+
+    @contextmanager
+    def stage(
+        self, name: str, *, total: int | None = None, unit: str = "", outside_step: bool = False
+    ) -> Iterator[Stage]:
+        """Time a stage; several with one name add up, stages may overlap.
+
+        `outside_step` is for work such as starting the workers: it is shown, but belongs to no step, and the
+        clock of the next step starts after it.
+        """
+        stage = Stage(name, self._listeners, total=total, unit=unit)
+        for listener in self._listeners:
+            listener.stage_started(stage)
+        try:
+            yield stage
+        except (KeyboardInterrupt, CancelledError):
+            stage.outcome = "interrupted"
+            raise
+        except BaseException:
+            stage.outcome = "failed"
+            raise
+        finally:
+            stage.finish()
+            if outside_step:
+                self._restart_step()
+            else:
+                self._count(stage)
+            for listener in self._listeners:
+                listener.stage_finished(stage)
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Seconds by `time/<stage>` and `time/step` since the step before, and start over."""
+        total = time.perf_counter() - self._step_begin
+        for listener in self._listeners:
+            listener.step_finished(step, self._step_started, total)
+        seconds = {f"time/{name}": value for name, value in self._seconds.items()} | {"time/step": total}
+        self._seconds = {}
+        self._restart_step()
+        return seconds
+
+    def _count(self, stage: Stage) -> None:
+        own = 1 - sum(stage.shares.values())
+        for name, fraction in [(stage.name, own), *stage.shares.items()]:
+            self._seconds[name] = self._seconds.get(name, 0.0) + fraction * stage.seconds
+
+    def _restart_step(self) -> None:
+        self._step_started = time.time()
+        self._step_begin = time.perf_counter()
+
 
 STEP_TRACK = 0
 END = b"]\n"

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from nemorl.config.run import LoggerConfig
 
-from .errors import TrackerMissing
-from .files import write_failed
+from .files import TrackerMissing, write_failed
 from .metrics import StepMetrics
 from .run_folder import RunFolder
 

@@ -15,7 +15,7 @@ from nemorl.algorithms.recorder import Bookkeeper
 from nemorl.config.load import load_experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics
-from nemorl.observe.stages import Stages
+from nemorl.observe.timeline import Stages
 from tests.algorithms.test_figures import group, trajectory
 from tests.config.experiments import write
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.observe.metrics import MetricsWriter, StepMetrics
+from nemorl.observe.metrics import MetricsWriter, Sample, SampleWriter, StepMetrics
 from nemorl.observe.run_folder import RunPaths
-from nemorl.observe.samples import Sample, SampleWriter
 from tests.observe.examples import CONFIG
 
 

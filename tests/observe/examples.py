@@ -1,6 +1,6 @@
 """What the tests of the run folder write into it."""
 
-from nemorl.observe.samples import Sample
+from nemorl.observe.metrics import Sample
 
 CONFIG = "algorithm:\n  name: grpo\n  num_steps: 3\npolicy:\n  model_path: models/tiny\n"
 

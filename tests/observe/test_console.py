@@ -10,12 +10,10 @@ import pytest
 from rich.console import Console as RichConsole
 
 from nemorl.config.run import LoggerConfig
-from nemorl.observe.console import open_console
+from nemorl.observe.console import BarConsole, PlainConsole, open_console
 from nemorl.observe.formatting import choose_columns, format_number, format_seconds
 from nemorl.observe.metrics import Change, StepMetrics
-from nemorl.observe.plain_console import PlainConsole
-from nemorl.observe.rich_console import BarConsole
-from nemorl.observe.stages import Stages
+from nemorl.observe.timeline import Stages
 
 STEP = StepMetrics(
     3, 3, {"reward/mean": 0.51234, "loss/policy": -0.0125, "time/step": 8.25, "validation/pass@1": 0.5}

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.observe.errors import RunFolderError, WriteError
-from nemorl.observe.files import JsonLinesWriter, keep_json_lines, read_json_lines, write_whole
+from nemorl.observe.files import (
+    JsonLinesWriter,
+    RunFolderError,
+    WriteError,
+    keep_json_lines,
+    read_json_lines,
+    write_whole,
+)
 from tests.full_disk import files_end_at
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.run import LoggerConfig
-from nemorl.observe.errors import WriteError
-from nemorl.observe.metrics import Change, read_metrics
+from nemorl.observe.files import WriteError
+from nemorl.observe.metrics import Change, read_metrics, read_samples
 from nemorl.observe.observer import Observer
 from nemorl.observe.run_folder import RunFolder, read_header
-from nemorl.observe.samples import read_samples
 from tests.full_disk import files_end_at
 from tests.observe.examples import CONFIG, make_sample
 

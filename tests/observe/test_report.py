@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.observe.charts import metric_charts, reward_chart, stage_chart, stage_seconds, stage_totals
-from nemorl.observe.errors import RunFolderError
+from nemorl.observe.files import RunFolderError
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.report import write_report
 from tests.observe.examples import make_sample

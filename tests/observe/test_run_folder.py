@@ -6,11 +6,9 @@ import sys
 
 import pytest
 
-from nemorl.observe.errors import RunFolderError, WriteError
-from nemorl.observe.facts import git_commit
-from nemorl.observe.metrics import MetricsWriter, StepMetrics, read_metrics
-from nemorl.observe.run_folder import RunFolder, read_header
-from nemorl.observe.samples import SampleWriter, read_samples
+from nemorl.observe.files import RunFolderError, WriteError
+from nemorl.observe.metrics import MetricsWriter, SampleWriter, StepMetrics, read_metrics, read_samples
+from nemorl.observe.run_folder import RunFolder, git_commit, read_header
 from tests.full_disk import files_end_at
 from tests.observe.examples import CONFIG, make_sample
 

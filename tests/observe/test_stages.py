@@ -2,8 +2,8 @@
 
 import pytest
 
-from nemorl.observe import stages as stages_module
-from nemorl.observe.stages import Stage, Stages
+from nemorl.observe import timeline as stages_module
+from nemorl.observe.timeline import Stage, Stages
 
 
 class Clock:

@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from nemorl.observe.errors import WriteError
-from nemorl.observe.stages import Stages
-from nemorl.observe.timeline import Timeline
+from nemorl.observe.files import WriteError
+from nemorl.observe.timeline import Stages, Timeline
 from tests.full_disk import files_end_at
 
 

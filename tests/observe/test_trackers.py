@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from nemorl.config.run import LoggerConfig
-from nemorl.observe.errors import TrackerMissing
+from nemorl.observe.files import TrackerMissing
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunFolder
 from nemorl.observe.trackers import open_trackers
