@@ -14,11 +14,8 @@ from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT, Violation
 from nemorl.observe.run_folder import RunPaths
-from nemorl.plan.addresses import address_violations
-from nemorl.plan.machine import Machine
-from nemorl.plan.nodes import node_violations
-from nemorl.plan.problems import Plan, plan_run
-from nemorl.plan.room import is_this_machine
+from nemorl.plan.machine import Machine, is_this_machine
+from nemorl.plan.problems import Plan, address_violations, node_violations, plan_run
 
 
 @dataclass(frozen=True)

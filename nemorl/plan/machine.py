@@ -1,10 +1,23 @@
-"""What the machine at hand offers."""
+"""What the machine at hand offers.
+
+Whether all processes find room in the memory of this machine, and which setting takes most of it.
+"""
 
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from nemorl.config.algorithm import KtoConfig, OnlineConfig, PreferenceConfig
+from nemorl.config.experiment import Experiment
+from nemorl.config.facts import ModelSpec, models_of
+from nemorl.config.generation import MegatronGenerationConfig, VllmGenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.errors import Violation
+
+from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _NVIDIA_SMI_SECONDS = 20
@@ -73,3 +86,225 @@ def parse_gpus(listed: str) -> tuple[Gpu, ...]:
         if mebibytes.strip().isdecimal():
             gpus.append(Gpu(name.strip(), int(mebibytes) * 2**20))
     return tuple(gpus)
+
+
+_MODEL = "policy.model_path"
+_SMALLER = "take a smaller model"
+_ON_CPUS = ("driver", "rollout", "endpoint")
+_SPREAD = f"{_SMALLER}, or spread it over more processes (policy.layout)"
+_MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
+
+
+def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
+    """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none.
+
+    The nodes of a job are a machine too.
+    """
+    elsewhere = "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
+    return bool(machine.nodes or not elsewhere) and bool(machine.gpus or not experiment.cluster.gpus_per_node)
+
+
+def memory_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[Violation]:
+    """What does not fit into the memory of this machine, where the run is for this machine."""
+    if not is_this_machine(experiment, machine):
+        return
+    if experiment.cluster.gpus_per_node:
+        yield from _gpu_violations(experiment, processes, machine)
+        return
+    needed = sum(process.total * process.count for process in processes)
+    if needed > machine.memory_bytes:
+        problem = f"all processes need about {_gigabytes(needed)}, and {machine.has} "
+        yield _blamed(experiment, processes, problem + _gigabytes(machine.memory_bytes))
+
+
+def _gpu_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[Violation]:
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
+    for process in processes:
+        if process.group not in _ON_CPUS and process.on_device > smallest.memory_bytes:
+            problem = (
+                f"a {process.group} process needs about {_gigabytes(process.on_device)}, and the "
+                f"{smallest.name} has {_gigabytes(smallest.memory_bytes)}"
+            )
+            yield _blamed(experiment, (process,), problem, on_device=True)
+    if experiment.generation.shares_devices:
+        yield from _sharing_violations(processes, smallest)
+    yield from _turn_violations(experiment, processes, smallest)
+
+
+def _turn_violations(
+    experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu
+) -> Iterator[Violation]:
+    """While one of the models on the policy's devices computes, the others keep what they do not leave.
+
+    Reward models compute while something is sampled, so beside engines that are awake.
+    """
+    residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}
+    there = [process for process in processes if process.group in residents]
+    if len(there) < 2:
+        return
+    kept = {process.group: _kept_aside(process, residents[process.group].config) for process in there}
+    engines = [p for p in processes if p.group == "generation" and experiment.generation.shares_devices]
+    awake = {p.group: sum(e.on_device for e in engines) for p in there if residents[p.group].scores}
+    needs = {p.group: p.on_device + awake.get(p.group, 0) + sum(kept.values()) - kept[p.group] for p in there}
+    most = max(needs, key=lambda group: needs[group])
+    if needs[most] > gpu.memory_bytes:
+        guests = [p.group for p in there if p.group != "policy"]
+        guest = residents[most if most in guests else guests[0]].section
+        yield Violation(
+            f"{guest}.devices",
+            "policy",
+            f"while the {most} computes, a GPU holds {_gigabytes(needs[most])} of it and of what the others "
+            f"keep there, and the {gpu.name} has {_gigabytes(gpu.memory_bytes)}: let them leave "
+            f"(policy.offload, {guest}.offload), spread them over more processes, or take `own` devices",
+        )
+
+
+def _kept_aside(process: ProcessMemory, config: PolicyConfig) -> int:
+    """What a model keeps on its device while others compute there."""
+    working = process.activations + process.logits + process.kv_cache
+    weights = (process.weights + process.reference) * config.offload.weights
+    training = (process.gradients + process.optimizer) * config.offload.optimizer
+    return process.on_device - working - weights - training
+
+
+def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Violation]:
+    """In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with."""
+    kept = [
+        process.on_device - process.activations - process.logits - process.kv_cache
+        for process in processes
+        if process.group in ("policy", "generation")
+    ]
+    if len(kept) > 1 and sum(kept) > gpu.memory_bytes:
+        yield Violation(
+            "generation.colocated",
+            True,
+            f"in a refit a GPU keeps {_gigabytes(kept[0])} of the policy and {_gigabytes(kept[1])} of an "
+            f"engine, and the {gpu.name} has {_gigabytes(gpu.memory_bytes)}: spread the policy over more "
+            "processes (policy.layout), raise generation.tensor_parallel_size, or set this to false",
+        )
+
+
+def _blamed(
+    experiment: Experiment, processes: Sequence[ProcessMemory], problem: str, *, on_device: bool = False
+) -> Violation:
+    """The field that decides on the part that takes the most, and what to do about it."""
+    sizes = {
+        (process.group, part): getattr(process, part) * process.count
+        for process in processes
+        for part in memory_parts()
+        if not (on_device and part in ON_HOST)
+    }
+    group, part = max(sizes, key=lambda key: sizes[key])
+    process = next(process for process in processes if process.group == group)
+    field, mend = _remedy(experiment, process, part)
+    name, size = part.replace("_", " "), _gigabytes(sizes[group, part])
+    mend = f"{problem}: {size} of it are for the {name} of the {group} processes; {mend}"
+    return Violation(field, _value(experiment, field), mend)
+
+
+def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
+    """Field and mend for a part of a process."""
+    group = process.group
+    beside = {model.name: model for model in models_of(experiment)[1:]}
+    if group in beside:
+        return _remedy_beside(experiment, beside[group], part)
+    match part, group:
+        case "activations", _:
+            return "policy.micro_batch_tokens", "lower it"
+        case "reference", _ if isinstance(experiment.algorithm, PreferenceConfig | KtoConfig):
+            return "algorithm.reference", "set it to precomputed, which keeps none"
+        case "reference", _ if isinstance(experiment.algorithm, OnlineConfig):
+            return "algorithm.kl.coefficient", "set it to 0, which keeps no reference"
+        case "checkpoint", _:
+            return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
+        case "optimizer", _:
+            return _MODEL, f"{_MORE_COPIES}, or, on GPUs, set policy.optimizer.on_host to true"
+        case "optimizer_on_host", _:
+            return _MODEL, _MORE_COPIES
+        case "logits", "policy" if not isinstance(experiment.generation, MegatronGenerationConfig):
+            return "policy.logprob_chunk_tokens", "lower it"
+        case "logits", _:
+            return _batch_size(experiment), "lower it"
+        case "kv_cache", _:
+            return _cache_size(experiment), "lower it"
+        case (("staging" | "staging_on_host"), _):
+            return _staging_size(experiment, process, part)
+        case "runtime", _:
+            return _number_of(group)
+    if group == "generation" and experiment.generation.replicas > 1:
+        return "generation.replicas", f"lower it, or {_SMALLER}"
+    return _MODEL, _SPREAD
+
+
+def _remedy_beside(experiment: Experiment, spec: ModelSpec, part: str) -> tuple[str, str]:
+    """Of a model beside the policy; what its section leaves open is said by the policy's."""
+    group, model = spec.section, f"{spec.section}.model_path"
+    match part:
+        case "activations":
+            given = spec.config.micro_batch_tokens != experiment.policy.micro_batch_tokens
+            return f"{group if given else 'policy'}.micro_batch_tokens", "lower it"
+        case "checkpoint":
+            return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
+        case "optimizer" | "optimizer_on_host":
+            return model, f"name a smaller model, or raise {group}.layout.data_parallel_size"
+    return model, f"name a smaller model, or spread it over more processes ({group}.layout)"
+
+
+def _batch_size(experiment: Experiment) -> str:
+    name = "max_num_seqs" if isinstance(experiment.generation, VllmGenerationConfig) else "max_batch_size"
+    return f"generation.{name}"
+
+
+def _cache_size(experiment: Experiment) -> str:
+    """The smaller of two limits is the one that holds."""
+    generation = experiment.generation
+    if isinstance(generation, VllmGenerationConfig):
+        return "generation.kv_cache_gigabytes"
+    sequences = getattr(generation, "max_batch_size", 0) * experiment.policy.max_sequence_length
+    by_batch = sequences < getattr(generation, "max_kv_tokens", 0)
+    return _batch_size(experiment) if by_batch else "generation.max_kv_tokens"
+
+
+def _staging_size(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
+    generation = experiment.generation
+    if process.group == "policy":
+        if part == "staging":
+            return "generation.bucket_megabytes", "lower it"
+        return "generation.delta", "set it to false, which keeps no copy of what was sent"
+    buckets = buckets_bytes(generation, process.weights)
+    if part == "staging" and generation.backend != "torch" and 2 * buckets > process.staging:
+        return "generation.bucket_megabytes", "lower it"
+    if generation.replicas > 1:
+        return "generation.replicas", f"lower it, or {_SMALLER}"
+    return _MODEL, _SMALLER
+
+
+def _number_of(group: str) -> tuple[str, str]:
+    """Which field has that many processes started."""
+    fields = {
+        "driver": ("cluster.object_store_megabytes", "lower it"),
+        "policy": ("policy.layout", "take fewer processes"),
+        "generation": ("generation.replicas", "start fewer"),
+        "rollout": ("cluster.rollout_workers", "start fewer"),
+    }
+    return fields.get(group, (_MODEL, _SMALLER))
+
+
+def _value(experiment: Experiment, field: str) -> object:
+    """As people know it: a path as a text, the layout by its axes."""
+    if field == "policy.layout":
+        return experiment.policy.layout.name
+    value: object = experiment
+    for step in field.split("."):
+        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
+    if value is None and field.endswith(".model_path"):
+        value = experiment.policy.model_path
+    return str(value) if field.endswith(".model_path") else value
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,7 +1,17 @@
-"""How much memory each process of an experiment needs: exact for weights, an estimate for the rest."""
+"""How much memory each process of an experiment needs: exact for weights, an estimate for the rest.
 
+How much a policy rank keeps for the backward pass: an estimate from the widths of the layers.
+
+Counted are the inputs of matrix products and what attention, activation functions and norms keep. What is
+small beside these (angles, masks, routing) is left out.
+
+How many parameters a policy rank holds, counted from the family's rules without listing its slices.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.experiment import Experiment
@@ -12,13 +22,187 @@ from nemorl.config.generation import (
     TrtllmGenerationConfig,
     VllmGenerationConfig,
 )
-from nemorl.config.policy import AdamConfig, LayoutConfig, MuonConfig, PolicyConfig, SgdConfig
+from nemorl.config.policy import (
+    AdamConfig,
+    FullRecompute,
+    LayoutConfig,
+    MuonConfig,
+    PolicyConfig,
+    SelectiveRecompute,
+    SgdConfig,
+)
 from nemorl.models.adapters import adapter_slices
-from nemorl.models.layout import PolicyRank, stage_layers
-from nemorl.models.shape import ModelShape
+from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
+from nemorl.models.layout import PolicyRank, is_tied_head, padded_vocab_size, stage_layers, weight_rules
+from nemorl.models.shape import ModelShape, MoeShape
 
-from .activations import kept_elements
-from .parameters import Parameters, stage_parameters
+
+def kept_elements(
+    shape: ModelShape, policy: PolicyConfig, stage: int, tokens: int, num_micro_batches: int
+) -> int:
+    """Elements that a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
+
+    A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
+    layers each (arXiv 2104.04473).
+    """
+    layout = policy.layout
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
+    behind = stages - 1 - stage
+    in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
+    in_flight = min(in_flight, num_micro_batches * chunks)
+    widths = {with_experts: _layer(shape, policy, with_experts) for with_experts in (False, True)}
+    runs = [
+        [widths[shape.is_moe(layer)] for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
+        for chunk in range(chunks)
+    ]
+    kept = max(_run(shape, policy, run) for run in runs)
+    again = max(_computed_again(policy, run) for run in runs)
+    return tokens * (in_flight * kept + again)
+
+
+def _run(shape: ModelShape, policy: PolicyConfig, layers: list[int]) -> int:
+    """Kept for a token by a run of layers that keep so much each where nothing is computed again."""
+    recompute = policy.recompute
+    if not isinstance(recompute, FullRecompute):
+        return sum(layers)
+    inputs = _hidden(shape, policy.layout)
+    if recompute.method == "uniform":
+        return inputs * -(-len(layers) // recompute.num_layers)
+    rest = layers[recompute.num_layers :]
+    return inputs * (len(layers) - len(rest)) + sum(rest)
+
+
+def _computed_again(policy: PolicyConfig, layers: list[int]) -> int:
+    """Kept for a token while what was not kept is computed again."""
+    recompute = policy.recompute
+    if not isinstance(recompute, FullRecompute):
+        return 0
+    together = recompute.num_layers if recompute.method == "uniform" else 1
+    return max(layers) * together
+
+
+def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
+    """Kept for a token by one layer."""
+    layout = policy.layout
+    left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
+    norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 4)  # inputs, and outputs
+    attention = _attention(shape, layout, again="core_attn" in left_out) // layout.tensor_parallel_size
+    moe = shape.moe
+    if moe is None or not with_experts:
+        mlp = 0 if "mlp" in left_out else 3 * shape.ffn_hidden_size // layout.tensor_parallel_size
+        return norms + attention + mlp
+    if "moe" in left_out:
+        return norms + attention
+    shared = 0 if "shared_experts" in left_out else 3 * moe.shared_ffn_hidden_size
+    return norms + attention + shared // layout.tensor_parallel_size + _experts(shape, moe, layout)
+
+
+def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
+    """A hidden state, of which sequence parallelism gives each rank a part."""
+    return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+
+
+def _attention(shape: ModelShape, layout: LayoutConfig, *, again: bool) -> int:
+    """Queries, keys and values, the first two also before their rotation, and what comes out.
+
+    Under context parallelism keys and values of all ranks are collected.
+    """
+    if shape.mla is None:
+        query = output = shape.num_attention_heads * shape.head_dim
+        key = value = shape.num_key_value_heads * shape.head_dim
+        latents = 0
+    else:
+        query = key = shape.num_attention_heads * (shape.mla.head_dim + shape.mla.rotary_dim)
+        output = value = shape.num_attention_heads * shape.mla.value_dim
+        latents = 2 * ((shape.mla.query_rank or 0) + shape.mla.key_value_rank)
+    before = latents + query + key + value + output
+    others = (key + value) * (layout.context_parallel_size - 1)
+    return before if again else before + query + key + others
+
+
+def _experts(shape: ModelShape, moe: MoeShape, layout: LayoutConfig) -> int:
+    """Copies of the token for its experts and what they make of it, with experts equally busy."""
+    copies = moe.top_k * layout.expert_tensor_parallel_size
+    widths = 2 * shape.hidden_size + 3 * moe.ffn_hidden_size // layout.expert_tensor_parallel_size
+    return copies * widths // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one rank. Copies of experts lie on other ranks than copies of the rest."""
+
+    dense: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+    def per_copy(self, layout: LayoutConfig) -> int:
+        """What is left of a rank's state when it is spread over the ranks that hold the same."""
+        copies = layout.context_parallel_size * layout.data_parallel_size
+        shared = layout.expert_parallel_size * layout.expert_tensor_parallel_size
+        return self.dense // copies + self.experts * shared // layout.stage_size
+
+
+def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
+    """Parameters of each rank of a pipeline stage, rows that pad the vocabulary included."""
+    chunks = range(layout.virtual_pipeline_parallel_size)
+    layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
+    with_experts = sum(shape.is_moe(layer) for layer in layers)
+    times = {
+        LayerKind.ALL: len(layers),
+        LayerKind.MOE: with_experts,
+        LayerKind.DENSE: len(layers) - with_experts,
+    }
+    last = layout.pipeline_parallel_size - 1
+    dense = experts = 0
+    for rule, elements in _rules(shape):
+        if rule.stage is Stage.LAYERS:
+            count = times[rule.layers]
+        else:
+            count = int(stage == (0 if rule.stage is Stage.FIRST else last))
+        if is_tied_head(rule, shape) and last == 0:
+            continue  # the head uses the embedding's own parameter
+        if rule.experts:
+            experts += count * _of_rank(elements, rule, shape, layout)
+        else:
+            dense += count * _of_rank(elements, rule, shape, layout)
+    return Parameters(dense, experts)
+
+
+@lru_cache(maxsize=4)
+def _rules(shape: ModelShape) -> tuple[tuple[WeightRule, int], ...]:
+    """Every rule of a model with the elements of one of its parameters."""
+    return tuple(
+        (rule, sum(_elements(tensor, rule, shape) for tensor in rule.tensors)) for rule in weight_rules(shape)
+    )
+
+
+def _of_rank(whole: int, rule: WeightRule, shape: ModelShape, layout: LayoutConfig) -> int:
+    """Elements of a rank's parameters of one layer: of all its experts where the rule is theirs."""
+    size = layout.tensor_parallel_size
+    if rule.experts:
+        assert shape.moe is not None, "rules of experts belong to models with experts"
+        whole *= shape.moe.num_experts // layout.expert_parallel_size
+        size = layout.expert_tensor_parallel_size
+    if rule.split is Split.REPLICATED:
+        return whole
+    if rule.split is Split.VOCABULARY:
+        return whole // shape.vocab_size * padded_vocab_size(shape, size) // size
+    return whole // size
+
+
+def _elements(tensor: HfTensor, rule: WeightRule, shape: ModelShape) -> int:
+    """Of the part of an HF tensor that belongs to one parameter."""
+    dims = list(tensor.axes)
+    if rule.experts and Dim.EXPERTS in dims:
+        dims.remove(Dim.EXPERTS)
+    if tensor.part is not None:
+        dims.remove(Dim.TWO)
+    return math.prod(shape.extent(dim) for dim in dims)
+
 
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000

@@ -1,18 +1,41 @@
 """Whether an experiment fits its model, its files and this machine, said before a process starts.
 
 Imports no torch.
+
+Whether the addresses that an experiment names can be had from this machine.
+
+Whether the nodes of a run can be had from where it is started.
+
+The weights of a model folder by their headers alone: all tensors there, of the shapes of config.json.
+
+A safetensors file begins with the length of its header (8 bytes, little-endian) and the header, JSON: name to
+dtype, shape and place. Reading that takes no torch and no time.
+
+Files, packages and keys that an experiment names: whether they are there and hold what is asked.
 """
 
-from collections.abc import Iterator, Sequence
+import errno
+import importlib.util
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from nemorl.config.data import DatasetConfig
+from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, generates, models_of
+from nemorl.config.facts import ModelSpec, generates, held_out, models_of
+from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
+from nemorl.config.run import ClusterConfig
 from nemorl.errors import Violation
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import (
     layout_violations,
     moe_violations,
@@ -21,12 +44,351 @@ from nemorl.models.layout_rules import (
 )
 from nemorl.models.shape import ModelShape
 
-from .files import file_violations, head_violations, own_tokenizer_violations, tokenizer_violations
-from .machine import Machine
+from .machine import Machine, is_this_machine, memory_violations
 from .memory import ProcessMemory, estimate_memory
-from .room import is_this_machine, memory_violations
 from .vllm import vllm_violations
-from .weights import weight_problems
+
+_HOST, _PORT = "generation.endpoint.host", "generation.endpoint.port"
+
+
+def address_violations(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Iterator[Violation]:
+    """`endpoint` is where this machine would listen. Nothing is sent; the port is free again afterwards."""
+    if isinstance(generation, OpenAIGenerationConfig):
+        yield from _asking(generation)
+    if endpoint is not None:
+        yield from _listening(endpoint)
+
+
+def _asking(config: OpenAIGenerationConfig) -> Iterator[Violation]:
+    problem = _unknown(config.host) if config.host else None
+    if problem is not None:
+        mend = f"this machine finds no address of {config.host} ({problem}): mend the name"
+        yield Violation("generation.base_url", config.base_url, mend)
+
+
+def _listening(endpoint: EndpointConfig) -> Iterator[Violation]:
+    host, port = endpoint.host, endpoint.port
+    if (problem := _unknown(host)) is not None:
+        mend = f"this machine finds no such address ({problem}): name one that it has, such as 127.0.0.1"
+        yield Violation(_HOST, host, mend)
+        return
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        number = _refused(family, address)
+        if number is not None:
+            yield _refusal(endpoint, number)
+            return
+
+
+def _unknown(host: str) -> str | None:
+    """Why no address is known for a name."""
+    try:
+        socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError:  # a part of it is empty, or longer than names can be
+        return "it is no name of a machine"
+    return None
+
+
+def _refused(family: int, address: tuple[object, ...]) -> int | None:
+    """The error with which listening begins, if it does."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            # As servers have it: a port whose connections are just ending is free.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        # A family that this machine lacks is left out when a server begins to listen.
+        return None if error.errno == errno.EAFNOSUPPORT else error.errno
+    return None
+
+
+def _refusal(endpoint: EndpointConfig, number: int) -> Violation:
+    if number == errno.EADDRINUSE:
+        mend = "another program listens there: name another port, or 0 for a free one"
+        return Violation(_PORT, endpoint.port, mend)
+    if number == errno.EACCES:
+        mend = "this port is for programs with special rights: name one of 1024 or more, or 0 for a free one"
+        return Violation(_PORT, endpoint.port, mend)
+    mend = f"this machine cannot listen there ({os.strerror(number)}): name an address of its own"
+    return Violation(_HOST, endpoint.host, f"{mend}, such as 127.0.0.1")
+
+
+def node_violations(cluster: ClusterConfig) -> Iterator[Violation]:
+    """A run over several nodes joins a Ray that was started on them."""
+    if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        mend = (
+            "this command by itself starts the run on this machine only: on a Slurm cluster take `nemorl "
+            f"slurm submit CONFIG --nodes {cluster.num_nodes}`; elsewhere start Ray on the nodes and set "
+            "RAY_ADDRESS to its head (docs/slurm.md)"
+        )
+        yield Violation("cluster.num_nodes", cluster.num_nodes, mend)
+
+
+DTYPES = ("F32", "BF16", "F16")  # that can be loaded
+_SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
+_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+Header = Mapping[str, Mapping[str, Any]]
+
+
+def weight_problems(
+    model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
+) -> Iterator[str]:
+    """What is wrong with the weights; nothing where config.json is wrong, which is told of elsewhere.
+
+    A scalar head may be missing, and begins at zero, unless a `trained_head` is wanted.
+    """
+    if not any((model / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        yield f"the folder holds no weights: {SINGLE_FILE} or {INDEX_FILE} is wanted"
+        return
+    try:
+        wanted = hf_tensors(ModelShape.load(model, head))
+    except (BrokenModelFolder, UnsupportedModel):
+        return
+    try:
+        files = _tensor_files(model)
+        headers = {file: _header(file) for file in dict.fromkeys(files.values())}
+    except BrokenModelFolder as error:
+        yield str(error)
+        return
+    here = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+    missing = [name for name in wanted if name not in here and (trained_head or name != _SCALAR_HEAD)]
+    if missing:
+        yield (
+            f"{len(missing)} of the model's {len(wanted)} tensors are missing, first {missing[0]}: take a "
+            "folder whose config.json and weights are of one model"
+        )
+    yield from _unfit(wanted, here)
+
+
+def _unfit(wanted: Mapping[str, tuple[int, ...]], here: Header) -> Iterator[str]:
+    """The first tensor of another shape, and the first of a type that cannot be loaded."""
+    shapes = {name: tuple(here[name]["shape"]) for name in wanted if name in here}
+    for name, shape in shapes.items():
+        if shape != wanted[name]:
+            says = "one label wants" if name == _SCALAR_HEAD else "config.json says"
+            yield (
+                f"{name} has the shape {list(shape)}, and {says} {list(wanted[name])}: take a "
+                "folder where both are of one model"
+            )
+            break
+    for name in shapes:
+        if here[name]["dtype"] not in DTYPES:
+            yield (
+                f"{name} is of type {here[name]['dtype']}, and weights may be {', '.join(DTYPES)}: take the "
+                "model's unquantised weights"
+            )
+            break
+
+
+def _tensor_files(model: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    indexed = indexed_files(model)
+    if indexed is not None:
+        return indexed
+    single = model / SINGLE_FILE
+    return dict.fromkeys(_header(single), single)
+
+
+def _header(path: Path) -> Header:
+    """Header of a file that is as long as it says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    except OSError as error:
+        raise BrokenModelFolder(f"{path} cannot be read: {error.strerror}") from error
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise BrokenModelFolder(f"{path} is no safetensors file: fetch it again") from error
+    if size < end:
+        raise BrokenModelFolder(f"{path} has {size} bytes of {end}: fetch it again, it was cut off")
+    return header  # type: ignore[no-any-return]
+
+
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[Violation]:
+    """Everything that is missing beside the model's own config.json; `packages` looks at those here too."""
+    model = experiment.policy.model_path
+    if model.is_dir():
+        for problem in weight_problems(model, experiment.policy.head):
+            yield Violation("policy.model_path", str(model), problem)
+    yield from _tokenizer(experiment)
+    for path, dataset in (("data.train", experiment.data.train), *held_out(experiment.data)):
+        file = getattr(dataset, "path", None)
+        if file is not None:
+            yield from _json_lines(path, dataset, file)
+    if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
+        mend = (
+            "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
+        )
+        yield Violation("logger.tensorboard", True, mend)
+    if packages:
+        yield from _engine_packages(experiment)
+    yield from _keys(experiment)
+
+
+def head_violations(model: Path) -> Iterator[Violation]:
+    """A reward model whose folder is a language model would say 0 of everything."""
+    known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    if not known[0].endswith("ForSequenceClassification"):
+        mend = (
+            f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
+            "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
+        )
+        yield Violation("policy.model_path", str(model), mend)
+
+
+def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> Iterator[Violation]:
+    """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
+
+    Tokens that were added to both vocabularies may differ: models of one family often name their special
+    ones anew. A folder without a tokenizer does not tell.
+    """
+    policy = experiment.policy.tokenizer.path or experiment.policy.model_path
+    of_policy, added_here = _tokens(policy / "tokenizer.json")
+    of_model, added_there = _tokens(model / "tokenizer.json")
+    compared = sorted((of_policy.keys() & of_model) - (added_here & added_there))
+    other = next((number for number in compared if of_policy[number] != of_model[number]), None)
+    if other is not None:
+        mend = (
+            f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
+            f"{of_policy[other]!r} in {policy}: name a model with the policy's tokenizer"
+        )
+        yield Violation(f"{section}.model_path", str(model), mend)
+
+
+def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
+    """All tokens by id, and which of them were added; none where the file does not tell."""
+    if not _is_tokenizer(file):
+        return {}, set()
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab") or {}
+    if isinstance(vocabulary, list):  # with scores, as Unigram has it
+        tokens = {place: entry[0] for place, entry in enumerate(vocabulary)}
+    else:
+        tokens = {number: token for token, number in vocabulary.items()}
+    added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+    return tokens | added, set(added)
+
+
+def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
+    """Packages of an engine that this installation does not bring; a run on other machines may have them."""
+    backend = experiment.generation.backend
+    if backend == "trtllm" and "RAY_ADDRESS" not in os.environ and not _installed("tensorrt_llm"):
+        mend = (
+            "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
+            "(docs/trtllm.md), or take torch or vllm"
+        )
+        yield Violation("generation.backend", backend, mend)
+
+
+def _keys(experiment: Experiment) -> Iterator[Violation]:
+    """Variables that name a key, which the processes of a Ray of our own inherit."""
+    generation = experiment.generation
+    wanted = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        wanted["generation.api_key_env"] = generation.api_key_env
+    if generation.endpoint is not None:
+        wanted["generation.endpoint.api_key_env"] = generation.endpoint.api_key_env
+    for place, reward in enumerate(experiment.rewards):
+        if isinstance(reward, ServiceRewardBase):
+            wanted[f"rewards.{place}.api_key_env"] = reward.api_key_env
+    for field, variable in wanted.items():
+        if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
+            mend = "this environment variable is not set, or empty; it holds the key: set it"
+            yield Violation(field, variable, mend)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
+    config, model = experiment.policy.tokenizer, experiment.policy.model_path
+    folder = config.path or model
+    # A model folder that is missing is told of once, by the check of the model.
+    mend = _tokenizer_mend(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
+    if mend is not None:
+        field = "policy.tokenizer.path" if config.path else "policy.model_path"
+        yield Violation(field, str(folder), mend)
+    elif config.chat_template is not None:
+        if not config.chat_template.is_file():
+            mend = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
+            yield Violation("policy.tokenizer.chat_template", str(config.chat_template), mend)
+    elif experiment.data.chat and folder.is_dir() and not _has_template(folder):
+        mend = (
+            f"the tokenizer in {folder} has no chat template: set this to false for plain text, or name one "
+            "in policy.tokenizer.chat_template"
+        )
+        yield Violation("data.chat", True, mend)
+
+
+def own_tokenizer_violations(section: str, model: Path) -> Iterator[Violation]:
+    """A reward model of the run's own reads text by the tokenizer in its folder."""
+    mend = _tokenizer_mend(model)
+    if mend is not None:
+        yield Violation(f"{section}.model_path", str(model), mend)
+
+
+def _tokenizer_mend(folder: Path, where: str = "") -> str | None:
+    if not (folder / "tokenizer.json").is_file():
+        return f"the folder holds no tokenizer.json: name a folder that does{where}"
+    if not _is_tokenizer(folder / "tokenizer.json"):
+        return "its tokenizer.json is not what the tokenizers library writes, or was cut off: fetch it again"
+    return None
+
+
+def _is_tokenizer(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("model"), dict)
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(settings.get("chat_template"))
+
+
+def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Violation]:
+    """The first task stands for the others: it shows a wrong file and wrong keys."""
+    field = f"{path}.path"
+    try:
+        with file.open(encoding="utf-8") as lines:
+            line = next((line for line in lines if line.strip()), None)
+        first = json.loads(line) if line is not None else None
+    except OSError as error:
+        mend = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
+        yield Violation(field, str(file), mend)
+        return
+    except ValueError:
+        yield Violation(field, str(file), "the first task is not JSON: one object a line is wanted")
+        return
+    if line is None:
+        yield Violation(field, str(file), "the file is empty: one JSON object a line is wanted")
+        return
+    if not isinstance(first, dict):
+        yield Violation(field, str(file), "the first task is not a JSON object, with keys and values")
+        return
+    for name in type(dataset).model_fields:
+        key = getattr(dataset, name)
+        if name.endswith("_key") and key is not None and key not in first:
+            known = ", ".join(f"`{name}`" for name in first) or "no key at all"
+            yield Violation(f"{path}.{name}", key, f"the first task of {file} has no such key, but {known}")
 
 
 @dataclass(frozen=True)

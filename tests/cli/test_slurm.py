@@ -116,7 +116,7 @@ def test_an_option_that_cannot_be_meant_is_refused(
 def test_an_image_has_packages_of_its_own(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemorl.plan.files._installed", lambda package: False)
+    monkeypatch.setattr("nemorl.plan.problems._installed", lambda package: False)
     options = ("--gpus-per-node", 2, "generation.backend=trtllm", "policy.precision=bfloat16", "--dry-run")
 
     told = nemorl("slurm", "submit", experiment, *options)

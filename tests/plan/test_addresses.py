@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.generation import EndpointConfig, OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.errors import Violation
-from nemorl.plan.addresses import address_violations
+from nemorl.plan.problems import address_violations
 
 
 def found(host: str, port: int = 0) -> list[Violation]:

@@ -11,11 +11,9 @@ from pydantic import TypeAdapter
 from nemorl.config.data import DatasetConfig
 from nemorl.errors import Violation
 from nemorl.models.shape import ModelShape
-from nemorl.plan.files import file_violations
-from nemorl.plan.machine import Gpu, Machine
+from nemorl.plan.machine import Gpu, Machine, memory_violations
 from nemorl.plan.memory import ProcessMemory, estimate_memory
-from nemorl.plan.problems import plan_run
-from nemorl.plan.room import memory_violations
+from nemorl.plan.problems import file_violations, plan_run
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
 

@@ -6,7 +6,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, policy_slices
 from nemorl.models.shape import ModelShape
-from nemorl.plan.parameters import Parameters, stage_parameters
+from nemorl.plan.memory import Parameters, stage_parameters
 from tests.models.tiny_models import CONFIGS
 
 LAYOUTS = {

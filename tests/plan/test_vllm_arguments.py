@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from nemorl.plan.vllm import vllm_violations
-from nemorl.plan.vllm_arguments import argument_violations, engine_arguments
+from nemorl.plan.vllm import argument_violations, engine_arguments, vllm_violations
 from tests.plan.conftest import Configure
 from tests.plan.test_vllm import VLLM, shape_of
 from tests.vllm_there import require_vllm

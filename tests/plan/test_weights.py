@@ -8,8 +8,7 @@ import pytest
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
-from nemorl.plan.problems import plan_run
-from nemorl.plan.weights import weight_problems
+from nemorl.plan.problems import plan_run, weight_problems
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_weights
 from tests.plan.test_fit import ROOMY
