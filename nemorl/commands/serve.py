@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
             ready = prepared(of_model(target, Path(scratch)), overrides)
     else:
         ready = prepared(target, overrides)
-    from nemorl.serve.server import Listening  # aiohttp and Ray: not before the checks
+    from nemorl.serve.app import Listening  # aiohttp and Ray: not before the checks
     from nemorl.session.endpoints import serve, serve_rewards
 
     def tell(at: Listening) -> None:

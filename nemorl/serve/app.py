@@ -4,23 +4,104 @@ GET  /health               whether engines answer; asks for no key
 GET  /v1/models            the model
 POST /v1/completions       a prompt, as text or token ids
 POST /v1/chat/completions  a conversation, with tools
+
+What every endpoint does before and after it answers: the key, the most requests at a time, refusals.
+
+Listening: the address, the key, and the end.
 """
 
 import asyncio
+import hmac
 import json
-from contextlib import aclosing
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from nemorl.config.generation import EndpointConfig
+from nemorl.errors import RunError
 from nemorl.generation.types import Completion
 
 from .answers import Answer
-from .errors import ApiError
-from .guard import at_a_time, errors_as_json, key_wanted
-from .reading import read_request
-from .requests import ChatRequest, CompletionRequest
+from .requests import ApiError, ChatRequest, CompletionRequest, read_request
 from .sampling import Served, Work, chat_work, completion_work, engine_requests, sample, stream
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every refusal in one shape; what is our own mistake goes to the log, not to who asked."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        headers = {"Retry-After": "1"} if error.status == 429 else {}
+        return web.json_response(error.body(), status=error.status, headers=headers)
+    except web.HTTPRequestEntityTooLarge as error:
+        refusal = ApiError(413, f"The body is too large: {error.text}.", code="body_too_large")
+        return web.json_response(refusal.body(), status=error.status)
+    except web.HTTPException as error:  # no such path or method
+        refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}.")
+        return web.json_response(refusal.body(), status=error.status)
+    except ConnectionResetError:  # who asked has gone away
+        raise
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return web.json_response(
+            ApiError(500, "The server failed; its log says how.", kind="server_error").body(), status=500
+        )
+
+
+def key_wanted(api_key: str) -> Any:
+    """Refuses who does not send `Authorization: Bearer <api_key>`, but for /health."""
+    expected = f"Bearer {api_key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        # In constant time, so that nobody finds the key byte by byte.
+        if request.path != "/health" and not hmac.compare_digest(given, expected):
+            raise ApiError(
+                401,
+                "A key is wanted: send it as `Authorization: Bearer <key>`.",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        return await handler(request)
+
+    return check
+
+
+def at_a_time(most: int) -> Any:
+    """Tells who asks beyond so many requests under way to come again."""
+    running = 0
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal running
+        if request.method != "POST":
+            return await handler(request)
+        if running >= most:
+            raise ApiError(
+                429,
+                f"{most} requests are being answered; try again.",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+            )
+        running += 1
+        try:
+            return await handler(request)
+        finally:
+            running -= 1
+
+    return count
 
 
 def make_app(served: Served, *, api_key: str, max_concurrent: int, max_body_bytes: int) -> web.Application:
@@ -125,3 +206,81 @@ class _Endpoint:
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+
+SHUTDOWN_SECONDS = 5.0
+AppOf = Callable[[str], web.Application]  # by the key that requests must send
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where an endpoint is, and what it wants to hear."""
+
+    url: str  # with /v1, as clients want it
+    api_key: str
+    generated: bool  # the key was made here, so somebody has to be told
+
+
+def api_key_of(config: EndpointConfig) -> str | None:
+    """The key that the config names; None when one is to be made. Raises RunError."""
+    if config.api_key_env is None:
+        if not config.on_this_machine_only:
+            raise RunError(
+                f"generation.endpoint.host = {config.host} is reached from other machines, so the key must "
+                "be yours: name its environment variable in generation.endpoint.api_key_env, or listen on "
+                "127.0.0.1"
+            )
+        return None
+    key = os.environ.get(config.api_key_env, "")
+    if not key.strip():
+        raise RunError(
+            f"generation.endpoint.api_key_env = {config.api_key_env}: this environment variable is not set, "
+            "or empty; it holds the key that clients must send"
+        )
+    return key.strip()
+
+
+def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextManager[Listening]:
+    """Answer OpenAI's requests while the block runs. Raises RunError when the address cannot be had."""
+
+    def app_of(api_key: str) -> web.Application:
+        return make_app(
+            served,
+            api_key=api_key,
+            max_concurrent=config.max_concurrent_requests,
+            max_body_bytes=config.max_body_megabytes * 2**20,
+        )
+
+    return answering(config, app_of)
+
+
+@asynccontextmanager
+async def answering(
+    config: EndpointConfig, app_of: AppOf, inside: str | None = None
+) -> AsyncIterator[Listening]:
+    """Answer requests while the block runs, by the application of a key.
+
+    `inside` is an address to listen at instead, for askers of our own, who are told the key that is made.
+    Raises RunError when the address cannot be had.
+    """
+    given = api_key_of(config) if inside is None else None
+    listens = inside or config.host
+    key = given or secrets.token_urlsafe(32)
+    # Who goes away cancels what was asked, so that no engine samples for nobody.
+    runner = web.AppRunner(
+        app_of(key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, listens, config.port).start()
+        except OSError as error:
+            reason = error.strerror or error
+            raise RunError(
+                f"generation.endpoint: cannot listen on {listens}:{config.port}: {reason}"
+            ) from error
+        host, port = runner.addresses[0][:2]
+        shown = f"[{host}]" if ":" in host else host
+        yield Listening(f"http://{shown}:{port}/v1", key, generated=given is None)
+    finally:
+        await runner.cleanup()

@@ -25,10 +25,8 @@ from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.trajectories import Message
 
-from .errors import ApiError
-from .guard import at_a_time, errors_as_json, key_wanted
-from .reading import read_request
-from .requests import Strict
+from .app import at_a_time, errors_as_json, key_wanted
+from .requests import ApiError, Strict, read_request
 
 log = logging.getLogger(__name__)
 

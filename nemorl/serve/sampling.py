@@ -1,10 +1,20 @@
-"""One HTTP request as requests to the engines: prompts to tokens, choices to seeds, and their answers."""
+"""One HTTP request as requests to the engines: prompts to tokens, choices to seeds, and their answers.
+
+Tool calls in the text of an answer, as Hermes and Qwen models write them.
+
+<tool_call>
+{"name": "add", "arguments": {"a": 1}}
+</tool_call>
+"""
 
 import asyncio
+import json
+import re
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +23,36 @@ from nemorl.generation.router import OnProgress, Router
 from nemorl.generation.types import Completion, GenerationRequest, NoReplicaLeft, Progress, RequestRefused
 from nemorl.trajectories import StopReason
 
-from .errors import ApiError, bad_request
-from .requests import MOST_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
-from .tools import OPENING
+from .requests import MOST_CHOICES, ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
+
+OPENING = "<tool_call>"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def tool_calls(text: str, name: str) -> list[dict[str, Any]] | None:
+    """The calls in a text that begins with one, as OpenAI's API has them; None when one cannot be read.
+
+    `name` of the answer makes their ids.
+    """
+    calls: list[dict[str, Any]] = []
+    for found in _CALL.finditer(text):
+        try:
+            call = json.loads(found[1])
+        except ValueError:
+            return None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = call.get("arguments", {})
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(
+            {
+                "id": f"call_{name}_{len(calls)}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": written},
+            }
+        )
+    return calls or None
+
 
 # A piece of a stream has one token while at most so many answers are under way, two with twice as many, and
 # so on: a message takes about a millisecond here and as much in the engine's process.

@@ -36,8 +36,8 @@ from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.router import Router
 from nemorl.generation.types import EngineFailed, NoReplicaLeft, RequestRefused
 from nemorl.rollout.worker import PooledRouter, ray_replica
+from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
-from nemorl.serve.server import Listening, answering, listening
 
 from .models import ModelGroup
 from .scoring import RewardScorer, reward_app

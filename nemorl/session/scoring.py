@@ -23,9 +23,9 @@ from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.serve.errors import ApiError
+from nemorl.serve.app import AppOf, Listening
+from nemorl.serve.requests import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
-from nemorl.serve.server import AppOf, Listening
 
 from .models import DeviceTurns, ModelGroup
 from .shard import SequencePlace

@@ -25,7 +25,7 @@ from nemorl.observe.files import write_whole
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.worker import groups_of
-from nemorl.serve.server import answering
+from nemorl.serve.app import answering
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import RefitStats, WeightExchange
 

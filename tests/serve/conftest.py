@@ -14,8 +14,8 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.worker import GenerationWorker
+from nemorl.serve.app import Listening, listening
 from nemorl.serve.sampling import Served
-from nemorl.serve.server import Listening, listening
 from tests.data.tokenizers import save_tokenizer
 
 TOOLS_CHATML = (

@@ -18,8 +18,8 @@ from nemorl.data.examples import STAND_IN, Example
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
+from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
-from nemorl.serve.server import answering
 from nemorl.session.models import DeviceTurns
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation

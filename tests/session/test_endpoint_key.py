@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemorl.serve.server import Listening
+from nemorl.serve.app import Listening
 from nemorl.session.session import _tell_endpoint
 
 URL = "http://127.0.0.1:8000/v1"

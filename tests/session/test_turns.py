@@ -11,7 +11,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import assigned_bundles, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.generation.types import EngineHealth
-from nemorl.serve.server import Listening
+from nemorl.serve.app import Listening
 from nemorl.session import session
 from nemorl.session import session as session_module
 from nemorl.session.session import Session, Starter, _Opening
