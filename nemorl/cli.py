@@ -15,8 +15,7 @@ from pathlib import Path
 
 import nemorl
 from nemorl.commands import check, config_help, doctor, evaluate, models, plan, report, serve, slurm, train
-from nemorl.commands.exit_codes import ExitCode
-from nemorl.commands.terminal import complain
+from nemorl.commands.terminal import ExitCode, complain
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = {

@@ -13,11 +13,12 @@ from typing import Literal
 
 from rich.text import Text
 
-from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import output, say, table
 from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
 from nemorl.plan.vllm import vllm_version
+
+from .terminal import ExitCode
 
 HELP = "say what is installed, what works here, and what is missing for what"
 

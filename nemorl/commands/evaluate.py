@@ -2,10 +2,11 @@
 
 from argparse import ArgumentParser, Namespace
 
-from nemorl.commands.arguments import add_experiment
-from nemorl.commands.preflight import prepare
 from nemorl.commands.terminal import output, say, table
 from nemorl.plan.machine import read_machine
+
+from .check import prepare
+from .terminal import add_experiment
 
 HELP = "measure the model of an experiment on its validation tasks"
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from nemorl.commands.arguments import add_experiment
 from nemorl.commands.terminal import notes, output, say, table
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
@@ -14,6 +13,8 @@ from nemorl.models.shape import ModelShape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import memory_parts
+
+from .terminal import add_experiment
 
 HELP = "list the parallel layouts of a model with their memory"
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import yaml
 
-from nemorl.commands.arguments import add_overrides
-from nemorl.commands.preflight import Ready, prepare
 from nemorl.commands.terminal import say
 from nemorl.errors import ConfigError, Violation
 from nemorl.plan.machine import read_machine
 from nemorl.plan.problems import head_violations
+
+from .check import Ready, prepare
+from .terminal import add_overrides
 
 HELP = (
     "answer requests of OpenAI's API with the model of an experiment or with a model folder; or score answers"

@@ -6,11 +6,11 @@ from pathlib import Path
 from rich.text import Text
 
 from nemorl.commands import slurm_submit
-from nemorl.commands.arguments import add_experiment
-from nemorl.commands.exit_codes import ExitCode
 from nemorl.commands.terminal import output, say, table
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
+
+from .terminal import ExitCode, add_experiment
 
 WIDE = 100_000
 HELP = "submit runs to a Slurm cluster, and follow them there"

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemorl.commands.arguments import add_experiment
-from nemorl.commands.exit_codes import ExitCode
-from nemorl.commands.preflight import prepare
 from nemorl.commands.terminal import notes, plan_table, say
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError, NemorlError
 from nemorl.plan.machine import Machine
+
+from .check import prepare
+from .terminal import ExitCode, add_experiment
 
 if TYPE_CHECKING:
     from nemorl.slurm.submission import Options, Submission

@@ -1,6 +1,14 @@
-"""What commands show: results on standard output, everything about them on standard error."""
+"""What commands show: results on standard output, everything about them on standard error.
 
+Arguments that several commands take.
+
+What the exit status of `nemorl` says.
+"""
+
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -57,3 +65,32 @@ def plan_table(plan: Plan) -> Table:
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f}" if count else "-"
+
+
+RESUME = "go on from the newest whole checkpoint of the run folder"
+
+
+def add_experiment(parser: ArgumentParser) -> None:
+    """CONFIG and its overrides."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="experiment file (YAML)")
+    add_overrides(parser)
+
+
+def add_overrides(parser: ArgumentParser) -> None:
+    """The overrides of an experiment."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="a.b=value",
+        help="set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]",
+    )
+
+
+class ExitCode(IntEnum):
+    """As shells and schedulers see it."""
+
+    WELL = 0
+    FAILED = 1  # a run or a command began and failed
+    REFUSED = 2  # a configuration or an argument is wrong; nothing was started
+    STOPPED = 75  # told to stop by a signal, and can go on with --resume; sysexits' EX_TEMPFAIL
+    INTERRUPTED = 130  # Ctrl-C, as shells count it

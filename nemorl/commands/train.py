@@ -4,11 +4,12 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemorl.commands.arguments import RESUME, add_experiment
-from nemorl.commands.preflight import Ready, prepare
 from nemorl.commands.terminal import notes, plan_table, say
 from nemorl.config.load import to_yaml
 from nemorl.plan.machine import read_machine
+
+from .check import Ready, prepare
+from .terminal import RESUME, add_experiment
 
 if TYPE_CHECKING:
     from nemorl.algorithms.train import RunResult
