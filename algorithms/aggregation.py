@@ -3,6 +3,12 @@
 Every scheme is a weight for the sampled tokens of each sequence, made from counts of the whole optimizer
 step. The loss is then a plain sum of `weight * token_loss`, which no split into micro-batches or ranks
 changes.
+
+Sums and means over the sampled tokens of each sequence of a packed batch.
+
+A micro-batch always holds whole sequences: no sequence is split over micro-batches or data-parallel ranks,
+and under context parallelism every rank is given the logprobs of all tokens and takes its part of the
+gradient (`nemorl.megatron.model`). So these sums need no communication.
 """
 
 from collections.abc import Sequence
@@ -12,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import Aggregation
+from nemorl.data.packed import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -60,3 +67,30 @@ def sequence_weights(
                 )
             weights = torch.ones_like(counts) / (sequences * length)
     return torch.where(present, weights, torch.zeros_like(weights)).float()
+
+
+def sequence_of(batch: PackedBatch) -> Tensor:
+    """[N] int64: the number of each token's sequence."""
+    numbers = torch.arange(batch.num_sequences, device=batch.tokens.device)
+    return numbers.repeat_interleave(torch.diff(batch.cu_seqlens).long(), output_size=batch.num_tokens)
+
+
+def totals(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the sum of `values` [N] over the loss mask of each sequence."""
+    masked = torch.where(batch.loss_mask, values, torch.zeros_like(values))
+    return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), masked)
+
+
+def averages(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the mean of `values` [N] over the loss mask of each sequence; 0 of none."""
+    return totals(values, batch) / totals(torch.ones_like(values), batch).clamp(min=1)
+
+
+def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[N]: `totals` at all tokens of each sequence."""
+    return totals(values, batch).index_select(0, sequence_of(batch))
+
+
+def sequence_means(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[N]: `averages` at all tokens of each sequence."""
+    return averages(values, batch).index_select(0, sequence_of(batch))

@@ -19,7 +19,7 @@ from nemorl.session.shard import SequencePlace
 from .aggregation import sequence_weights
 from .gate import LogprobGate, gap_figures, versions_of
 from .losses import CrossEntropyLoss, finish_metrics
-from .preference import PreferenceLoss, pair_figures
+from .pair_losses import PreferenceLoss, pair_figures
 from .recorder import Bookkeeper
 
 

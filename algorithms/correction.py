@@ -27,8 +27,8 @@ from nemorl.config.algorithm import (
 )
 from nemorl.data.packed import PackedBatch
 
+from .aggregation import sequence_means, sequence_sums
 from .policy_losses import bounded_exp, log_ratio
-from .sequences import sequence_means, sequence_sums
 
 
 @dataclass(frozen=True)

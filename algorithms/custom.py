@@ -1,19 +1,71 @@
-"""An advantage estimator of your own: a function found by its import path, and tried before a run starts."""
+"""An advantage estimator of your own: a function found by its import path, and tried before a run starts.
 
+Functions of your own in place of built-in parts: found by their import path.
+"""
+
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
+from nemorl.config.base import NotImported, function_at
 from nemorl.data.batches import Advantage
+from nemorl.errors import NemorlError
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
-from .own import OwnPartError, find, num_positional, tried
+
+class OwnPartError(NemorlError):
+    """A function that cannot be found, called or used; the message names it and the mend."""
+
+
+def find(what: str, name: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names, as a `what`. Raises OwnPartError."""
+    try:
+        return function_at(name)
+    except NotImported as error:
+        raise OwnPartError(f"{what} `{name}`: {error}") from error.__cause__
+
+
+def tried(
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    arguments: Mapping[str, Any],
+    *,
+    called: str,
+    wanted: str,
+    where: str,
+) -> Any:
+    """What a function answers to `given`, which is called `where` in messages, and `arguments`.
+
+    `called` is the part by name, `wanted` how it must let itself be called. Raises OwnPartError.
+    """
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as error:
+        raise OwnPartError(f"{called}: it cannot be called as {wanted}: {error}") from error
+    try:
+        found = function(*given, **arguments)
+    except OwnPartError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise OwnPartError(f"{called}: on {where} it raised {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(found):
+        found.close()  # else Python warns that nobody awaited it
+        raise OwnPartError(f"{called}: it is an async function: make it a plain one, `def`")
+    return found
+
+
+def num_positional(function: Callable[..., Any]) -> int:
+    """How many positional arguments a function has by name."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
+
 
 F = TypeVar("F", bound=Callable[..., Sequence[Sequence[Advantage]]])
 
-_WANTED = "(groups, **arguments)"
+_ADVANTAGE_SIGNATURE = "(groups, **arguments)"
 
 
 def advantage(function: F) -> F:
@@ -25,7 +77,8 @@ def advantage(function: F) -> F:
     """
     if not num_positional(function):
         raise OwnPartError(
-            f"advantage `{function.__qualname__}`: it takes no positional argument; it is called as {_WANTED}"
+            f"advantage `{function.__qualname__}`: it takes no positional argument; "
+            f"it is called as {_ADVANTAGE_SIGNATURE}"
         )
     return function
 
@@ -38,14 +91,14 @@ def own_advantages(
 
     def estimate(groups: Sequence[GroupSummary]) -> list[list[Advantage]]:
         answer = function(groups, **config.arguments)
-        if problem := _problem(answer, groups):
+        if problem := _advantage_problem(answer, groups):
             raise OwnPartError(f"advantage `{config.function}`: {problem}")
         return [list(row) for row in answer]
 
     return estimate
 
 
-def try_out(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
+def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
     """Call a function as training would, on two groups with the rewards of an experiment.
 
     Raises OwnPartError when it cannot be found or called, fails, or does not answer as it must.
@@ -56,14 +109,14 @@ def try_out(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
         [groups],
         config.arguments,
         called=f"advantage `{config.function}`",
-        wanted=f"{_WANTED} with algorithm.advantage.arguments",
+        wanted=f"{_ADVANTAGE_SIGNATURE} with algorithm.advantage.arguments",
         where="two small groups",
     )
-    if problem := _problem(answer, groups):
+    if problem := _advantage_problem(answer, groups):
         raise OwnPartError(f"advantage `{config.function}`: {problem}")
 
 
-def _problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:
+def _advantage_problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:
     if not isinstance(answer, Sequence) or len(answer) != len(groups):
         return f"it returned {_told(answer)} for {len(groups)} groups: return a list with a list for each"
     for row, group in zip(answer, groups, strict=True):

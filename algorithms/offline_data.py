@@ -20,11 +20,9 @@ from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 
 from .distillation import Distillation
-from .kto import Kto
-from .offline import OfflineAlgorithm, Unit
-from .preference import Preference
+from .offline import OfflineAlgorithm, Supervised, Unit
+from .pair_losses import Kto, Preference
 from .reward_model import RewardModel
-from .supervised import Supervised
 from .teachers import teachers_of_tasks
 
 

@@ -3,12 +3,31 @@
 All are pure functions of `chosen` and `rejected`, [P] float32: an answer's logprob, summed over its tokens or
 their mean, less the reference's where the loss keeps one; `delta` is their difference. The formulas and
 their papers stand in `nemorl.config.algorithm.losses`.
+
+Whole sequences of a micro-batch, and which of them are a pair.
+
+DPO and its kin: an answer that was preferred becomes more likely than the one that was not.
+
+The loss is a function of two numbers for each pair (`pair_losses.py`); pairs lie in one micro-batch, so it is
+a plain sum over micro-batches and ranks as every other.
+
+KTO: single answers, good or not, against what the policy has moved away from the reference on the whole.
+
+The point of comparison is the divergence of the policy from the reference (Ethayarajh et al. 2024, arXiv
+2402.01306): the mean of `log policy - log reference` over prompts joined to answers of other
+prompts of the same batch, at least 0, without a gradient. It is measured before the step, over the whole
+batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's. What a
+step joins follows from the order of the data, so the reference's part may be computed beforehand.
 """
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemorl.config.algorithm import Aggregation, KtoConfig, PreferenceConfig
 from nemorl.config.algorithm.losses import (
     AnchoredLossConfig,
     HingeLossConfig,
@@ -18,6 +37,12 @@ from nemorl.config.algorithm.losses import (
     RobustLossConfig,
     SquaredLossConfig,
 )
+from nemorl.data.examples import Example, mismatched
+from nemorl.data.losses import LossOutput
+from nemorl.data.packed import PackedBatch
+
+from .aggregation import averages, totals
+from .offline import Unit
 
 # A mean logprob of 0 would have infinite odds.
 _LEAST_SURPRISE = 1e-6
@@ -62,3 +87,179 @@ def _anchored(chosen: Tensor, rejected: Tensor, config: AnchoredLossConfig) -> T
     if config.anchor == "zero":
         return 1 - torch.sigmoid(config.beta * chosen) + torch.sigmoid(config.beta * rejected)
     return torch.sigmoid(config.beta * chosen) + 1 - torch.sigmoid(config.beta * (chosen - rejected))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs of a micro-batch, by their places among its sequences."""
+
+    chosen: Tensor  # [P] int64
+    rejected: Tensor  # [P] int64
+    margins: Tensor  # [P] float32, by how much the chosen is better; 0 where nothing is said
+
+    def __len__(self) -> int:
+        return self.chosen.shape[0]
+
+
+def find_pairs(batch: PackedBatch) -> Pairs:
+    """The pairs, which the planner has kept together; sequences without a label are left out."""
+    assert batch.units is not None, "pairs want to know which sequences belong together"
+    units, labels = at_starts(batch.units, batch), sequence_labels(batch)
+    chosen, rejected = _by_unit(labels > 0, units), _by_unit(labels < 0, units)
+    if not torch.equal(units[chosen], units[rejected]):
+        raise ValueError("a pair was split: its sequences lie in different micro-batches")
+    margins = torch.zeros_like(labels) if batch.margins is None else at_starts(batch.margins, batch)
+    return Pairs(chosen, rejected, margins[chosen])
+
+
+def sequence_labels(batch: PackedBatch) -> Tensor:
+    """[S] 1, -1, or 0 for neither."""
+    assert batch.labels is not None, "what is compared has labels"
+    return at_starts(batch.labels, batch)
+
+
+def at_starts(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: `values` [N] at the first token of each sequence."""
+    return values[batch.cu_seqlens[:-1].long()]
+
+
+def at_ends(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: `values` [N] at the last token of each sequence."""
+    return values[batch.cu_seqlens[1:].long() - 1]
+
+
+def answer_logprobs(logprobs: Tensor, batch: PackedBatch, *, mean: bool) -> Tensor:
+    """[S]: of each sequence's learnt tokens their sum, or their mean."""
+    return averages(logprobs, batch) if mean else totals(logprobs, batch)
+
+
+def _by_unit(wanted: Tensor, units: Tensor) -> Tensor:
+    places = wanted.nonzero().squeeze(1)
+    return places[units[places].argsort()]
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The mean over pairs of what each costs, with the chosen answers' cross entropy where it is weighed."""
+
+    config: PairLossConfig
+    num_pairs: int  # of the whole optimizer step
+    sft_coefficient: float = 0.0
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `units` and `labels`, and `reference_logprobs` where the loss keeps a reference.
+
+        `weights` are those of the cross entropy: they add up to 1 over the chosen answers of the step.
+        """
+        pairs, mean = find_pairs(batch), self.config.logprobs == "mean"
+        answers = answer_logprobs(logprobs, batch, mean=mean)  # [S]
+        relative = answers
+        if self.config.keeps_reference:
+            assert batch.reference_logprobs is not None, "the loss of a pair wants the reference's logprobs"
+            relative = answers - answer_logprobs(batch.reference_logprobs, batch, mean=mean)
+        chosen, rejected = relative[pairs.chosen], relative[pairs.rejected]
+        preference = pair_loss(chosen, rejected, pairs.margins, self.config).sum() / self.num_pairs
+        assert batch.labels is not None, "pairs have labels"
+        sft = -(batch.weights * (batch.labels > 0) * logprobs).sum()
+        loss = preference + self.sft_coefficient * sft
+        sums = {
+            "loss/total": loss,
+            "loss/preference": preference,
+            "loss/sft": sft,
+            "pairs": torch.tensor(float(len(pairs)), device=loss.device),
+            "rewards/chosen": self.config.beta * chosen.sum(),
+            "rewards/rejected": self.config.beta * rejected.sum(),
+            "rewards/margin": self.config.beta * (chosen - rejected).sum(),
+            "rewards/accuracy": (chosen > rejected).sum(),
+            "logprobs/chosen": answers[pairs.chosen].sum(),
+            "logprobs/rejected": answers[pairs.rejected].sum(),
+        }
+        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
+
+
+def pair_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Losses as they are; the rest are means over pairs."""
+    pairs = max(sums["pairs"], 1.0)
+    return {k: v if k.startswith("loss/") else v / pairs for k, v in sums.items() if k != "pairs"}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One of the methods that compare the two answers of a pair."""
+
+    config: PreferenceConfig
+    aggregation: Aggregation = "token-mean"  # of the cross entropy
+
+    def contrast(self, units: Sequence[Unit]) -> list[Example]:
+        """No divergence is estimated."""
+        return []
+
+    def loss(self, num_units: int, divergence: float) -> PreferenceLoss:
+        """Of a step of so many pairs."""
+        return PreferenceLoss(self.config.loss, num_units, self.config.sft_coefficient)
+
+    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        """Losses, implicit rewards `beta (log policy - log reference)`, and how often the chosen wins."""
+        return pair_figures(sums)
+
+
+@dataclass(frozen=True)
+class KtoLoss:
+    """The mean over examples of what each costs."""
+
+    config: KtoConfig
+    num_examples: int  # of the whole optimizer step
+    divergence: float  # of the policy from the reference, in nats an answer; counts from 0 on
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
+        assert batch.reference_logprobs is not None, "KTO wants the reference's logprobs"
+        labels = sequence_labels(batch)  # [S]
+        relative = answer_logprobs(logprobs - batch.reference_logprobs, batch, mean=False)
+        good, bad = labels > 0, labels < 0
+        won = self.config.beta * labels * (relative - max(self.divergence, 0.0))
+        weights = self.config.desirable_weight * good + self.config.undesirable_weight * bad
+        loss = (weights * (1 - torch.sigmoid(won))).sum() / self.num_examples
+        sums = {
+            "loss/preference": loss,
+            "examples/desirable": good.sum(),
+            "examples/undesirable": bad.sum(),
+            "rewards/desirable": self.config.beta * (relative * good).sum(),
+            "rewards/undesirable": self.config.beta * (relative * bad).sum(),
+            "rewards/accuracy": ((won > 0) & (labels != 0)).sum(),
+        }
+        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
+
+
+@dataclass(frozen=True)
+class Kto:
+    """Learning from single answers."""
+
+    config: KtoConfig
+    aggregation: Aggregation = "token-mean"  # no term of single tokens
+
+    def contrast(self, units: Sequence[Unit]) -> list[Example]:
+        """Each prompt with the answer to the next one."""
+        examples = [unit.examples[0] for unit in units]
+        return mismatched(examples, max_length=max(example.num_tokens for example in examples))
+
+    def loss(self, num_units: int, divergence: float) -> KtoLoss:
+        """Of a step of so many answers, from which the policy's divergence was measured."""
+        return KtoLoss(self.config, num_units, divergence)
+
+    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+        """The loss, implicit rewards of both kinds, and how many lie on their side of the divergence."""
+        good, bad = sums["examples/desirable"], sums["examples/undesirable"]
+        rewards = {
+            "rewards/desirable": sums["rewards/desirable"] / max(good, 1.0),
+            "rewards/undesirable": sums["rewards/undesirable"] / max(bad, 1.0),
+        }
+        return {
+            "loss/preference": sums["loss/preference"],
+            **rewards,
+            "rewards/margin": rewards["rewards/desirable"] - rewards["rewards/undesirable"],
+            "rewards/accuracy": sums["rewards/accuracy"] / max(good + bad, 1.0),
+            "examples/desirable": good / max(good + bad, 1.0),
+        }

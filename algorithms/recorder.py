@@ -14,10 +14,9 @@ from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
-from .early_stop import EarlyStop
-from .entropy import EntropyWeight
-from .evaluate import ValidationSet, validate, validation_sets
-from .stop import Stop
+from .kl import EntropyWeight
+from .stop import EarlyStop, Stop
+from .validation import ValidationSet, validate, validation_sets
 
 logger = logging.getLogger(__name__)
 

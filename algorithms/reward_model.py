@@ -14,7 +14,7 @@ from nemorl.data.losses import Loss, LossOutput
 from nemorl.data.packed import PackedBatch
 
 from .offline import Unit
-from .pairs import at_ends, find_pairs
+from .pair_losses import at_ends, find_pairs
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from nemorl.config.algorithm.advantages import (
 from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
+from .aggregation import totals
 from .kl import kl_penalty
-from .sequences import totals
 
 SumOverRanks = Callable[[Tensor], Tensor]
 

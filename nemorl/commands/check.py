@@ -42,14 +42,14 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig):
         return
     if isinstance(algorithm.advantage, CustomAdvantageConfig):
-        from nemorl.algorithms.custom import try_out  # brings torch, which takes seconds
+        from nemorl.algorithms.custom import smoke_test_advantage  # brings torch, which takes seconds
 
         try:
-            try_out(algorithm.advantage, reward_names(experiment.env, experiment.rewards))
+            smoke_test_advantage(algorithm.advantage, reward_names(experiment.env, experiment.rewards))
         except NemorlError as error:
             yield Violation("algorithm.advantage.function", algorithm.advantage.function, str(error))
     if isinstance(algorithm.loss, CustomLossConfig):
-        from nemorl.algorithms.policy_losses import try_out as try_out_loss  # brings torch as well
+        from nemorl.algorithms.policy_losses import smoke_test_loss as try_out_loss  # brings torch as well
 
         try:
             taken = figures(algorithm, experiment.env, experiment.rewards, experiment.data)

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from nemorl.algorithms.checkpoints import Progress
-from nemorl.algorithms.offline import OfflineLoop
+from nemorl.algorithms.offline import OfflineLoop, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
 from nemorl.algorithms.recorder import Bookkeeper
-from nemorl.algorithms.reference_sums import ReferenceSums, reference_sums
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss

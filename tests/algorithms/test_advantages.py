@@ -11,8 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from nemorl.algorithms.advantages import estimator
-from nemorl.algorithms.custom import advantage, try_out
-from nemorl.algorithms.own import OwnPartError
+from nemorl.algorithms.custom import OwnPartError, advantage, smoke_test_advantage
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig, OfGroupsConfig
 from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, paid, trajectory
@@ -359,9 +358,9 @@ def own(function: str, **arguments: object) -> CustomAdvantageConfig:
 
 def test_a_function_of_ones_own() -> None:
     config = own("of_my_own", scale=2.0)
-    try_out(config, ["exact_match"])
+    smoke_test_advantage(config, ["exact_match"])
     assert estimator(config, {})([paid(0, [1.0, 0.5])]) == [[2.0, 1.0]]
-    try_out(own("names_its_reward"), ["exact_match"])
+    smoke_test_advantage(own("names_its_reward"), ["exact_match"])
 
 
 @pytest.mark.parametrize(
@@ -381,7 +380,7 @@ def test_a_function_of_ones_own_that_cannot_be_used_is_told_before_a_run(
     config: CustomAdvantageConfig, told: str
 ) -> None:
     with pytest.raises(OwnPartError, match=told):
-        try_out(config, ["exact_match"])
+        smoke_test_advantage(config, ["exact_match"])
 
 
 def test_the_decorator_wants_groups() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms import evaluate
+from nemorl.algorithms import validation
 from nemorl.algorithms.checkpoints import Progress
 from nemorl.algorithms.recorder import Bookkeeper
 from nemorl.config.load import load_experiment
@@ -37,8 +37,8 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
     async def hand_over(step: int) -> None:
         """Nothing to hand over."""
 
-    monkeypatch.setattr(evaluate, "load_tasks", load_tasks)
-    monkeypatch.setattr(evaluate, "sample_validation", sample_validation)
+    monkeypatch.setattr(validation, "load_tasks", load_tasks)
+    monkeypatch.setattr(validation, "sample_validation", sample_validation)
     experiment = load_experiment(
         write(tmp_path),
         ["algorithm.validation={period: 1, at_start: true, num_prompts: 50}", "checkpointing.enabled=false"],

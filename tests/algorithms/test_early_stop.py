@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemorl.algorithms.checkpoints import Progress
-from nemorl.algorithms.early_stop import EarlyStop
+from nemorl.algorithms.stop import EarlyStop
 from nemorl.algorithms.train import _why_finished
 from nemorl.config.algorithm import EarlyStopConfig
 from nemorl.megatron.checkpoint_store import Found

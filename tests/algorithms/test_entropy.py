@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.algorithms.entropy import EntropyWeight
+from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.config.algorithm import AdaptiveEntropyConfig, ClipLossConfig, EntropyBonusConfig
 from tests.algorithms.packed import current, ragged

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from nemorl.algorithms.online import Scorer
 from nemorl.algorithms.rollout_metrics import environment_share, rollout_figures
-from nemorl.algorithms.scoring import Scorer
 from nemorl.algorithms.validation import validation_figures
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.metrics import figures as known_figures

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.learning import Learning
-from nemorl.algorithms.scoring import Scorer
-from nemorl.algorithms.value_loss import ValueLoss
+from nemorl.algorithms.losses import ValueLoss
+from nemorl.algorithms.online import Learning, Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.rollout.groups import GroupSummary

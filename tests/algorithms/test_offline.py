@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemorl.algorithms.offline import FILE, ReferenceSums
 from nemorl.algorithms.offline_data import OfflineData
-from nemorl.algorithms.reference_sums import FILE, ReferenceSums
 from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
 from nemorl.config.checks.metrics import figures
 from nemorl.config.experiment import Experiment

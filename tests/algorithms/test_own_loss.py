@@ -9,9 +9,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from nemorl.algorithms.custom import OwnPartError
 from nemorl.algorithms.losses import PolicyLoss
-from nemorl.algorithms.own import OwnPartError
-from nemorl.algorithms.policy_losses import TokenLoss, log_ratio, policy_loss, try_out
+from nemorl.algorithms.policy_losses import TokenLoss, log_ratio, policy_loss, smoke_test_loss
 from nemorl.config.algorithm import ClipLossConfig, CustomLossConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import current, ragged
@@ -75,7 +75,7 @@ def own(name: str, **arguments: Any) -> CustomLossConfig:
 
 
 def test_a_sound_loss_is_taken() -> None:
-    try_out(own("unclipped", scale=2.0))
+    smoke_test_loss(own("unclipped", scale=2.0))
 
 
 def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
     (section,) = re.findall(r"`loss: (\{.*?\}\})`", page)
     (tmp_path / "my_losses.py").write_text(example, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    try_out(CustomLossConfig.model_validate(yaml.safe_load(section)))
+    smoke_test_loss(CustomLossConfig.model_validate(yaml.safe_load(section)))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_what_cannot_be_learnt_with_is_refused(config: CustomLossConfig, problem: str) -> None:
     with pytest.raises(OwnPartError, match=problem) as refused:
-        try_out(config)
+        smoke_test_loss(config)
     assert config.function in str(refused.value)
 
 
@@ -125,7 +125,7 @@ def test_what_goes_wrong_in_training_only_names_the_function(name: str, problem:
     batch = ragged(0)
     assert batch.num_tokens > 5
     if name == "short":
-        try_out(own(name))
+        smoke_test_loss(own(name))
     with pytest.raises(OwnPartError, match=rf"`{HERE}:{name}`: .*{problem}.*\(algorithm.loss.function\)"):
         PolicyLoss(own(name))(batch, current(batch, 0), torch.rand(batch.num_tokens))
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
-from nemorl.algorithms.policy_losses import token_loss
-from nemorl.algorithms.policy_losses.covariance import choose, draws
+from nemorl.algorithms.policy_losses import choose, draws, token_loss
 from nemorl.config.algorithm import (
     CispoLossConfig,
     ClipCovLossConfig,

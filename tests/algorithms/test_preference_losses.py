@@ -9,10 +9,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from nemorl.algorithms.kto import Kto
 from nemorl.algorithms.offline import Unit
-from nemorl.algorithms.pair_losses import pair_loss
-from nemorl.algorithms.preference import Preference
+from nemorl.algorithms.pair_losses import Kto, Preference, pair_loss
 from nemorl.algorithms.reward_model import RewardModel, ScorePairLoss, StepLoss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
 from nemorl.config.algorithm.losses import LogisticLossConfig, PairLossConfig

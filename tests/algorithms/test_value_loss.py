@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.algorithms.value_loss import ValueLoss, value_figures
+from nemorl.algorithms.losses import ValueLoss, value_figures
 from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.data.packed import PackedBatch
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from nemorl.algorithms.losses import ValueLoss
 from nemorl.algorithms.token_advantages import TokenEstimator
-from nemorl.algorithms.value_loss import ValueLoss
 from nemorl.config.algorithm.advantages import GaeConfig
 from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig

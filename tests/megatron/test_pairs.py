@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from nemorl.algorithms.preference import PreferenceLoss
+from nemorl.algorithms.pair_losses import PreferenceLoss
 from nemorl.config.algorithm.losses import LogisticLossConfig
 from nemorl.data.batches import pack_examples
 from nemorl.data.examples import STAND_IN, Example
