@@ -286,7 +286,7 @@ Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]
 def estimator(config: OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
     """From groups to the advantages of their trajectories; `reward_weights` are of the rewards by name.
 
-    Raises OwnPartError where a function of the user's cannot be found.
+    Raises CustomFunctionError where a function of the user's cannot be found.
     """
     match config:
         case GroupAdvantageConfig():

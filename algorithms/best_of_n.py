@@ -1,6 +1,6 @@
 """From sampled groups to what is imitated or compared: the best of each, and the worst beside it.
 
-`PickedLearning` is what the online loop learns with then: pairs by a loss of `pair_losses.py`, or the best
+`BestOfNUpdate` is what the online loop learns with then: pairs by a loss of `pair_losses.py`, or the best
 samples by cross entropy. Rewards pick; nothing else of them enters the loss.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSamplingConfig
-from nemorl.data.batches import STAND_IN_TOKENS
+from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
 from nemorl.observe.observer import Observer
@@ -17,10 +17,10 @@ from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .gate import LogprobGate, gap_figures, versions_of
+from .gate import LogprobGate, gap_metrics, versions_of
 from .losses import CrossEntropyLoss, finish_metrics
-from .pair_losses import PreferenceLoss, pair_figures
-from .recorder import Bookkeeper
+from .pair_losses import PreferenceLoss, pair_metrics
+from .recorder import RunRecorder
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def best_of(
 
 
 @dataclass
-class PickedLearning:
+class BestOfNUpdate:
     """The steps of learning from what was picked of a batch, as the online loop calls them."""
 
     config: IterativePreferenceConfig | RejectionSamplingConfig
     session: Session
     observer: Observer
-    books: Bookkeeper
+    recorder: RunRecorder
     gate: LogprobGate
     multiple: int  # of units into which a batch is laid over ranks and stages
 
@@ -98,8 +98,8 @@ class PickedLearning:
             stats = await self.session.learner.logprobs(old=measures, reference=reference)
         if not measures:
             return {}
-        gap = gap_figures(stats)
-        self.gate.check(gap, self._versions, self.books.done)
+        gap = gap_metrics(stats)
+        self.gate.check(gap, self._versions, self.recorder.done)
         return gap
 
     async def values(self) -> None:
@@ -113,7 +113,7 @@ class PickedLearning:
         """The updates; a batch in which nothing was picked leaves the weights as they are."""
         picked = {"picked": self._share}
         if not self._num_picked:
-            return picked | self.books.optimizer_figures([], left_out=self.config.num_epochs)
+            return picked | self.recorder.optimizer_metrics([], left_out=self.config.num_epochs)
         updates = []
         with self.observer.stage("training", total=self.config.num_epochs, unit="updates") as stage:
             for _ in range(self.config.num_epochs):
@@ -121,9 +121,9 @@ class PickedLearning:
                 stage.advance(tokens=updates[-1].num_tokens)
         first = updates[0]
         pairs = "pairs" in first.sums
-        figures = pair_figures(first.sums) if pairs else finish_metrics(first.sums, first.maxima)
-        packing = self.session.learner.packing_figures()
-        return figures | picked | self.books.optimizer_figures(updates) | packing
+        metrics = pair_metrics(first.sums) if pairs else finish_metrics(first.sums, first.maxima)
+        packing = self.session.learner.packing_metrics()
+        return metrics | picked | self.recorder.optimizer_metrics(updates) | packing
 
     @property
     def _loss(self) -> Loss:
@@ -159,4 +159,4 @@ def _best_places(best: Sequence[tuple[GroupSummary, TrajectorySummary]]) -> list
 
 def _stand_in(group: GroupSummary, unit: int) -> SequencePlace:
     """One token that is not trained: what has no weight is not sent whole."""
-    return SequencePlace(group.reference, 0, STAND_IN_TOKENS, weight=0.0, compared=Compared(unit))
+    return SequencePlace(group.reference, 0, PLACEHOLDER_TOKENS, weight=0.0, compared=Compared(unit))

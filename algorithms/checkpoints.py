@@ -60,10 +60,10 @@ class Origin:
 
 
 @contextmanager
-def full_disk_named(what: str, folder: Path, mend: str) -> Iterator[None]:
+def full_disk_named(what: str, folder: Path, fix: str) -> Iterator[None]:
     """Turn a write into `folder` that fails in the block into a `WriteError`.
 
-    `mend` says what is whole and what to do. A FileExistsError passes as it is.
+    `fix` says what is whole and what to do. A FileExistsError passes as it is.
     """
     try:
         yield
@@ -71,7 +71,7 @@ def full_disk_named(what: str, folder: Path, mend: str) -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise WriteError(
-            f"{what} could not be written to {folder}: {_reason(error)}; {room_left(folder)}. {mend}"
+            f"{what} could not be written to {folder}: {_reason(error)}; {room_left(folder)}. {fix}"
         ) from error
 
 
@@ -185,8 +185,8 @@ class Checkpoints:
         await asyncio.to_thread(self._store.prune, config.keep, config.metric, config.higher_is_better)
 
     def _export(self, folder: Path, step: int) -> None:
-        mend = "Make room, or set checkpointing.export_hf to false, and go on with --resume."
-        with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, mend):
+        fix = "Make room, or set checkpointing.export_hf to false, and go on with --resume."
+        with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
             export_hf(folder, folder / "hf", self._experiment.policy)
             Origin(str(self._experiment.run_dir.absolute()), step).write(folder / "hf")
 
@@ -217,9 +217,9 @@ def export_checkpoint(
 
 def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
     """Write `hf_dir` anew; what an earlier run left there stays until the new folder is whole."""
-    mend = f"All checkpoints are whole: make room, then `nemorl models export {checkpoint} {hf_dir}`."
+    fix = f"All checkpoints are whole: make room, then `nemorl models export {checkpoint} {hf_dir}`."
     fresh = hf_dir.with_name(".hf.new")
-    with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, mend):
+    with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, fix):
         shutil.rmtree(fresh, ignore_errors=True)
         export_hf(checkpoint, fresh, experiment.policy)
         Origin(str(experiment.run_dir.absolute()), step).write(fresh)
@@ -253,10 +253,10 @@ def _refuse_what_is_no_checkpoint(folder: Path) -> None:
     """Name the newest checkpoint to a person who named the run, its `checkpoints`, or what is not there."""
     if not folder.exists():
         beside = CheckpointStore(folder.parent)
-        mend = "name one such as RUN_DIR/checkpoints/step_00000010"
+        fix = "name one such as RUN_DIR/checkpoints/step_00000010"
         if steps := beside.steps():
-            mend = f"the newest there is {beside.path(steps[-1])}"
-        raise RunError(f"there is no checkpoint {folder}: {mend}")
+            fix = f"the newest there is {beside.path(steps[-1])}"
+        raise RunError(f"there is no checkpoint {folder}: {fix}")
     for place in (folder / "checkpoints", folder):
         store = CheckpointStore(place)
         if steps := store.steps():

@@ -36,7 +36,7 @@ class Corrected:
     """What the policy's loss of each token is multiplied by, without gradient."""
 
     weight: Tensor  # [N] float32
-    figures: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, their means over tokens are told
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, their means over tokens are told
     largest: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, their maxima are told
 
 
@@ -53,27 +53,27 @@ def correct(
     bypass = config.form == "bypass"
     token_log = log_ratio(batch, logprobs if bypass else old, batch.logprobs)
     weight = torch.ones_like(token_log)
-    figures: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     if not isinstance(config, NoCorrectionConfig):
         ratio = bounded_exp(_at_level(token_log, batch, config.level))
         weight, touched = importance_weights(ratio, config)
         if bypass and has_ratio:
             weight = (weight > 0).float()
-        figures |= {"correction/ratio_mean": ratio, _touched_name(config): touched}
+        metrics |= {"correction/ratio_mean": ratio, _touched_name(config): touched}
         largest |= {"correction/ratio_max": ratio}
     if config.sequence_mask is not None:
         mean = bounded_exp(sequence_means(token_log, batch))
         out = (mean < config.sequence_mask.low) | (mean > config.sequence_mask.high)
         weight = weight * ~out
-        figures["correction/masked_sequences"] = out
+        metrics["correction/masked_sequences"] = out
     if config.off_policy_threshold is not None:
         out = off_policy(batch, logprobs, config.off_policy_threshold)
         weight = weight * ~out
-        figures["correction/masked_off_policy"] = out
-    if figures:
-        figures |= {"correction/mean": weight, "correction/square": weight.square()}
-    return Corrected(weight, figures, largest)
+        metrics["correction/masked_off_policy"] = out
+    if metrics:
+        metrics |= {"correction/mean": weight, "correction/square": weight.square()}
+    return Corrected(weight, metrics, largest)
 
 
 @torch.no_grad()

@@ -16,16 +16,16 @@ from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 
-class OwnPartError(NemorlError):
+class CustomFunctionError(NemorlError):
     """A function that cannot be found, called or used; the message names it and the mend."""
 
 
 def find(what: str, name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names, as a `what`. Raises OwnPartError."""
+    """The function that `package.module:function` names, as a `what`. Raises CustomFunctionError."""
     try:
         return function_at(name)
     except NotImported as error:
-        raise OwnPartError(f"{what} `{name}`: {error}") from error.__cause__
+        raise CustomFunctionError(f"{what} `{name}`: {error}") from error.__cause__
 
 
 def tried(
@@ -39,21 +39,23 @@ def tried(
 ) -> Any:
     """What a function answers to `given`, which is called `where` in messages, and `arguments`.
 
-    `called` is the part by name, `wanted` how it must let itself be called. Raises OwnPartError.
+    `called` is the part by name, `wanted` how it must let itself be called. Raises CustomFunctionError.
     """
     try:
         inspect.signature(function).bind(*given, **arguments)
     except TypeError as error:
-        raise OwnPartError(f"{called}: it cannot be called as {wanted}: {error}") from error
+        raise CustomFunctionError(f"{called}: it cannot be called as {wanted}: {error}") from error
     try:
         found = function(*given, **arguments)
-    except OwnPartError:
+    except CustomFunctionError:
         raise
     except (Exception, SystemExit) as error:
-        raise OwnPartError(f"{called}: on {where} it raised {type(error).__name__}: {error}") from error
+        raise CustomFunctionError(
+            f"{called}: on {where} it raised {type(error).__name__}: {error}"
+        ) from error
     if inspect.iscoroutine(found):
         found.close()  # else Python warns that nobody awaited it
-        raise OwnPartError(f"{called}: it is an async function: make it a plain one, `def`")
+        raise CustomFunctionError(f"{called}: it is an async function: make it a plain one, `def`")
     return found
 
 
@@ -73,10 +75,10 @@ def advantage(function: F) -> F:
 
     It is called as `function(groups, **arguments)` with the `GroupSummary`s of a batch, which hold the
     trajectories that count, and returns a list for each of them: a number for each trajectory, or a tuple
-    with one for each of its turns. It must be pure. Raises OwnPartError.
+    with one for each of its turns. It must be pure. Raises CustomFunctionError.
     """
     if not num_positional(function):
-        raise OwnPartError(
+        raise CustomFunctionError(
             f"advantage `{function.__qualname__}`: it takes no positional argument; "
             f"it is called as {_ADVANTAGE_SIGNATURE}"
         )
@@ -86,13 +88,13 @@ def advantage(function: F) -> F:
 def own_advantages(
     config: CustomAdvantageConfig,
 ) -> Callable[[Sequence[GroupSummary]], list[list[Advantage]]]:
-    """The estimator that a config names; what it answers is checked. Raises OwnPartError."""
+    """The estimator that a config names; what it answers is checked. Raises CustomFunctionError."""
     function = find("advantage", config.function)
 
     def estimate(groups: Sequence[GroupSummary]) -> list[list[Advantage]]:
         answer = function(groups, **config.arguments)
         if problem := _advantage_problem(answer, groups):
-            raise OwnPartError(f"advantage `{config.function}`: {problem}")
+            raise CustomFunctionError(f"advantage `{config.function}`: {problem}")
         return [list(row) for row in answer]
 
     return estimate
@@ -101,7 +103,7 @@ def own_advantages(
 def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
     """Call a function as training would, on two groups with the rewards of an experiment.
 
-    Raises OwnPartError when it cannot be found or called, fails, or does not answer as it must.
+    Raises CustomFunctionError when it cannot be found or called, fails, or does not answer as it must.
     """
     groups = _tiny_groups(list(reward_names))
     answer = tried(
@@ -113,7 +115,7 @@ def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[s
         where="two small groups",
     )
     if problem := _advantage_problem(answer, groups):
-        raise OwnPartError(f"advantage `{config.function}`: {problem}")
+        raise CustomFunctionError(f"advantage `{config.function}`: {problem}")
 
 
 def _advantage_problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:

@@ -15,7 +15,7 @@ from nemorl.config.algorithm import (
     ReverseKlLossConfig,
     TopLossConfig,
 )
-from nemorl.data.batches import STAND_IN_TOKENS
+from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.examples import Example
 from nemorl.data.losses import Loss, LossOutput
 from nemorl.data.packed import PackedBatch
@@ -25,11 +25,11 @@ from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .gate import LogprobGate, gap_figures, versions_of
+from .gate import LogprobGate, gap_metrics, versions_of
 from .kl import kl_divergence
 from .losses import finish_metrics
 from .offline import Unit
-from .recorder import Bookkeeper
+from .recorder import RunRecorder
 from .teachers import Teachers
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.
@@ -55,9 +55,9 @@ class SampledReverseKL:
         assert entropy is not None, "the loss wants the entropy"
         x = kl_divergence(logprobs, batch.reference_logprobs, "k1").detach()
         terms = x + x * (logprobs - logprobs.detach())
-        figures = {"distillation/reverse_kl": terms, "entropy": entropy}
+        metrics = {"distillation/reverse_kl": terms, "entropy": entropy}
         gaps, largest = _gap(batch, logprobs)
-        return _output(batch, (batch.weights * terms).sum(), figures | gaps, largest)
+        return _output(batch, (batch.weights * terms).sum(), metrics | gaps, largest)
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class TopDivergence:
         places = batch.loss_mask.nonzero().squeeze(1)
         teacher, policy = outcomes(batch.top_logprobs[places], logprobs[places, 1:], self.config.rest)
         forward = forward_kl(teacher, policy)
-        figures = {
+        metrics = {
             "distillation/forward_kl": forward,
             "distillation/covered": batch.top_logprobs[places].exp().sum(-1),
         }
         terms = forward
         if isinstance(self.config, JsdLossConfig):
-            terms = figures["distillation/jsd"] = jensen_shannon(teacher, policy, self.config.beta)
-        spread = {name: _at(places, value, batch.num_tokens) for name, value in figures.items()}
+            terms = metrics["distillation/jsd"] = jensen_shannon(teacher, policy, self.config.beta)
+        spread = {name: _at(places, value, batch.num_tokens) for name, value in metrics.items()}
         gaps, largest = _gap(batch, logprobs[:, 0])
         return _output(
             batch, (batch.weights[places] * terms).sum(), {**spread, "entropy": entropy, **gaps}, largest
@@ -140,10 +140,10 @@ def _gap(batch: PackedBatch, logprobs: Tensor) -> tuple[dict[str, Tensor], dict[
 
 
 def _output(
-    batch: PackedBatch, loss: Tensor, figures: Mapping[str, Tensor], largest: Mapping[str, Tensor]
+    batch: PackedBatch, loss: Tensor, metrics: Mapping[str, Tensor], largest: Mapping[str, Tensor]
 ) -> LossOutput:
     mask = batch.loss_mask
-    sums = {name: (value.detach() * mask).sum().float() for name, value in figures.items()}
+    sums = {name: (value.detach() * mask).sum().float() for name, value in metrics.items()}
     sums |= {"loss/total": loss.detach().float(), "tokens": mask.sum().float()}
     return LossOutput(loss, sums, {name: value.detach().max().float() for name, value in largest.items()})
 
@@ -172,19 +172,19 @@ class Distillation:
         """Weights carry everything."""
         return distillation_loss(self.config.loss)
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """The loss, and means over tokens."""
         return finish_metrics(sums, maxima)
 
 
 @dataclass
-class DistilledLearning:
+class DistillationUpdate:
     """The steps of learning from teachers what a batch was worth, as the online loop calls them."""
 
     config: OnPolicyDistillationConfig
     session: Session
     observer: Observer
-    books: Bookkeeper
+    recorder: RunRecorder
     gate: LogprobGate
     teachers: Teachers
     taught_by: Sequence[str]  # the teacher of each training task
@@ -202,13 +202,13 @@ class DistilledLearning:
             return
         places = [
             SequencePlace(
-                group.reference, t.row, t.num_tokens if weight > 0 else STAND_IN_TOKENS, weight=weight
+                group.reference, t.row, t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS, weight=weight
             )
             for (group, t), weight in zip(members, weights.tolist(), strict=True)
         ]
         self._names = [self.taught_by[group.task_index] for group, _ in members]
         missing = -len(places) % self.multiple
-        stand_in = SequencePlace(groups[0].reference, 0, STAND_IN_TOKENS, weight=0.0)
+        stand_in = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)
         self._places, self._names = places + [stand_in] * missing, self._names + self._names[:1] * missing
         with self.observer.stage("loading"):
             await self.session.learner.load(self._places, kind="trajectories")
@@ -220,8 +220,8 @@ class DistilledLearning:
         gap = {}
         with self.observer.stage("logprobs"):
             if self.gate.due(step):
-                gap = gap_figures(await self.session.learner.logprobs(old=True, reference=False))
-                self.gate.check(gap, self._versions, self.books.done)
+                gap = gap_metrics(await self.session.learner.logprobs(old=True, reference=False))
+                self.gate.check(gap, self._versions, self.recorder.done)
         with self.observer.stage("teachers"):
             await self.teachers.tell(self._places, self._names, "trajectories")
         return gap
@@ -236,11 +236,11 @@ class DistilledLearning:
     async def train(self, step: int) -> dict[str, float]:
         """The update, if anything trains."""
         if not self._trains:
-            return self.books.optimizer_figures([], left_out=1)
+            return self.recorder.optimizer_metrics([], left_out=1)
         with self.observer.stage("training", total=1, unit="updates") as stage:
             update = await self.session.learner.train(distillation_loss(self.config.loss))
             stage.advance(tokens=update.num_tokens)
-        figures = finish_metrics(update.sums, update.maxima)
-        self.gate.check(figures, self._versions, self.books.done)
-        packing = self.session.learner.packing_figures()
-        return figures | self.books.optimizer_figures([update]) | packing
+        metrics = finish_metrics(update.sums, update.maxima)
+        self.gate.check(metrics, self._versions, self.recorder.done)
+        packing = self.session.learner.packing_metrics()
+        return metrics | self.recorder.optimizer_metrics([update]) | packing

@@ -22,7 +22,7 @@ class FilteredBatch:
     """The groups of one step, of which some may not train, and what was filtered."""
 
     groups: list[GroupSummary]  # as many as a step has; those that train first, if any does not
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 def refill(config: FiltersConfig, num_groups: int) -> Refill | None:
@@ -48,14 +48,14 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
     training = [_without_truncated(group) if config.drop_truncated else group for group in varied]
     names = {group.group for group in varied}
     left_out = [_left_out(group) for group in groups if group.group not in names]
-    figures = {
+    metrics = {
         "filters/sampled": float(len(groups)),
         "filters/kept": float(len(training)),
         **{f"filters/dropped_{reason}": float(dropped[reason]) for reason in _reasons(config)},
         **({"filters/least_varied": float(len(kept) - len(varied))} if config.keep_most_varied else {}),
         **({"filters/truncated": float(_truncated(varied))} if config.drop_truncated else {}),
     }
-    return FilteredBatch((training + left_out)[:num_groups], figures)
+    return FilteredBatch((training + left_out)[:num_groups], metrics)
 
 
 def _reasons(config: FiltersConfig) -> Iterator[str]:

@@ -32,13 +32,13 @@ class LogprobGate:
         period = self.config.logprob_gap_period
         return not self.compared or (period is not None and step % period == 0)
 
-    def check(self, figures: Mapping[str, float], sampled_by: range, version: int) -> None:
+    def check(self, metrics: Mapping[str, float], sampled_by: range, version: int) -> None:
         """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit.
 
         `sampled_by` are the versions of the batch's tokens, `version` is that of the trainer's weights.
         """
         self.compared = True
-        mean, largest = figures["logprob_gap/mean"], figures["logprob_gap/max"]
+        mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
         if not mean <= limit:  # also of a NaN
             broken = f"algorithm.max_logprob_gap allows a mean of {limit:g}"
@@ -82,7 +82,7 @@ class LogprobGate:
         return causes
 
 
-def gap_figures(gap: LogprobStats) -> dict[str, float]:
+def gap_metrics(gap: LogprobStats) -> dict[str, float]:
     """A comparison by the names of its metrics."""
     return {"logprob_gap/mean": gap.gap_mean, "logprob_gap/max": gap.gap_max}
 

@@ -73,21 +73,21 @@ class PolicyLoss:
         old = self._old(batch, logprobs)
         weights = batch.weights if self.divisor is None else self._weights_of_kept(batch, self.divisor)
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
-        terms, figures = found.loss, dict(found.figures)
+        terms, metrics = found.loss, dict(found.metrics)
         largest: dict[str, Tensor] = {}
         if self.correction.changes_terms:
             corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
             terms = terms * corrected.weight
-            figures |= corrected.figures
+            metrics |= corrected.metrics
             largest |= corrected.largest
         if self.least_entropy is not None:
             assert batch.old_entropies is not None, "a choice by entropy wants those before the updates"
             chosen = batch.old_entropies >= self.least_entropy
             terms = terms * chosen
-            figures["top_entropy_fraction"] = chosen
+            metrics["top_entropy_fraction"] = chosen
         policy = (weights * terms).sum()
         if found.ratio is not None:
-            figures |= {
+            metrics |= {
                 "ratio/mean": found.ratio,
                 "ratio/square": found.ratio.square(),
                 "kl/old": kl_divergence(old, logprobs, "k3"),
@@ -97,12 +97,12 @@ class PolicyLoss:
             gap = (logprobs - batch.logprobs).abs()
             trainer = logprobs if batch.old_logprobs is None else batch.old_logprobs
             k1, k3 = gap_divergence(batch.logprobs, trainer)
-            figures |= {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}
+            metrics |= {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}
             largest["logprob_gap/max"] = gap
-        figures["entropy"] = entropy
+        metrics["entropy"] = entropy
         terms = terms - self.entropy_coefficient * entropy
         if batch.reference_logprobs is not None:
-            figures["kl/reference"] = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
+            metrics["kl/reference"] = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
             if self.kl.placement == "loss":
                 ratio = bounded_exp(log_ratio(batch, logprobs, old))
                 penalty = kl_penalty(logprobs, batch.reference_logprobs, self.kl, ratio)
@@ -115,7 +115,7 @@ class PolicyLoss:
             sums["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
             loss = loss + self.likelihood_coefficient * sums["loss/likelihood"]
         sums["loss/total"] = loss
-        sums |= {name: (values * mask).sum() for name, values in figures.items()}
+        sums |= {name: (values * mask).sum() for name, values in metrics.items()}
         return LossOutput(
             loss, _detached(sums), _detached({name: (v * mask).max() for name, v in largest.items()})
         )
@@ -208,7 +208,7 @@ class ValueLoss:
         return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
 
 
-def value_figures(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def value_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step's updates of the critic, from the global sums of each.
 
     The loss is the mean over updates. The values are those before the step: `critic/explained_variance` is

@@ -25,17 +25,17 @@ from typing import Any, Protocol
 
 from nemorl.config.algorithm import Aggregation, OfflineBase, SftConfig
 from nemorl.data.datasets import TaskOrder
-from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
-from nemorl.observe.files import write_whole
+from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
 from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .losses import CrossEntropyLoss, finish_metrics
-from .recorder import Bookkeeper
+from .recorder import RunRecorder
 from .teachers import Teachers
 
 FILE = "reference_logprobs.json"
@@ -54,7 +54,7 @@ class ReferenceSums:
 
     def known(self, example: Example) -> float:
         """The same of one that was asked for beforehand."""
-        return self._sums[_key(example)] if example.num_learnt else 0.0
+        return self._sums[_key(example)] if example.num_trained else 0.0
 
 
 async def reference_sums(
@@ -70,7 +70,7 @@ async def reference_sums(
     Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
     they need not all be in memory. `multiple` is that of `OfflineLoop`.
     """
-    wanted = {_key(example) for example in examples() if example.num_learnt}
+    wanted = {_key(example) for example in examples() if example.num_trained}
     file, of_model = run_dir / FILE, _fingerprint(model)
     known = _read(file, of_model)
     missing = wanted - known.keys()
@@ -80,12 +80,12 @@ async def reference_sums(
                 sums = await _computed([example for _, example in part], session, multiple)
                 known |= dict(zip((key for key, _ in part), sums, strict=True))
                 stage.advance(len(part))
-        write_whole(file, json.dumps({"model": of_model, "sums": known}))
+        write_atomically(file, json.dumps({"model": of_model, "sums": known}))
     return ReferenceSums({key: known[key] for key in wanted})
 
 
 async def _computed(examples: Sequence[Example], session: Session, multiple: int) -> list[float]:
-    padded = [*examples, *[STAND_IN] * (-len(examples) % multiple)]
+    padded = [*examples, *[PLACEHOLDER] * (-len(examples) % multiple)]
     store = session.store(padded)
     places = [SequencePlace(store, row, example.num_tokens) for row, example in enumerate(padded)]
     await session.learner.load(places, kind="examples")
@@ -155,7 +155,7 @@ class OfflineAlgorithm(Protocol):
         """The loss of a step of so many units; the divergence is 0 where there is nothing to contrast."""
         ...
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """A step's metrics from the loss's sums over it."""
         ...
 
@@ -173,35 +173,35 @@ class OfflineLoop:
     order: TaskOrder
     position: int  # in the order; the next unit
     observer: Observer
-    books: Bookkeeper
+    recorder: RunRecorder
     multiple: int  # of units into which a batch is laid over ranks and stages
     teachers: Teachers | None = None  # of distillation
     _divergence: dict[str, float] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
-        """All steps that are left. Raises Dropped."""
+        """All steps that are left. Raises StepCancelled."""
         if self.held_out:
-            self.books.measure = self.validation_figures
-        await self.books.open()
-        for step in self.books.steps(self.config.num_steps):
+            self.recorder.measure = self.validation_metrics
+        await self.recorder.open()
+        for step in self.recorder.steps(self.config.num_steps):
             places = range(self.position, self.position + self.config.batch_size)
             units = [self.units[self.order.task_index(place)] for place in places]
             with self.observer.stage("training"):
                 update = await self.session.learner.train(await self._prepare(units))
             self.position = places.stop
-            values = self.algorithm.figures(update.sums, update.maxima) | self._divergence
-            values |= self.books.optimizer_figures([update]) | self.session.learner.packing_figures()
+            values = self.algorithm.metrics(update.sums, update.maxima) | self._divergence
+            values |= self.recorder.optimizer_metrics([update]) | self.session.learner.packing_metrics()
             values["epoch"] = self.position / len(self.units)
-            await self.books.finish_step(step, values, self.position)
+            await self.recorder.finish_step(step, values, self.position)
 
-    async def validation_figures(self) -> dict[str, float]:
+    async def validation_metrics(self) -> dict[str, float]:
         """The loss of the held-out units and its figures, without sampling and without learning."""
         with self.observer.stage("validation"):
             found = await self.session.learner.evaluate(await self._prepare(self.held_out))
-        figures = self.algorithm.figures(found.sums, found.maxima)
-        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in figures)
-        return {"validation/loss": figures.pop(whole)} | {
-            f"validation/{name}": value for name, value in figures.items()
+        metrics = self.algorithm.metrics(found.sums, found.maxima)
+        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
+        return {"validation/loss": metrics.pop(whole)} | {
+            f"validation/{name}": value for name, value in metrics.items()
         }
 
     async def _prepare(self, units: Sequence[Unit]) -> Loss:
@@ -238,19 +238,19 @@ class OfflineLoop:
     def _places(self, units: Sequence[Unit]) -> list[SequencePlace]:
         """The sequences of the units, stored, weighted and numbered; units that nothing looks at fill up."""
         missing = -len(units) % self.multiple
-        padded = [*units, *[Unit((STAND_IN,))] * missing]
+        padded = [*units, *[Unit((PLACEHOLDER,))] * missing]
         examples = [example for unit in padded for example in unit.examples]
         compared = [
             Compared(number, label, unit.margin, self.references.of(example))
             for number, unit in enumerate(padded)
             for example, label in zip(unit.examples, unit.labels, strict=True)
         ]
-        learnt = [
-            0 if label < 0 and len(unit.examples) > 1 else example.num_learnt
+        trained = [
+            0 if label < 0 and len(unit.examples) > 1 else example.num_trained
             for unit in padded
             for example, label in zip(unit.examples, unit.labels, strict=True)
         ]
-        weights = sequence_weights(learnt, self.algorithm.aggregation).tolist()
+        weights = sequence_weights(trained, self.algorithm.aggregation).tolist()
         store = self.session.store(examples)
         return [
             SequencePlace(store, row, example.num_tokens, weight=weight, compared=own)
@@ -277,6 +277,6 @@ class Supervised:
         """Weights carry everything."""
         return CrossEntropyLoss()
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """The loss, and the mean negative logprob of a token."""
         return finish_metrics(sums, maxima)

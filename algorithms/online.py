@@ -27,7 +27,7 @@ from typing import Protocol
 
 from nemorl.config.algorithm import Aggregation, OnlineBase, OnlineConfig
 from nemorl.config.algorithm.advantages import TokenAdvantageBase
-from nemorl.data.batches import STAND_IN_TOKENS, Advantage
+from nemorl.data.batches import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.losses import Loss
 from nemorl.errors import RunError
 from nemorl.megatron.stats import TrainStats
@@ -42,15 +42,15 @@ from nemorl.session.shard import SequencePlace
 from .advantages import Estimator, estimator
 from .aggregation import sequence_weights
 from .filters import filter_groups
-from .gate import LogprobGate, gap_figures, versions_of
-from .losses import PolicyLoss, ValueLoss, finish_metrics, value_figures
-from .recorder import Bookkeeper
-from .rollout_metrics import environment_share, rollout_figures
+from .gate import LogprobGate, gap_metrics, versions_of
+from .losses import PolicyLoss, ValueLoss, finish_metrics, value_metrics
+from .recorder import RunRecorder
+from .rollout_metrics import environment_share, rollout_metrics
 from .token_advantages import SequenceKL, TokenEstimator
 
 
-class Learns(Protocol):
-    """What is learnt from a batch, step by step; `Learning` is the one of advantages."""
+class Update(Protocol):
+    """What is learnt from a batch, step by step; `PolicyGradientUpdate` is the one of advantages."""
 
     async def load(self, groups: Sequence[GroupSummary], /) -> None:
         """Lay the batch over the ranks."""
@@ -80,36 +80,36 @@ class OnlineLoop:
     config: OnlineBase
     session: Session
     collector: Collector
-    learning: Learns
+    learning: Update
     observer: Observer
-    books: Bookkeeper
+    recorder: RunRecorder
 
     async def run(self) -> None:
-        """All steps that are left. Raises RunError when a limit of the config is passed, and Dropped."""
-        await self.session.hand_over(self.books.done)
-        await self.books.open()
+        """All steps that are left. Raises RunError when a limit of the config is passed, and StepCancelled."""
+        await self.session.update_weights(self.recorder.done)
+        await self.recorder.open()
         try:
-            for step in self.books.steps(self.config.num_steps):
+            for step in self.recorder.steps(self.config.num_steps):
                 await self._step(step)
         finally:
             await self.collector.close()
 
     async def _step(self, step: int) -> None:
         async with self.session.generating():
-            self.collector.advance(self.books.done)
-            groups = await self.books.stop.drop(self._sample())
+            self.collector.advance(self.recorder.done)
+            groups = await self.recorder.stop.drop(self._sample())
         batch = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
-        values = rollout_figures(groups) | batch.figures
+        values = rollout_metrics(groups) | batch.metrics
         await self.learning.load(batch.groups)
         gap = await self.learning.logprobs(step)
         await self.learning.values()
         values |= await self.learning.advantages()
         values |= await self.learning.train(step) | gap
         with self.observer.stage("refit"):
-            values |= await self.session.hand_over(step)
-        values |= await self.session.generation_figures()
-        self.books.keep_samples(step, groups)
-        await self.books.finish_step(step, values, self.collector.position)
+            values |= await self.session.update_weights(step)
+        values |= await self.session.generation_metrics()
+        self.recorder.keep_samples(step, groups)
+        await self.recorder.finish_step(step, values, self.collector.position)
 
     async def _sample(self) -> list[GroupSummary]:
         """The groups that were sampled for one step; more than it trains where others replace them."""
@@ -167,7 +167,7 @@ class Scorer:
             SequencePlace(
                 store=group.reference,
                 row=t.row,
-                num_tokens=t.num_tokens if weight > 0 else STAND_IN_TOKENS,
+                num_tokens=t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS,
                 advantage=advantages[group.group, t.row] if advantages and weight > 0 else 0.0,
                 weight=weight,
                 likelihood=likelihood,
@@ -276,14 +276,14 @@ def _paid(trajectory: TrajectorySummary) -> tuple[float, ...]:
 
 
 @dataclass
-class Learning:
+class PolicyGradientUpdate:
     """The steps of learning from a batch, in their order: load, logprobs, values, advantages, train."""
 
     config: OnlineConfig
     scorer: Scorer
     session: Session
     observer: Observer
-    books: Bookkeeper
+    recorder: RunRecorder
     gate: LogprobGate
 
     async def load(self, groups: Sequence[GroupSummary]) -> None:
@@ -311,7 +311,7 @@ class Learning:
         with self.observer.stage("logprobs"):
             if self.config.needs_old_logprobs or self.gate.due(step):
                 by_entropy = self.config.loss.selects_by_entropy
-                gap = gap_figures(await policy.logprobs(old=True, reference=False, entropy=by_entropy))
+                gap = gap_metrics(await policy.logprobs(old=True, reference=False, entropy=by_entropy))
                 self._check_gap(gap)
                 if not self.config.needs_old_logprobs:
                     await self._load("policy")  # without the old logprobs, as in every other step
@@ -334,20 +334,20 @@ class Learning:
             return {}
         with self.observer.stage("advantages"):
             if estimator is None:
-                divergences = await policy.sequence_figures(SequenceKL(self.config.kl))
+                divergences = await policy.sequence_metrics(SequenceKL(self.config.kl))
                 self._places = self.scorer.penalised(self._groups, self._places, divergences)
                 await policy.take_advantages(self._places)
                 trained = max(1, sum(place.weight > 0 for place in self._places))
                 return {"kl/penalty": self.config.kl.coefficient * sum(divergences) / trained}
-            figures = await policy.estimate(estimator)
+            metrics = await policy.estimate(estimator)
             if self.config.keeps_critic:
                 await self.session.model("critic").take("returns", await policy.share("returns"))
-            return figures
+            return metrics
 
     async def train(self, step: int) -> dict[str, float]:
         """The updates of policy and critic, of minibatches of which anything trains; figures are means."""
         critic = self.config.critic
-        loss = replace(self.scorer.loss, entropy_coefficient=self.books.entropy.weight)
+        loss = replace(self.scorer.loss, entropy_coefficient=self.recorder.entropy.weight)
         learns = {"policy": loss} if critic is None or step > critic.warmup_steps else {}
         losses: dict[str, Loss] = {**({} if critic is None else {"critic": ValueLoss(critic)}), **learns}
         total = len(losses) * self.config.num_epochs * len(self._minibatches)
@@ -357,8 +357,8 @@ class Learning:
             else:
                 found = await asyncio.gather(*(self._updates(*item, stage) for item in losses.items()))
                 updates = dict(zip(losses, found, strict=True))
-        figures = {} if "policy" not in updates else self._of_policy(updates["policy"])
-        return figures | _of_critic(updates.get("critic", []))
+        metrics = {} if "policy" not in updates else self._of_policy(updates["policy"])
+        return metrics | _of_critic(updates.get("critic", []))
 
     async def _updates(self, name: str, loss: Loss, stage: Stage) -> list[TrainStats]:
         """All updates of a model in a step: the minibatches that train, as often as there are epochs."""
@@ -372,16 +372,16 @@ class Learning:
     def _of_policy(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         left_out = self.config.updates_per_step - len(updates)
         if not updates:
-            return self.books.optimizer_figures(updates, left_out)
-        figures = [finish_metrics(u.sums, u.maxima) for u in updates]
-        values = {key: sum(f[key] for f in figures) / len(figures) for key in figures[0]}
+            return self.recorder.optimizer_metrics(updates, left_out)
+        metrics = [finish_metrics(u.sums, u.maxima) for u in updates]
+        values = {key: sum(f[key] for f in metrics) / len(metrics) for key in metrics[0]}
         values |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}
         # Later updates see other weights than those that sampled.
-        values |= {key: value for key, value in figures[0].items() if key.startswith("logprob_gap/")}
+        values |= {key: value for key, value in metrics[0].items() if key.startswith("logprob_gap/")}
         self._check_gap(values)
-        values |= self.books.entropy.hear(values["entropy"])
-        packing = self.session.learner.packing_figures()
-        return values | self.books.optimizer_figures(updates, left_out) | packing
+        values |= self.recorder.entropy.hear(values["entropy"])
+        packing = self.session.learner.packing_metrics()
+        return values | self.recorder.optimizer_metrics(updates, left_out) | packing
 
     async def _reference_logprobs(self) -> None:
         policy = self.session.learner
@@ -400,8 +400,8 @@ class Learning:
             places, kind="trajectories", num_minibatches=self.config.num_minibatches
         )
 
-    def _check_gap(self, figures: Mapping[str, float]) -> None:
-        self.gate.check(figures, self._versions, self.books.done)
+    def _check_gap(self, metrics: Mapping[str, float]) -> None:
+        self.gate.check(metrics, self._versions, self.recorder.done)
 
 
 def training_minibatches(places: Sequence[SequencePlace], num_minibatches: int) -> list[int]:
@@ -415,7 +415,7 @@ def _of_critic(updates: Sequence[TrainStats]) -> dict[str, float]:
     if not updates:
         return {}
     return {
-        **value_figures([u.sums for u in updates]),
+        **value_metrics([u.sums for u in updates]),
         "critic/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "critic/lr": updates[-1].lr,
         "critic/skipped_updates": float(sum(u.skipped for u in updates)),

@@ -45,7 +45,7 @@ from .aggregation import averages, totals
 from .offline import Unit
 
 # A mean logprob of 0 would have infinite odds.
-_LEAST_SURPRISE = 1e-6
+_MIN_SURPRISE = 1e-6
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, config: PairLossConfig) -> Tensor:
@@ -79,7 +79,7 @@ def _robust(delta: Tensor, config: RobustLossConfig) -> Tensor:
 
 def _log_odds(mean: Tensor) -> Tensor:
     """`log(p / (1 - p))` of `p = exp(mean)`, which is at most a millionth below 1."""
-    mean = mean.clamp(max=-_LEAST_SURPRISE)
+    mean = mean.clamp(max=-_MIN_SURPRISE)
     return mean - torch.log(-torch.expm1(mean))
 
 
@@ -178,7 +178,7 @@ class PreferenceLoss:
         return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
 
 
-def pair_figures(sums: Mapping[str, float]) -> dict[str, float]:
+def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Losses as they are; the rest are means over pairs."""
     pairs = max(sums["pairs"], 1.0)
     return {k: v if k.startswith("loss/") else v / pairs for k, v in sums.items() if k != "pairs"}
@@ -199,9 +199,9 @@ class Preference:
         """Of a step of so many pairs."""
         return PreferenceLoss(self.config.loss, num_units, self.config.sft_coefficient)
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """Losses, implicit rewards `beta (log policy - log reference)`, and how often the chosen wins."""
-        return pair_figures(sums)
+        return pair_metrics(sums)
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Kto:
         """Of a step of so many answers, from which the policy's divergence was measured."""
         return KtoLoss(self.config, num_units, divergence)
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """The loss, implicit rewards of both kinds, and how many lie on their side of the divergence."""
         good, bad = sums["examples/desirable"], sums["examples/undesirable"]
         rewards = {

@@ -50,7 +50,7 @@ from nemorl.config.algorithm import (
 from nemorl.data.packed import PackedBatch
 
 from .aggregation import sequence_means
-from .custom import OwnPartError, find, num_positional, tried
+from .custom import CustomFunctionError, find, num_positional, tried
 
 # Beyond this the ratio carries no information and its exponential overflows in float32.
 MAX_LOG_RATIO = 20.0
@@ -62,7 +62,7 @@ class TokenLoss:
 
     loss: Tensor  # [N] float32, differentiable
     ratio: Tensor | None = None  # [N] current policy over old one, as the loss takes it
-    figures: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: their means over tokens are told
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: their means over tokens are told
 
 
 def log_ratio(batch: PackedBatch, logprobs: Tensor, old: Tensor) -> Tensor:
@@ -78,11 +78,11 @@ def bounded_exp(log: Tensor) -> Tensor:
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
     """`-min(r A, clip(r, low, high) A)` [N], and where the clipping took the gradient away."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    figures = {
+    metrics = {
         "clip_fraction/low": (ratio < low) & (advantages < 0),
         "clip_fraction/high": (ratio > high) & (advantages > 0),
     }
-    return TokenLoss(loss, ratio, figures)
+    return TokenLoss(loss, ratio, metrics)
 
 
 def gspo(
@@ -128,11 +128,11 @@ def gmpo(
     positive = advantages > 0
     clipped = torch.where(positive, log.clamp(max=config.clip_high), log.clamp(min=-config.clip_low))
     ratio = bounded_exp(sequence_means(clipped, batch))
-    figures = {
+    metrics = {
         "clip_fraction/low": (log < -config.clip_low) & (advantages < 0),
         "clip_fraction/high": (log > config.clip_high) & positive,
     }
-    return TokenLoss(-ratio * advantages, ratio, figures)
+    return TokenLoss(-ratio * advantages, ratio, metrics)
 
 
 def clip(
@@ -151,7 +151,7 @@ def clip(
         return found
     cut = (ratio > config.dual_clip) & (advantages < 0)
     loss = torch.where(cut, -config.dual_clip * advantages, found.loss)
-    return replace(found, loss=loss, figures={**found.figures, "clip_fraction/dual": cut})
+    return replace(found, loss=loss, metrics={**found.metrics, "clip_fraction/dual": cut})
 
 
 def cispo(
@@ -166,8 +166,8 @@ def cispo(
     ratio = bounded_exp(log_ratio(batch, logprobs, old).detach())
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     high = 1 + config.clip_high
-    figures = {"clip_fraction/low": ratio < low, "clip_fraction/high": ratio > high}
-    return TokenLoss(-ratio.clamp(low, high) * advantages * logprobs, ratio, figures)
+    metrics = {"clip_fraction/low": ratio < low, "clip_fraction/high": ratio > high}
+    return TokenLoss(-ratio.clamp(low, high) * advantages * logprobs, ratio, metrics)
 
 
 def sapo(
@@ -195,7 +195,7 @@ def reinforce(
     return TokenLoss(-advantages * logprobs)
 
 
-LEAST_POSITIVE = math.ulp(0.0)  # what is at least this is more than 0
+MIN_POSITIVE = math.ulp(0.0)  # what is at least this is more than 0
 
 # Values [n] of this rank's tokens, to those of all data-parallel ranks [sum of n].
 OverRanks = Callable[[Tensor], Tensor]
@@ -240,7 +240,7 @@ def choose(
     covariance = _covariance(logprobs, advantages, *means)
     if isinstance(config, KlCovLossConfig):
         border = float(covariance.topk(count).values[-1])
-        return Choice(*means, low=max(border, LEAST_POSITIVE), high=float("inf"))
+        return Choice(*means, low=max(border, MIN_POSITIVE), high=float("inf"))
     drawn = over_ranks(draws(batch)[mask])
     within = drawn[(covariance >= config.covariance_low) & (covariance <= config.covariance_high)]
     if len(within) == 0:
@@ -267,7 +267,7 @@ def clip_cov(
     found = clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
     chosen = _chosen(choice, batch, old, advantages)
     loss = torch.where(chosen, torch.zeros_like(found.loss), found.loss)
-    return replace(found, loss=loss, figures={**found.figures, "selected_fraction": chosen})
+    return replace(found, loss=loss, metrics={**found.metrics, "selected_fraction": chosen})
 
 
 def kl_cov(
@@ -355,7 +355,7 @@ def policy_loss(function: F) -> F:
     It is called as `function(batch, logprobs, old, advantages, **arguments)`, the tensors [N] float32 of one
     micro-batch, and returns a `TokenLoss`. `logprobs` are of the policy that learns; `old` has no gradient
     and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
-    every rank that computes losses. Raises OwnPartError.
+    every rank that computes losses. Raises CustomFunctionError.
     """
     given = num_positional(function)
     if given < 4:
@@ -367,7 +367,7 @@ def policy_loss(function: F) -> F:
 
 
 def own_loss(config: CustomLossConfig) -> LossFunction:
-    """The function that a config names. Raises OwnPartError."""
+    """The function that a config names. Raises CustomFunctionError."""
     return find("policy loss", config.function)
 
 
@@ -375,7 +375,7 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
     """Call a function as training would, on a batch of two sequences.
 
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    figures [N] of other names than those `taken` by figures of the run. Raises OwnPartError when it cannot be
+    figures [N] of other names than those `taken` by figures of the run. Raises CustomFunctionError when it cannot be
     found or called, fails, or does not answer so.
     """
     batch = _tiny_batch()
@@ -392,7 +392,7 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
     )
     if problem := _loss_problem(found, logprobs, batch.loss_mask):
         raise _error(config.function, problem)
-    for name in found.figures:
+    for name in found.metrics:
         if name in taken or name in _SUMS:
             problem = f"its figure {name} has the name of one that the run has already: give it another"
             raise _error(config.function, problem)
@@ -401,7 +401,7 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
 def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:
     """The loss of a batch; `tensors` are logprobs, old and advantages, [N] each.
 
-    Raises OwnPartError where the function does not answer with tensors of that shape, or calls for the end.
+    Raises CustomFunctionError where the function does not answer with tensors of that shape, or calls for the end.
     """
     try:
         found = own_loss(config)(batch, *tensors, **config.arguments)
@@ -433,7 +433,7 @@ def _loss_problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
 def _form(found: object, logprobs: Tensor) -> str | None:
     if not isinstance(found, TokenLoss):
         return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
-    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.figures.items()}}
+    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.metrics.items()}}
     if found.ratio is not None:
         parts["ratio"] = found.ratio
     for what, values in parts.items():
@@ -460,8 +460,8 @@ def _tiny_batch() -> PackedBatch:
     )
 
 
-def _error(name: str, problem: str) -> OwnPartError:
-    return OwnPartError(f"policy loss `{name}`: {problem}")
+def _error(name: str, problem: str) -> CustomFunctionError:
+    return CustomFunctionError(f"policy loss `{name}`: {problem}")
 
 
 def token_loss(

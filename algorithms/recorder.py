@@ -15,13 +15,13 @@ from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
 from .kl import EntropyWeight
-from .stop import EarlyStop, Stop
+from .stop import EarlyStop, StopRequest
 from .validation import ValidationSet, validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
 
-class Bookkeeper:
+class RunRecorder:
     """The books of one run."""
 
     def __init__(
@@ -31,13 +31,13 @@ class Bookkeeper:
         observer: Observer,
         checkpoints: Checkpoints,
         start: Progress,
-        stop: Stop | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         self._experiment = experiment
         self._session = session
         self._observer = observer
         self._checkpoints = checkpoints
-        self.stop = stop or Stop()
+        self.stop = stop or StopRequest()
         self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
@@ -73,7 +73,7 @@ class Bookkeeper:
         if periodic:
             values = values | await self._validate(step)
         last = self._early_stop.hear(values) or step == self._experiment.algorithm.num_steps
-        values = values | self._early_stop.figures
+        values = values | self._early_stop.metrics
         if last and validation.at_end and not periodic:
             values = values | await self._validate(step)
         if self._early_stop.over:
@@ -99,7 +99,7 @@ class Bookkeeper:
                     await self._checkpoints.settle()
             self._unsaved = None
 
-    def optimizer_figures(self, updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
+    def optimizer_metrics(self, updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
         """Gradient norm, rate, tokens and updates of a step; `skipped_updates` is of the whole run.
 
         `left_out` updates were not made, because none of their trajectories trains: like those without a
@@ -114,7 +114,7 @@ class Bookkeeper:
         }
         if not updates:
             return counts
-        loads = [u.experts.figures() for u in updates if u.experts is not None]
+        loads = [u.experts.metrics() for u in updates if u.experts is not None]
         return {
             **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
             "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
@@ -158,7 +158,7 @@ class Bookkeeper:
         return measured | await self._sample_validation(step)
 
     async def _sample_validation(self, step: int) -> dict[str, float]:
-        await self._session.hand_over(step)
+        await self._session.update_weights(step)
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
                 values, groups = await validate(

@@ -96,7 +96,7 @@ class RewardModel:
         config = self.config.loss
         return StepLoss() if isinstance(config, ProcessLossConfig) else ScorePairLoss(config, num_units)
 
-    def figures(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """Losses; the share that is told right and scores are means over pairs, or over the steps that are
         more likely right or wrong, and absent where there are none.
         """

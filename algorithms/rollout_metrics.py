@@ -8,7 +8,7 @@ from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 
-def rollout_figures(groups: Sequence[GroupSummary]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
@@ -63,20 +63,20 @@ def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """
     sound = [t for group in groups for t in group.trajectories if t.error is None]
     computed = sorted({name for group in groups for name in group.scoring})
-    figures = {}
+    metrics = {}
     for name in sorted({name for t in sound for name in t.rewards} | set(computed)):
         values = [t.rewards[name] for t in sound if name in t.rewards]
-        figures[f"reward_absent/{name}"] = 1 - len(values) / len(sound)
+        metrics[f"reward_absent/{name}"] = 1 - len(values) / len(sound)
         if values:
-            figures[f"reward_std/{name}"] = pstdev(values)
+            metrics[f"reward_std/{name}"] = pstdev(values)
     for name in computed:
         scored = [group.scoring[name] for group in groups if name in group.scoring]
-        figures[f"reward_errors/{name}"] = float(sum(s.errors for s in scored))
-        figures[f"reward_seconds/{name}"] = fmean(s.seconds for s in scored)
-        figures[f"reward_waiting/{name}"] = fmean(s.waited for s in scored)
+        metrics[f"reward_errors/{name}"] = float(sum(s.errors for s in scored))
+        metrics[f"reward_seconds/{name}"] = fmean(s.seconds for s in scored)
+        metrics[f"reward_waiting/{name}"] = fmean(s.waited for s in scored)
         if any(s.retries is not None for s in scored):
-            figures[f"reward_retries/{name}"] = float(sum(s.retries or 0 for s in scored))
-    return figures
+            metrics[f"reward_retries/{name}"] = float(sum(s.retries or 0 for s in scored))
+    return metrics
 
 
 def _stops(members: Sequence[TrajectorySummary]) -> dict[str, float]:

@@ -23,11 +23,11 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Dropped(Exception):
+class StepCancelled(Exception):
     """Work was given up because the run was told to stop."""
 
 
-class Stop:
+class StopRequest:
     """What one run was told. Belongs to its event loop."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class Stop:
     async def drop(self, work: Coroutine[Any, Any, T]) -> T:
         """What the work gives, unless the run is told to stop: then the work is cancelled.
 
-        Raises `Dropped` once it has ended.
+        Raises `StepCancelled` once it has ended.
         """
         doing, told = asyncio.ensure_future(work), asyncio.ensure_future(self._told.wait())
         try:
             await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
             if told.done():
-                raise Dropped
+                raise StepCancelled
             return doing.result()
         finally:
             told.cancel()
@@ -92,14 +92,14 @@ class EarlyStop:
     best: float | None = None  # value so far
     waited: int = 0  # measurements since then
 
-    def hear(self, figures: dict[str, float]) -> bool:
+    def hear(self, metrics: dict[str, float]) -> bool:
         """Whether the run ends after a step with these figures; steps without the figure say nothing.
 
         A value that is no number is not better than any other.
         """
-        if self.config is None or self.config.metric not in figures:
+        if self.config is None or self.config.metric not in metrics:
             return self.over
-        value = figures[self.config.metric]
+        value = metrics[self.config.metric]
         if self._is_better(value):
             self.best, self.waited = value, 0
         else:
@@ -112,7 +112,7 @@ class EarlyStop:
         return self.config is not None and self.waited >= self.config.patience
 
     @property
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What a step's line says of it, and the report knows an ended run by."""
         return {} if self.config is None else {"early_stop/waited": float(self.waited)}
 

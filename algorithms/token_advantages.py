@@ -194,10 +194,10 @@ class TokenEstimator:
             penalties = self.kl.coefficient * kl_of_tokens(batch, self.kl)
         advantages, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
         spread = tokens.spread(advantages)
-        figures = _figures(tokens, spread, penalties, sum_over_ranks)
+        metrics = _metrics(tokens, spread, penalties, sum_over_ranks)
         if self.config.whiten:
             spread = whiten(spread, batch.loss_mask, sum_over_ranks)
-        return TokenEstimate(spread, None if returns is None else tokens.spread(returns), figures)
+        return TokenEstimate(spread, None if returns is None else tokens.spread(returns), metrics)
 
     def _estimate(
         self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor
@@ -228,7 +228,7 @@ def _decoupled(config: GaeConfig, rewards: Tensor, values: Tensor, lengths: Tens
     return advantages, gae(rewards, values, config.gamma, config.critic_lam) + values
 
 
-def _figures(
+def _metrics(
     tokens: SampledTokens, advantages: Tensor, penalties: Tensor, sum_over_ranks: SumOverRanks
 ) -> dict[str, float]:
     """Of the advantages [N] before they are whitened, and what the divergence takes from a trajectory."""
@@ -238,8 +238,8 @@ def _figures(
     count, total, squares, taken, sequences = sum_over_ranks(torch.stack(sums)).tolist()
     mean = total / max(count, 1)
     variance = max(squares / max(count, 1) - mean**2, 0.0)
-    figures = {"advantage/mean": mean, "advantage/std": variance**0.5}
-    return figures | {"kl/penalty": taken / max(sequences, 1)}
+    metrics = {"advantage/mean": mean, "advantage/std": variance**0.5}
+    return metrics | {"kl/penalty": taken / max(sequences, 1)}
 
 
 def _before(batch: PackedBatch) -> Tensor:

@@ -33,7 +33,7 @@ from nemorl.config.load import to_yaml
 from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
-from nemorl.observe.files import write_whole
+from nemorl.observe.files import write_atomically
 from nemorl.observe.metrics import SampleWriter
 from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
@@ -42,16 +42,16 @@ from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.session.session import Session, open_session
 
-from .best_of_n import PickedLearning
+from .best_of_n import BestOfNUpdate
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
-from .distillation import DistilledLearning
+from .distillation import DistillationUpdate
 from .filters import refill
 from .gate import LogprobGate
 from .offline import OfflineLoop, ReferenceSums, reference_sums
 from .offline_data import OfflineData, load_offline_data, offline_algorithm
-from .online import Learning, Learns, OnlineLoop, Scorer
-from .recorder import Bookkeeper, samples_of
-from .stop import Dropped, EarlyStop, Stop
+from .online import OnlineLoop, PolicyGradientUpdate, Scorer, Update
+from .recorder import RunRecorder, samples_of
+from .stop import EarlyStop, StepCancelled, StopRequest
 from .teachers import Teachers, teachers_of_tasks
 from .validation import validate, validation_sets
 
@@ -106,7 +106,7 @@ def loop_of(
     references: ReferenceSums,
     session: Session,
     observer: Observer,
-    books: Bookkeeper,
+    recorder: RunRecorder,
 ) -> OnlineLoop | OfflineLoop:
     """The loop of the experiment's algorithm, which goes on where data and books stand."""
     algorithm = experiment.algorithm
@@ -122,13 +122,13 @@ def loop_of(
             data.order,
             data.position,
             observer,
-            books,
+            recorder,
             experiment.policy.layout.fewest_units,
             _teachers(experiment, algorithm, session) if isinstance(algorithm, DistillationConfig) else None,
         )
-    collector = _collector(experiment, algorithm, data, session, books.done)
-    learning = _learning(experiment, algorithm, data.taught_by, session, observer, books)
-    return OnlineLoop(algorithm, session, collector, learning, observer, books)
+    collector = _collector(experiment, algorithm, data, session, recorder.done)
+    learning = _learning(experiment, algorithm, data.taught_by, session, observer, recorder)
+    return OnlineLoop(algorithm, session, collector, learning, observer, recorder)
 
 
 def _collector(
@@ -153,17 +153,17 @@ def _learning(
     taught_by: Sequence[str],
     session: Session,
     observer: Observer,
-    books: Bookkeeper,
-) -> Learns:
+    recorder: RunRecorder,
+) -> Update:
     multiple = experiment.policy.layout.fewest_units
     gate = LogprobGate(algorithm, experiment.generation)
     if isinstance(algorithm, IterativePreferenceConfig | RejectionSamplingConfig):
-        return PickedLearning(algorithm, session, observer, books, gate, multiple)
+        return BestOfNUpdate(algorithm, session, observer, recorder, gate, multiple)
     if isinstance(algorithm, OnPolicyDistillationConfig):
         teachers = _teachers(experiment, algorithm, session)
-        return DistilledLearning(algorithm, session, observer, books, gate, teachers, taught_by, multiple)
+        return DistillationUpdate(algorithm, session, observer, recorder, gate, teachers, taught_by, multiple)
     scorer = Scorer(algorithm, reward_weights(experiment.env, experiment.rewards))
-    return Learning(algorithm, scorer, session, observer, books, gate)
+    return PolicyGradientUpdate(algorithm, scorer, session, observer, recorder, gate)
 
 
 def _teachers(experiment: Experiment, algorithm: DistillationAlgorithm, session: Session) -> Teachers:
@@ -194,7 +194,7 @@ class Evaluation:
 
     model: Path
     origin: Origin | None  # of the model, where it was exported from a run
-    figures: dict[str, float]
+    metrics: dict[str, float]
     samples: Path
 
 
@@ -203,9 +203,9 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     check_trackers(experiment.logger)
     store = CheckpointStore(experiment.run_dir / "checkpoints")
     found = store.latest_valid() if resume else None
-    if resume and found is None and store.damaged():
+    if resume and found is None and store.corrupt():
         raise RunError(
-            f"No checkpoint in {store.folder} is whole; damaged are {', '.join(store.damaged())}. To begin "
+            f"No checkpoint in {store.folder} is whole; damaged are {', '.join(store.corrupt())}. To begin "
             "anew, remove the run folder or take another run_dir."
         )
     if found is not None and (why := _why_finished(experiment, found)):
@@ -228,7 +228,7 @@ async def _stoppable(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
 ) -> RunResult:
     """`_train`. Raises RunStopped where a signal ends it."""
-    stop = Stop()
+    stop = StopRequest()
     stop.listen()
     try:
         return await _train(experiment, observer, store, found, stop)
@@ -239,7 +239,7 @@ async def _stoppable(
 
 
 async def _train(
-    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None, stop: Stop
+    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None, stop: StopRequest
 ) -> RunResult:
     progress = Progress.read(found.path) if found else Progress()
     data = load_data(experiment, progress)  # what is wrong with it shows before any process starts
@@ -255,19 +255,19 @@ async def _train(
             with observer.stage("restore", outside_step=True):
                 await session.trained.restore(found.path)
         async with Checkpoints(experiment, session.trained, store) as checkpoints:
-            books = Bookkeeper(experiment, session, observer, checkpoints, progress, stop)
-            loop = loop_of(experiment, data, references, session, observer, books)
-            with stop.stepping(), suppress(Dropped):
+            recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
+            loop = loop_of(experiment, data, references, session, observer, recorder)
+            with stop.stepping(), suppress(StepCancelled):
                 await loop.run()
-            if stop.by is not None and not books.finished:
-                await books.save(last=True)
+            if stop.by is not None and not recorder.finished:
+                await recorder.save(last=True)
                 await checkpoints.settle()
-                raise RunStopped(_stopped(stop.by, store, f"after step {books.done}"))
+                raise RunStopped(_stopped(stop.by, store, f"after step {recorder.done}"))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
-                replace_hf(store.path(books.done), books.done, hf_dir, experiment)
-        return RunResult(experiment.run_dir, books.summarize(), hf_dir)
+                replace_hf(store.path(recorder.done), recorder.done, hf_dir, experiment)
+        return RunResult(experiment.run_dir, recorder.summarize(), hf_dir)
 
 
 def _why_finished(experiment: Experiment, found: Found) -> str:
@@ -305,15 +305,15 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         samples.unlink(missing_ok=True)
     started = _session(apart, policy=False, sampling=True, listen=_end_at_sigterm)
     async with started as session, session.generating():
-        figures, groups = await validate(session, apart, validation_sets(apart))
+        metrics, groups = await validate(session, apart, validation_sets(apart))
     writer = SampleWriter(samples)
     writer.write(list(samples_of(0, groups, "validation")))
     writer.close()
     model = experiment.policy.model_path
     origin = Origin.read(model)
-    measured = {"model": str(model), "origin": asdict(origin) if origin else None, "figures": figures}
-    write_whole(folder / "figures.json", json.dumps(measured, indent=2) + "\n")
-    return Evaluation(model, origin, figures, samples)
+    measured = {"model": str(model), "origin": asdict(origin) if origin else None, "figures": metrics}
+    write_atomically(folder / "figures.json", json.dumps(measured, indent=2) + "\n")
+    return Evaluation(model, origin, metrics, samples)
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ class Interval:
     high: float
 
 
-def validation_figures(
+def validation_metrics(
     groups: Sequence[GroupSummary], config: ValidationConfig, prefix: str = "validation"
 ) -> dict[str, float]:
     """Mean reward, accuracy (the share of samples that pass: avg@n of n samples), pass@k and cons@k.
@@ -51,16 +51,16 @@ def validation_figures(
         for k in config.cons_at_k
     }
     rewards = [fmean(t.reward for t in group.trajectories) for group in groups]
-    figures = {
+    metrics = {
         "reward": fmean(rewards),
         **_bounds("reward", normal_interval(rewards)),
         **means_by_name(members, "reward"),
     }
     for name, of_tasks in shares.items():
-        figures |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
-    figures["length"] = fmean(t.num_sampled for t in members)
-    figures["errors"] = float(sum(t.error is not None for t in members))
-    return {f"{prefix}/{name}": value for name, value in figures.items()}
+        metrics |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
+    metrics["length"] = fmean(t.num_sampled for t in members)
+    metrics["errors"] = float(sum(t.error is not None for t in members))
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -115,17 +115,17 @@ def normal_interval(values: Sequence[float]) -> Interval | None:
     return Interval(mean - half, mean + half)
 
 
-def with_intervals(figures: Mapping[str, float]) -> Iterable[tuple[str, float, Interval | None]]:
+def with_intervals(metrics: Mapping[str, float]) -> Iterable[tuple[str, float, Interval | None]]:
     """Figures without the bounds, each with its interval where it has one."""
-    for name, value in figures.items():
-        if name.removesuffix("_low").removesuffix("_high") != name and _has_bounds(name, figures):
+    for name, value in metrics.items():
+        if name.removesuffix("_low").removesuffix("_high") != name and _has_bounds(name, metrics):
             continue
-        low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
         yield name, value, Interval(low, high) if low is not None and high is not None else None
 
 
-def _has_bounds(name: str, figures: Mapping[str, float]) -> bool:
-    return name.removesuffix("_low").removesuffix("_high") in figures
+def _has_bounds(name: str, metrics: Mapping[str, float]) -> bool:
+    return name.removesuffix("_low").removesuffix("_high") in metrics
 
 
 def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
@@ -166,7 +166,7 @@ async def validate(
     Figures, and the groups of all sets.
     """
     config = experiment.algorithm.validation
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     sampled: list[GroupSummary] = []
     for one in sets:
         groups = await sample_validation(
@@ -178,6 +178,6 @@ async def validate(
             on_finished=on_finished,
             of_set=one.name,
         )
-        figures |= validation_figures(groups, config, one.prefix)
+        metrics |= validation_metrics(groups, config, one.prefix)
         sampled += groups
-    return figures, sampled
+    return metrics, sampled

@@ -72,7 +72,7 @@ class Learnt:
     """What one run showed of one figure."""
 
     algorithm: str
-    figure: str
+    metric: str
     before: float
     after: float
     standard_errors: tuple[float, float] | None  # of before and after; None of what is no share of tasks
@@ -89,7 +89,7 @@ class Learnt:
         if change is not None and abs(change) < CLEAR:
             return "within noise"
         rose = self.after > self.before
-        return "right" if rose != self.figure.endswith(FALLING) else "wrong"
+        return "right" if rose != self.metric.endswith(FALLING) else "wrong"
 
     @property
     def change_in_standard_errors(self) -> float | None:
@@ -126,13 +126,13 @@ def run(name: str, file: Path, steps: int) -> list[Learnt]:
     if not (metrics.exists() and (lines := read_metrics(metrics)) and lines[-1].step == steps):
         shutil.rmtree(run_dir, ignore_errors=True)
         _train(name, file, run_dir, steps)
-    learnt = _learnt(name, experiment, read_metrics(metrics), _commit_of(run_dir))
+    trained = _trained(name, experiment, read_metrics(metrics), _commit_of(run_dir))
     teachers = teachers_held(experiment.teachers)
     if not teachers:
-        return list(learnt)
+        return list(trained)
     (teacher,) = teachers.values()
     accuracy = _accuracy_of(teacher.model_path, file)
-    return [replace(one, teacher=accuracy) if ACCURACY.endswith(one.figure) else one for one in learnt]
+    return [replace(one, teacher=accuracy) if ACCURACY.endswith(one.metric) else one for one in trained]
 
 
 def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
@@ -152,11 +152,11 @@ def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
 def _accuracy_of(model: Path, file: Path) -> float:
     """Of a model that learns nothing here, on the held-out tasks of an experiment."""
     run_dir = RUNS / "teachers" / "-".join(model.parts)
-    figures = run_dir / "eval" / "figures.json"
-    if not figures.exists():
+    metrics = run_dir / "eval" / "figures.json"
+    if not metrics.exists():
         layout = "policy.layout.tensor_parallel_size=1"
         _nemorl(str(model), "eval", str(file), f"run_dir={run_dir}", f"policy.model_path={model}", layout)
-    return float(json.loads(figures.read_text(encoding="utf-8"))["figures"][ACCURACY])
+    return float(json.loads(metrics.read_text(encoding="utf-8"))["figures"][ACCURACY])
 
 
 def _nemorl(what: str, *arguments: str) -> None:
@@ -178,25 +178,25 @@ def _commit_of(run_dir: Path) -> str | None:
     return json.loads(header.read_text(encoding="utf-8"))[-1]["git_commit"] if header.exists() else None
 
 
-def _learnt(
+def _trained(
     name: str, experiment: Experiment, lines: Sequence[StepMetrics], commit: str | None
 ) -> Iterator[Learnt]:
     times = [line.values["time/step"] for line in lines if "time/step" in line.values]
-    for figure in OWN.get(name) or OWN.get(experiment.algorithm.name) or (ACCURACY,):
-        seen = [line.values for line in lines if figure in line.values]
+    for metric in OWN.get(name) or OWN.get(experiment.algorithm.name) or (ACCURACY,):
+        seen = [line.values for line in lines if metric in line.values]
         if len(seen) < 2:
-            raise RuntimeError(f"{name} has not written {figure} twice")
-        before, after = seen[0][figure], seen[-1][figure]
-        falls = figure.endswith(FALLING)
+            raise RuntimeError(f"{name} has not written {metric} twice")
+        before, after = seen[0][metric], seen[-1][metric]
+        falls = metric.endswith(FALLING)
         tasks = _held_out(experiment)
         errors = (
             None
             if falls
-            else (_standard_error(seen[0], figure, tasks), _standard_error(seen[-1], figure, tasks))
+            else (_standard_error(seen[0], metric, tasks), _standard_error(seen[-1], metric, tasks))
         )
         yield Learnt(
             algorithm=name,
-            figure=figure.removeprefix("validation/"),
+            metric=metric.removeprefix("validation/"),
             before=before,
             after=after,
             standard_errors=errors,
@@ -207,11 +207,11 @@ def _learnt(
         )
 
 
-def _standard_error(values: Mapping[str, float], figure: str, tasks: int) -> float:
+def _standard_error(values: Mapping[str, float], metric: str, tasks: int) -> float:
     """Of the mean over tasks, of a share where a run writes no interval."""
-    if f"{figure}_low" in values:
-        return (values[f"{figure}_high"] - values[f"{figure}_low"]) / (2 * QUANTILE)
-    return math.sqrt(values[figure] * (1 - values[figure]) / tasks)
+    if f"{metric}_low" in values:
+        return (values[f"{metric}_high"] - values[f"{metric}_low"]) / (2 * QUANTILE)
+    return math.sqrt(values[metric] * (1 - values[metric]) / tasks)
 
 
 def _held_out(experiment: Experiment) -> int:
@@ -227,7 +227,7 @@ def row_of(one: Learnt) -> dict[str, object]:
     change = one.change_in_standard_errors
     return {
         "algorithm": one.algorithm,
-        "figure": one.figure,
+        "figure": one.metric,
         "before": _with_error(one.before, errors and errors[0]),
         "after": _with_error(one.after, errors and errors[1]),
         "change in standard errors": "" if change is None else f"{change:+.1f}",
@@ -302,13 +302,13 @@ def _run_all(files: Mapping[str, Path], steps: int) -> tuple[list[Learnt], list[
     failed: list[str] = []
     for number, (name, file) in enumerate(files.items(), 1):
         try:
-            learnt = run(name, file, steps)
+            trained = run(name, file, steps)
         except RuntimeError as error:
             failed.append(name)
             progress.print(f"{number} of {len(files)}: {error}", markup=False)
             continue
-        found += learnt
-        for one in learnt:
+        found += trained
+        for one in trained:
             progress.print(f"{number} of {len(files)}: {one}", markup=False)
     return found, failed
 

@@ -109,12 +109,12 @@ def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
     return table
 
 
-def publish(name: str, figures: Mapping[str, Any], table: Table, out: Path = OUT) -> Path:
+def publish(name: str, metrics: Mapping[str, Any], table: Table, out: Path = OUT) -> Path:
     """Write figures and machine as JSON, print table and machine; the path of the file."""
     machine = describe_machine()
     path = out / f"{name}.json"
     out.mkdir(parents=True, exist_ok=True)
-    whole = {"benchmark": name, "machine": asdict(machine), **figures}
+    whole = {"benchmark": name, "machine": asdict(machine), **metrics}
     path.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     console = Console()
     console.print(table)

@@ -112,7 +112,7 @@ def plot(sides: Mapping[str, Curves], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    metric, axes = pyplot.subplots(figsize=(7, 4))
     for name, curves in sides.items():
         by_step: list[Sequence[float]] = list(zip(*curves.values(), strict=True))
         steps = range(1, len(by_step) + 1)
@@ -122,8 +122,8 @@ def plot(sides: Mapping[str, Curves], path: Path) -> None:
         )
     axes.set(xlabel="step", ylabel="right answers", title="GRPO on sums of two digits, three seeds")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    metric.tight_layout()
+    metric.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -201,8 +201,8 @@ def gather_and_broadcast(
             call.result()
 
     size = policy.active + engines.active
-    meeting = folder / f"meeting of {case.name}"
-    both("join", [(meeting, rank, size, range(policy.active, size)) for rank in range(size)])
+    rendezvous = folder / f"meeting of {case.name}"
+    both("join", [(rendezvous, rank, size, range(policy.active, size)) for rank in range(size)])
     return lambda: both("gather_and_broadcast", [(gathering, DTYPE)] * size)
 
 

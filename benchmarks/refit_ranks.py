@@ -59,11 +59,11 @@ class Rank:
         for values in self._parameters.values():
             values.zero_()
 
-    def join(self, meeting: Path, rank: int, size: int, receivers: Sequence[int]) -> None:
+    def join(self, rendezvous: Path, rank: int, size: int, receivers: Sequence[int]) -> None:
         """Become a member of the default group, by which rank 0 reaches all receivers."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
         self._group = dist.new_group([0, *receivers])
 
     def gather_and_broadcast(self, gathering: Gathering, dtype: str) -> None:

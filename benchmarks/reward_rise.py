@@ -14,7 +14,7 @@ from nemorl.observe.metrics import StepMetrics, read_metrics
 WINDOW = 5
 
 
-def figures(steps: list[StepMetrics], key: str) -> dict[str, float]:
+def metrics(steps: list[StepMetrics], key: str) -> dict[str, float]:
     """Mean and standard deviation over steps at both ends; the rise in standard errors of the difference."""
     first, last = ([s.values[key] for s in part] for part in (steps[:WINDOW], steps[-WINDOW:]))
     error = ((stdev(first) ** 2 + stdev(last) ** 2) / WINDOW) ** 0.5
@@ -37,7 +37,7 @@ def main() -> None:
     if len(steps) < 2 * WINDOW:
         parser.error(f"{run_dir} has {len(steps)} steps with a reward; {2 * WINDOW} are wanted")
     keys = [k for k in steps[-1].values if k.startswith("reward/") and k != "reward/std"]
-    found = {key: figures(steps, key) for key in keys}
+    found = {key: metrics(steps, key) for key in keys}
     rows: list[dict[str, object]] = [{"metric": key, **values} for key, values in found.items()]
     title = f"{run_dir.name}: first and last {WINDOW} of {len(steps)} steps"
     publish(f"reward_rise_{run_dir.name}", {"steps": len(steps), "metrics": found}, table_of(title, rows))

@@ -125,7 +125,7 @@ def report(ours: list[Steps], theirs: list[Steps]) -> None:
     """Figures as medians over all counted steps; the ratio is that of each round's own seconds."""
     steps = [step for steps in ours for step in steps]
     seconds = {stage: median(steps, f"time/{stage}") for stage in STAGES}
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "samples_per_step": PROMPTS * SAMPLES,
         "new_tokens_at_most": NEW_TOKENS,
         "nemorl": {
@@ -147,15 +147,15 @@ def report(ours: list[Steps], theirs: list[Steps]) -> None:
             Timing(name, tuple(sum(s["time/step"] for s in round_) for round_ in rounds))
             for name, rounds in (("nemorl", ours), ("TRL", theirs))
         )
-        figures["trl"] = {
+        metrics["trl"] = {
             "seconds": {"step": median(whole, "time/step")},
             "step_seconds_by_round": [[step["time/step"] for step in round_] for round_ in theirs],
             "generated_tokens": median(whole, "tokens/generated"),
         }
-        figures["trl_step_over_nemorl_step"] = other.ratio_to(mine)
+        metrics["trl_step_over_nemorl_step"] = other.ratio_to(mine)
         rows.append({"trainer and stage": "TRL step", "seconds": median(whole, "time/step")})
         rows.append({"trainer and stage": "TRL / nemorl", "seconds": other.ratio_to(mine)})
-    publish("step", figures, table_of(f"one GRPO step on SmolLM2, {PROMPTS * SAMPLES} samples", rows))
+    publish("step", metrics, table_of(f"one GRPO step on SmolLM2, {PROMPTS * SAMPLES} samples", rows))
 
 
 def main() -> None:

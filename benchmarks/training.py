@@ -28,7 +28,7 @@ from meter import peak_flops
 from processes import Processes
 from rich.console import Console
 from training_figures import summary, table_row, verdict
-from training_sides import Figures, Setting, run_step, start
+from training_sides import Metrics, Setting, run_step, start
 from training_work import (
     COMPLETION_LIMIT,
     COMPLETION_MEDIAN,
@@ -59,21 +59,21 @@ class Comparison:
     sides: tuple[str, ...]
 
 
-def ready(setting: Setting, name: str) -> Callable[[Work, str], Figures]:
+def ready(setting: Setting, name: str) -> Callable[[Work, str], Metrics]:
     """A side's steps, for its process."""
     return partial(run_step, setting, start(name, setting))
 
 
-def step(processes: Processes, side: str, work: Work) -> Figures:
+def step(processes: Processes, side: str, work: Work) -> Metrics:
     """One step of a side; variants of it share a process."""
     name, _, variant = side.partition(":")
     return processes.call(name, work, variant)  # type: ignore[no-any-return]
 
 
-def check_agreement(figures: Mapping[str, Figures], tolerance: float) -> None:
+def check_agreement(metrics: Mapping[str, Metrics], tolerance: float) -> None:
     """Raise RuntimeError unless loss and gradient norm of all sides are ours, within a relative tolerance."""
-    ours = figures[OURS]
-    for side, theirs in figures.items():
+    ours = metrics[OURS]
+    for side, theirs in metrics.items():
         for what, mine, other in (
             ("loss", ours.loss, theirs.loss),
             ("gradient norm", ours.grad_norm, theirs.grad_norm),
@@ -87,11 +87,11 @@ def check_agreement(figures: Mapping[str, Figures], tolerance: float) -> None:
 
 def compare(
     processes: Processes, comparison: Comparison, rounds: int, tolerance: float
-) -> dict[str, list[Figures]]:
+) -> dict[str, list[Metrics]]:
     """Figures of every side and round; an uncounted first round warms up and must agree."""
     sides = comparison.sides
     check_agreement({side: step(processes, side, comparison.work) for side in sides}, tolerance)
-    seen: dict[str, list[Figures]] = {side: [] for side in sides}
+    seen: dict[str, list[Metrics]] = {side: [] for side in sides}
     for number in range(rounds):
         first = number % len(sides)
         for side in sides[first:] + sides[:first]:
@@ -110,13 +110,13 @@ def measure_comparison(
         seen = compare(
             Processes(partial(ready, setting), stack), comparison, rounds, TOLERANCE[setting.precision]
         )
-    sides = [summary(side, figures, seen[OURS], work, flops, peak) for side, figures in seen.items()]
+    sides = [summary(side, metrics, seen[OURS], work, flops, peak) for side, metrics in seen.items()]
     console.print(table_of(comparison.title, [table_row(side) for side in sides]))
     count = len(work.packed(shape.hidden_size))
     return {
         "lengths": work.lengths,
         "tokens": work.num_tokens,
-        "learnt_tokens": work.num_learnt,
+        "learnt_tokens": work.num_trained,
         "micro_batches": count,
         "flops": flops,
         "padding_waste": padding_waste(work.lengths, work.chunks(count, by_length=False)),

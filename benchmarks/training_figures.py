@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common import Timing
-from training_sides import Figures
+from training_sides import Metrics
 from training_work import Work
 
 LIMITS = {"overhead": 0.05, "speed": 1.5}
@@ -13,11 +13,11 @@ RATIOS = ("seconds_over_ours", "best_seconds_over_our_best", "cpu_seconds_over_o
 
 
 def summary(
-    side: str, seen: Sequence[Figures], ours: Sequence[Figures], work: Work, flops: float, peak: float | None
+    side: str, seen: Sequence[Metrics], ours: Sequence[Metrics], work: Work, flops: float, peak: float | None
 ) -> dict[str, Any]:
     """One side's figures beside ours; a ratio above 1 says that we are faster."""
-    seconds, mine = (Timing("", tuple(f.span.seconds for f in figures)) for figures in (seen, ours))
-    cpu, my_cpu = (Timing("", tuple(f.span.cpu_seconds for f in figures)) for figures in (seen, ours))
+    seconds, mine = (Timing("", tuple(f.span.seconds for f in metrics)) for metrics in (seen, ours))
+    cpu, my_cpu = (Timing("", tuple(f.span.cpu_seconds for f in metrics)) for metrics in (seen, ours))
     ratios = [a / b for a, b in zip(seconds.seconds, mine.seconds, strict=True)]
     return {
         "side": side,
@@ -70,7 +70,7 @@ def verdict(ragged: Mapping[str, Any], equal: Mapping[str, Any]) -> list[dict[st
         ("equal", "megatron-stock"),
         ("ragged", "transformers"),
     ):
-        seen = [sides[name, side][figure] for figure in RATIOS]
+        seen = [sides[name, side][metric] for metric in RATIOS]
         what, bound = f"speed over {side}, {name} lengths", f">= {LIMITS['speed']}"
         if side != "transformers":
             what, bound = f"overhead over {side}, {name} lengths", f"<= {LIMITS['overhead']}"

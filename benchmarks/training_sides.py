@@ -54,7 +54,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Metrics:
     """One step of one side; loss and gradient norm are the same for all sides."""
 
     loss: float
@@ -90,13 +90,13 @@ def start(side: str, setting: Setting) -> Side:
     return sides[side](setting)
 
 
-def run_step(setting: Setting, side: Side, work: Work, variant: str) -> Figures:
+def run_step(setting: Setting, side: Side, work: Work, variant: str) -> Metrics:
     """Run one step and measure it."""
     run = side.prepare(work, variant)
     before = side.optimizer
     loss, span, memory = measured(setting.device, run)
     optimizer = side.optimizer - before
-    return Figures(loss, side.grad_norm(), span - optimizer, memory, optimizer)
+    return Metrics(loss, side.grad_norm(), span - optimizer, memory, optimizer)
 
 
 class Nemorl:
@@ -126,7 +126,7 @@ class Nemorl:
             loss = PolicyLoss(ClipLossConfig()) if variant == "grpo" else CrossEntropyLoss()
             stats = self._worker.train(loss, work.packed(self._hidden_size))
             self._grad_norm = stats.grad_norm
-            return stats.sums["logprob_gap/mean" if variant == "grpo" else "nll"] / work.num_learnt
+            return stats.sums["logprob_gap/mean" if variant == "grpo" else "nll"] / work.num_trained
 
         return run
 

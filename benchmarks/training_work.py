@@ -49,7 +49,7 @@ class Work:
         return sum(self.lengths)
 
     @property
-    def num_learnt(self) -> int:
+    def num_trained(self) -> int:
         """Tokens that enter the loss."""
         return self.num_tokens - sum(self.prompts)
 
@@ -63,7 +63,7 @@ class Work:
 
     def weights(self) -> list[float]:
         """Of the learnt tokens of each sequence: the loss is their mean."""
-        return [1 / self.num_learnt] * len(self.lengths)
+        return [1 / self.num_trained] * len(self.lengths)
 
     def packed(self, hidden_size: int) -> list[list[int]]:
         """Sequences of each micro-batch, as the trainer plans them."""
@@ -88,14 +88,14 @@ class Work:
         first = min(self.prompts[i] for i in chunk)  # no token before it is learnt
         tokens = torch.zeros(len(chunk), longest, dtype=torch.int64)
         attention = torch.zeros_like(tokens)
-        learnt = torch.zeros(len(chunk), longest)
+        trained = torch.zeros(len(chunk), longest)
         for row, i in enumerate(chunk):
             length = self.lengths[i]
             tokens[row, :length] = torch.from_numpy(examples[i].tokens)
             attention[row, :length] = 1
-            learnt[row, :length] = torch.from_numpy(examples[i].loss_mask) * weights[i]
+            trained[row, :length] = torch.from_numpy(examples[i].loss_mask) * weights[i]
         return Padded(
-            tokens, attention, torch.arange(first - 1, longest - 1), tokens[:, first:], learnt[:, first:]
+            tokens, attention, torch.arange(first - 1, longest - 1), tokens[:, first:], trained[:, first:]
         )
 
 
@@ -135,7 +135,7 @@ def training_flops(shape: ModelShape, work: Work) -> float:
     attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim
     forward = (
         2 * matrices * work.num_tokens
-        + 2 * shape.vocab_size * shape.hidden_size * work.num_learnt
+        + 2 * shape.vocab_size * shape.hidden_size * work.num_trained
         + attention * sum(length**2 for length in work.lengths)
     )
     return 3.0 * forward

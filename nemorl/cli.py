@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if arguments.traceback:
             raise
-        complain(f"nemorl {arguments.command} failed: {error}{_mend(error)}")
+        complain(f"nemorl {arguments.command} failed: {error}{_fix(error)}")
         return ExitCode.FAILED
     except KeyboardInterrupt:
         if arguments.traceback:
@@ -62,7 +62,7 @@ def _exit_code(error: NemorlError) -> ExitCode:
     return ExitCode.REFUSED if isinstance(error, ConfigError | UsageError) else ExitCode.FAILED
 
 
-def _mend(error: OSError) -> str:
+def _fix(error: OSError) -> str:
     """For a full disk that no writer has put in words, as of a library's own files."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""

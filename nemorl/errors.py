@@ -38,12 +38,12 @@ class Violation:
 
     field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
     value: object  # as it was given, or ABSENT
-    mend: str  # why it is refused and what to do
+    fix: str  # why it is refused and what to do
     origin: str = ""  # `file:line`, `command line` or `default`; empty where none of these is known
 
     def __str__(self) -> str:
         where = f"  ({self.origin})" if self.origin else ""
-        return f"{self._subject()}{where}\n    {self.mend}"
+        return f"{self._subject()}{where}\n    {self.fix}"
 
     def _subject(self) -> str:
         if self.value is ABSENT:

@@ -39,8 +39,8 @@ def fit_violations(
     short = [room for room in rooms if room.gpus < gpus_per_node and room.part != "cpu"]
     if short:
         have = ", ".join(f"{room.node} has {room.gpus}" for room in short)
-        mend = f"{have}: ask Slurm for as many (--gpus-per-node), or set it to what is there"
-        yield Violation("cluster.gpus_per_node", gpus_per_node, mend)
+        fix = f"{have}: ask Slurm for as many (--gpus-per-node), or set it to what is there"
+        yield Violation("cluster.gpus_per_node", gpus_per_node, fix)
         return
     for name, field in (("gpus", "GPUs"), ("cpus", "CPUs")):
         wanted = sum(getattr(demand, name) for demand in demands)
@@ -80,9 +80,9 @@ def _divided(demands: Sequence[Demand], rooms: Sequence[Room], strategy: str) ->
             for value, there in domains.items()
         )
         wanted = f"{sum(d.gpus for d in own):g} GPUs and {sum(d.cpus for d in own):g} CPUs"
-        mend = f"the {group} processes want {wanted} in one, and no domain has room for them ({each})"
+        fix = f"the {group} processes want {wanted} in one, and no domain has room for them ({each})"
         yield Violation(
-            f"cluster.topology.{group}", label, f"{mend}: take fewer processes, or leave the topology out"
+            f"cluster.topology.{group}", label, f"{fix}: take fewer processes, or leave the topology out"
         )
 
 
@@ -134,7 +134,5 @@ def _too_many(demands: Sequence[Demand], rooms: Sequence[Room], name: str, probl
     groups = ", ".join(f"{group} {count:g}" for group, count in wanted.items())
     each = ", ".join(f"{room.node} {getattr(room, name):g}" for room in rooms)
     more = "--nodes, --gpus-per-node" if name == "gpus" else "--nodes"
-    mend = (
-        f"{problem} (wanted: {groups}; there: {each}): take fewer processes, or ask Slurm for more ({more})"
-    )
-    return Violation(field, f"{wanted[most]:g} {name}", mend)
+    fix = f"{problem} (wanted: {groups}; there: {each}): take fewer processes, or ask Slurm for more ({more})"
+    return Violation(field, f"{wanted[most]:g} {name}", fix)

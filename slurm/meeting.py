@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nemorl.observe.files import write_whole
+from nemorl.observe.files import write_atomically
 
 from .errors import SlurmError
 from .hardware import Hardware
@@ -115,11 +115,11 @@ class Meeting:
 
     def join(self, card: Card) -> None:
         """Say that this node is here."""
-        write_whole(self.folder / f"{card.node}.json", json.dumps(asdict(card), indent=2) + "\n")
+        write_atomically(self.folder / f"{card.node}.json", json.dumps(asdict(card), indent=2) + "\n")
 
     def fail(self, node: str, why: str) -> None:
         """Say that a node is of no use."""
-        write_whole(self.folder / f"{node}.failed", why + "\n")
+        write_atomically(self.folder / f"{node}.failed", why + "\n")
 
     async def everybody(self, seconds: float = MEETING_SECONDS) -> dict[str, Card]:
         """The cards of all nodes, the head first. Raises `SlurmError` that names who failed or is missing."""
@@ -138,8 +138,8 @@ class Meeting:
     def publish(self, plan: Plan) -> None:
         """Tell the others, after the secret that they need is there."""
         if not plan.refused:
-            write_whole(self.token_file, secrets.token_hex(32), private=True)
-        write_whole(self.folder / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
+            write_atomically(self.token_file, secrets.token_hex(32), private=True)
+        write_atomically(self.folder / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
 
     async def plan(self, seconds: float = 2 * MEETING_SECONDS) -> Plan:
         """What the head decided. Raises `SlurmError`."""

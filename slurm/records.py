@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from nemorl.observe.files import WriteError, write_whole
+from nemorl.observe.files import WriteError, write_atomically
 from nemorl.observe.run_folder import RunPaths
 
 from .errors import OptionError
@@ -42,7 +42,7 @@ class Ending:
 
     def write(self, folder: Path) -> None:
         """Keep it in the start's folder."""
-        write_whole(folder / EXIT, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
+        write_atomically(folder / EXIT, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
 
 
 def newest_step(run_dir: Path) -> int:

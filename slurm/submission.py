@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
-from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_whole
+from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_atomically
 
 from .errors import OptionError
 from .jobs import call
@@ -233,7 +233,7 @@ def write_configs(run_dir: Path, experiments: Sequence[Experiment], *, sweep: bo
     (folder / "tasks" if sweep else folder).mkdir(parents=True, exist_ok=True)
     for index, experiment in enumerate(experiments):
         path = folder / "tasks" / f"{index}.yaml" if sweep else folder / "config.yaml"
-        write_whole(path, _yaml(experiment))
+        write_atomically(path, _yaml(experiment))
 
 
 def image(container: str) -> str:

@@ -21,24 +21,24 @@ TREES = {
     "nemorl.slurm": ROOT / "slurm",
 }
 
-# Each part may import these, and itself; `types` stands for nemorl.trajectories, which imports numpy only.
+# Each part may import these, and itself; `trajectories` imports numpy only.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
-    "types": {"errors"},
+    "trajectories": {"errors"},
     "models": {"config", "errors"},
-    "data": {"config", "errors", "models", "types"},
-    "environments": {"config", "errors", "types"},
+    "data": {"config", "errors", "models", "trajectories"},
+    "environments": {"config", "errors", "trajectories"},
     "observe": {"config", "errors"},
     "plan": {"config", "errors", "models"},
     "cluster": {"config", "errors"},
-    "generation": {"config", "errors", "models", "types"},
+    "generation": {"config", "errors", "models", "trajectories"},
     "weights": {"config", "errors", "models"},
     "megatron": {"config", "errors", "models", "data"},
-    "rewards": {"config", "errors", "environments", "generation", "types"},
-    "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "types"},
+    "rewards": {"config", "errors", "environments", "generation", "trajectories"},
+    "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "trajectories"},
     "slurm": {"config", "errors", "cluster", "observe", "plan"},
-    "serve": {"config", "errors", "data", "generation", "types"},
+    "serve": {"config", "errors", "data", "generation", "trajectories"},
 }
 LIBRARY = set(ALLOWED)
 ALLOWED["session"] = LIBRARY
@@ -105,8 +105,6 @@ def imports(module: str, at_import_only: bool) -> frozenset[str]:
 
 def part_of(module: str) -> str:
     """The part of nemorl to which a module belongs; empty for nemorl itself."""
-    if module == "nemorl.trajectories":
-        return "types"
     return ".".join(module.split(".")[1:2])
 
 

@@ -160,7 +160,7 @@ class _Host:
         module, _, name = path.partition(":")
         self.target = getattr(importlib.import_module(module), name)(**kwargs)
 
-    def _whereabouts(self) -> str:
+    def _describe_activity(self) -> str:
         """What this process is doing now; the stacks of all its threads go to its log."""
         faulthandler.dump_traceback(file=2, all_threads=True)
         return "; ".join(map(str, self.running)) or "idle"
@@ -186,7 +186,7 @@ class SyncHost(_Host):
             return getattr(self.target, invocation.method)(*args, **kwargs)
 
     @ray.method(concurrency_group="beside")
-    def call_beside(self, invocation: Invocation, *args: Any) -> Any:
+    def call_background(self, invocation: Invocation, *args: Any) -> Any:
         """Run a method of the hosted instance while other calls go on."""
         with _Running(self, invocation):
             return getattr(self.target, invocation.method)(*args)
@@ -198,9 +198,9 @@ class SyncHost(_Host):
                 self.target.close()
 
     @ray.method(concurrency_group="control")
-    def whereabouts(self) -> str:
+    def describe_activity(self) -> str:
         """What this process is doing now; answered while a method runs."""
-        return self._whereabouts()
+        return self._describe_activity()
 
 
 @ray.remote(concurrency_groups={"control": 1})
@@ -241,9 +241,9 @@ class AsyncHost(_Host):
                     await answer
 
     @ray.method(concurrency_group="control")
-    async def whereabouts(self) -> str:
+    async def describe_activity(self) -> str:
         """What this process is doing now; answered from another thread than the methods'."""
-        return self._whereabouts()
+        return self._describe_activity()
 
 
 @ray.remote(concurrency_groups={"control": 1, "beside": 1, "serving": 1000})
@@ -263,7 +263,7 @@ class ServingHost(_Host):
             return getattr(self.target, invocation.method)(*args, **kwargs)
 
     @ray.method(concurrency_group="beside")
-    async def call_beside(self, invocation: Invocation, *args: Any) -> Any:
+    async def call_background(self, invocation: Invocation, *args: Any) -> Any:
         """Run a method of the hosted instance while other calls go on."""
         with _Running(self, invocation):
             return getattr(self.target, invocation.method)(*args)
@@ -289,9 +289,9 @@ class ServingHost(_Host):
                 self.target.close()
 
     @ray.method(concurrency_group="control")
-    async def whereabouts(self) -> str:
+    async def describe_activity(self) -> str:
         """What this process is doing now; answered while a method runs."""
-        return self._whereabouts()
+        return self._describe_activity()
 
 
 def _resolved(args: Any, kwargs: Any, seconds: float) -> tuple[Any, Any]:

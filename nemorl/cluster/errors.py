@@ -59,7 +59,7 @@ class WorkerDied(ClusterError):
         self.reason, self.log, self.last_lines = reason, log, last_lines
         self.node = node
 
-    def told_by(self, error: BaseException | None) -> bool:
+    def is_reported_in(self, error: BaseException | None) -> bool:
         """Whether an error is of this death, or of what somebody made of it."""
         return f"{self.group} rank {self.rank} died in stage" in str(error)
 
@@ -82,7 +82,7 @@ class NodeLost(WorkerDied):
         self.args = (group, rank, stage, node, tenants, log)
         self.tenants = tenants
 
-    def told_by(self, error: BaseException | None) -> bool:
+    def is_reported_in(self, error: BaseException | None) -> bool:
         """Whether an error is of the loss of this node."""
         return self.reason in str(error)
 

@@ -22,7 +22,7 @@ from .logs import log_path
 from .mesh import Mesh
 from .nodes import Home
 from .placement import Placement
-from .waiting import answers, told_error, whereabouts
+from .waiting import answers, describe_activity, resolve_error
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Worker:
             running = False
         except ray.exceptions.RayError as error:
             running = False
-            raise await told_error(self, stage, error) from None
+            raise await resolve_error(self, stage, error) from None
         except TimeoutError:
-            where = await whereabouts([self])
+            where = await describe_activity([self])
             raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None
         finally:
             if running:
@@ -310,7 +310,7 @@ class WorkerGroup:
         own = [(shard, *args) for shard in shards]
         return await self._call(invocation, own, kwargs, outputs, ends_group)
 
-    async def call_beside_async(
+    async def call_background_async(
         self, method: str, *args: Any, stage: str, deadline_seconds: float
     ) -> list[Any]:
         """Run a method on every rank of a synchronous group while its other calls go on, and wait for all.
@@ -319,7 +319,7 @@ class WorkerGroup:
         `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`.
         """
         invocation = Invocation(method, stage, deadline_seconds)
-        pending = {worker.actor.call_beside.remote(invocation, *args): worker for worker in self.workers}
+        pending = {worker.actor.call_background.remote(invocation, *args): worker for worker in self.workers}
         return await answers(pending, stage, deadline_seconds)
 
     def shutdown(self, deadline_seconds: float = 10.0) -> None:
@@ -341,7 +341,7 @@ class WorkerGroup:
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
             except ClusterError as error:
-                if not (isinstance(error, WorkerDied) and error.told_by(after)):
+                if not (isinstance(error, WorkerDied) and error.is_reported_in(after)):
                     logger.warning("%s", error)
         self._end("it was shut down")
 

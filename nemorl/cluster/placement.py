@@ -49,7 +49,9 @@ class WorkerRequest:
     gpus: int = 0  # that each process works on
     for_children: bool = False  # the GPUs are for actors that each process starts in its own place
     beside: str | None = None  # a group in the places of whose ranks, one for each GPU, they live, if it runs
-    lent: bool = False  # of what is beside another: Ray lends it a part of the GPU; else it is told its names
+    fractional_gpu: bool = (
+        False  # of what is beside another: Ray lends it a part of the GPU; else it is told its names
+    )
     labels: Mapping[str, str] = field(default_factory=dict)  # of its nodes, as Ray's label selectors have it
     topology: str | None = None  # a label of which all its nodes must have the same value
     at_driver: bool = False  # on the driver's node
@@ -88,7 +90,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
             model.config.layout.world_size,
             gpus,
             beside="policy" if model.on_policy_devices else None,
-            lent=model.on_policy_devices,
+            fractional_gpu=model.on_policy_devices,
         )
         for model in others
     ]
@@ -193,10 +195,10 @@ class Placement:
     def _gpus(self, request: WorkerRequest) -> float:
         """What Ray gives a process: a device that is lent to several goes to them by fractions of it."""
         beside = request.beside in self.requests
-        if request.for_children or (beside and not request.lent):
+        if request.for_children or (beside and not request.fractional_gpu):
             return 0
         lender = request.beside if beside else request.group
-        borrowers = sum(other.lent and other.beside == lender for other in self.requests.values())
+        borrowers = sum(other.fractional_gpu and other.beside == lender for other in self.requests.values())
         return request.gpus / (1 + borrowers)
 
     def release(self) -> None:
@@ -224,10 +226,10 @@ def assigned_bundles(
         if request.beside in bundles:
             theirs = bundles[request.beside]
             places = [[theirs[n] for n in request.neighbours(rank)] for rank in range(request.count)]
-            for rank, own_places in enumerate(places):
-                if len({node_of[bundle] for bundle in own_places}) > 1:
+            for rank, local_positions in enumerate(places):
+                if len({node_of[bundle] for bundle in local_positions}) > 1:
                     raise _divided(request, rank)
-            bundles[request.group] = tuple(own_places[0] for own_places in places)
+            bundles[request.group] = tuple(local_positions[0] for local_positions in places)
     return bundles
 
 

@@ -124,7 +124,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 # A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
-LONGEST_TEMP_DIR = 20
+MAX_TEMP_DIR_CHARACTERS = 20
 CONNECT_SECONDS = 10.0
 
 
@@ -209,7 +209,7 @@ class ClusterRuntime:
     def _start(self) -> None:
         _stay_on_this_machine()
         parent = Path(tempfile.gettempdir())
-        parent = parent if len(str(parent)) <= LONGEST_TEMP_DIR else Path("/tmp")
+        parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
         remove_abandoned(parent)
         self._temp_dir = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
         self._lock = hold(self._temp_dir)

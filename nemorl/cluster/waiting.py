@@ -23,7 +23,7 @@ GRACE_SECONDS_APART = 8.0
 # After that it takes Ray about 15 s to find that a node is lost, and not the connection alone.
 VERDICT_SECONDS = 40.0
 _LOOK_SECONDS = 0.5
-WHEREABOUTS_SECONDS = 3.0
+ACTIVITY_SECONDS = 3.0
 
 Answers = Mapping[ray.ObjectRef, "Worker"]
 
@@ -54,31 +54,31 @@ async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list
         for future in waiting:
             future.cancel()
     if failed:
-        raise _cause([await told_error(futures[future], stage, future.exception()) for future in failed])
+        raise _cause([await resolve_error(futures[future], stage, future.exception()) for future in failed])
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]
-        where = await whereabouts(late)
+        where = await describe_activity(late)
         raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, deadline_seconds, where)
     return [future.result() for future in futures]
 
 
-async def whereabouts(workers: Sequence["Worker"]) -> tuple[str, ...]:
+async def describe_activity(workers: Sequence["Worker"]) -> tuple[str, ...]:
     """What each of these workers is doing now; their threads' stacks go to their logs."""
-    asked = [asyncio.wrap_future(worker.actor.whereabouts.remote().future()) for worker in workers]
-    await asyncio.wait(asked, timeout=WHEREABOUTS_SECONDS)
+    asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
+    await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
     told = []
     for future, worker in zip(asked, workers, strict=True):
         if not future.done():
             future.cancel()
             told.append("does not respond; its process is stopped or holds the interpreter's lock")
         elif (error := future.exception()) is not None:
-            told.append(str(typed_error(worker, "whereabouts", error)))
+            told.append(str(typed_error(worker, "describe_activity", error)))
         else:
             told.append(f"{future.result()} (stacks in {worker.log})")
     return tuple(told)
 
 
-async def told_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
+async def resolve_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
     """`typed_error`, once it is known whether a worker out of reach is so because its node is lost."""
     if isinstance(error, ActorUnavailableError) and worker.home is not None:
         end = time.monotonic() + VERDICT_SECONDS

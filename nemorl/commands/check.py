@@ -18,7 +18,7 @@ import yaml
 
 from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
-from nemorl.config.checks.metrics import figures, reward_names
+from nemorl.config.checks.metrics import metrics, reward_names
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.config.experiment import Experiment
@@ -36,7 +36,7 @@ from nemorl.rewards.functions import BUILT_IN
 from .terminal import ExitCode, complain, notes, plan_table, say
 
 
-def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
+def custom_function_problems(experiment: Experiment) -> Iterator[Violation]:
     """Advantages and losses that are not there, cannot be called, or do not answer as they must."""
     algorithm = experiment.algorithm
     if not isinstance(algorithm, OnlineConfig):
@@ -52,7 +52,7 @@ def own_part_violations(experiment: Experiment) -> Iterator[Violation]:
         from nemorl.algorithms.policy_losses import smoke_test_loss as try_out_loss  # brings torch as well
 
         try:
-            taken = figures(algorithm, experiment.env, experiment.rewards, experiment.data)
+            taken = metrics(algorithm, experiment.env, experiment.rewards, experiment.data)
             try_out_loss(algorithm.loss, taken)
         except NemorlError as error:
             yield Violation("algorithm.loss.function", algorithm.loss.function, str(error))
@@ -80,12 +80,12 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
             given = GIVEN[found.signature] | {"answer"}
             missing = sorted(found.needs - given - columns)
             if missing:
-                mend = (
+                fix = (
                     f"it asks for {', '.join(missing)}, and the tasks of {path} have the columns "
                     f"{', '.join(sorted(given | columns))}: give it a default, or bind it in "
                     f"rewards.{place}.arguments"
                 )
-                yield Violation(field, config.function, mend)
+                yield Violation(field, config.function, fix)
 
 
 def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iterator[Violation]:
@@ -145,7 +145,7 @@ def prepare(
         plans.append(plan_run(experiment, machine, training=training))
         yield from plans[0].violations
         yield from reward_violations(experiment)
-        yield from own_part_violations(experiment)
+        yield from custom_function_problems(experiment)
         yield from _run_folder(experiment, new_run)
         if starts:
             yield from node_violations(experiment.cluster)
@@ -156,11 +156,11 @@ def prepare(
             yield from address_violations(experiment.generation, listening)
         data = experiment.data
         if measuring and not training and data.validation is None and not data.validation_sets:
-            mend = "an evaluation measures on these tasks: name a dataset"
-            yield Violation("data.validation", ABSENT, mend)
+            fix = "an evaluation measures on these tasks: name a dataset"
+            yield Violation("data.validation", ABSENT, fix)
         if measuring and not training and experiment.policy.head == "scalar":
-            mend = "an evaluation samples, and this model says numbers: let algorithm.validation measure it"
-            yield Violation("policy.head", "scalar", mend)
+            fix = "an evaluation samples, and this model says numbers: let algorithm.validation measure it"
+            yield Violation("policy.head", "scalar", fix)
 
     experiment = load_experiment(path, overrides, further_checks)
     return Ready(experiment, plans[0])
@@ -171,8 +171,8 @@ def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
     if run_dir.exists() and not run_dir.is_dir():
         yield Violation("run_dir", str(run_dir), "this is a file: name a folder, which need not exist yet")
     elif new_run and RunPaths(run_dir).has_steps:
-        mend = "the folder holds a run already: go on with --resume, or name another folder"
-        yield Violation("run_dir", str(run_dir), mend)
+        fix = "the folder holds a run already: go on with --resume, or name another folder"
+        yield Violation("run_dir", str(run_dir), fix)
     elif (problem := _not_writable(run_dir)) is not None:
         yield Violation("run_dir", str(run_dir), problem)
 
@@ -187,13 +187,13 @@ def _other_algorithm(experiment: Experiment) -> Iterator[Violation]:
         name, had_critic = then["name"], then.get("critic") is not None
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         return  # the folder does not tell any more; what a checkpoint lacks is refused when it is read
-    mend = "or begin a new run in another run_dir from an export of its weights (`nemorl models export`)"
+    fix = "or begin a new run in another run_dir from an export of its weights (`nemorl models export`)"
     if name != algorithm.name:
         there = f"the run in {paths.root} was trained with `{name}`, and goes on with it only"
-        yield Violation("algorithm.name", algorithm.name, f"{there}: set `{name}`, {mend}")
+        yield Violation("algorithm.name", algorithm.name, f"{there}: set `{name}`, {fix}")
     elif had_critic and not algorithm.keeps_critic:
         there = f"the run in {paths.root} was trained with a critic, and goes on with one only"
-        yield Violation("algorithm.critic", None, f"{there}: set the advantage back, {mend}")
+        yield Violation("algorithm.critic", None, f"{there}: set the advantage back, {fix}")
 
 
 def _not_writable(run_dir: Path) -> str | None:

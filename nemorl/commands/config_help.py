@@ -79,5 +79,5 @@ def _yaml(default: object) -> str:
 def _unknown_section(asked: str) -> str:
     known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
     close = difflib.get_close_matches(asked, known, n=1)
-    mend = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
-    return f"an experiment has no section `{asked}`: {mend}"
+    fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
+    return f"an experiment has no section `{asked}`: {fix}"

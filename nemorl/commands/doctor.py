@@ -103,8 +103,8 @@ def _print(findings: list[Finding]) -> None:
 
 
 _OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
-_LEAST_MEMORY_BYTES = 4_000_000_000  # for the quickstart
-_LEAST_DISK_BYTES = 2_000_000_000
+_MIN_MEMORY_BYTES = 4_000_000_000  # for the quickstart
+_MIN_DISK_BYTES = 2_000_000_000
 _ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_megabytes
 
 
@@ -133,13 +133,11 @@ def _vllm() -> Finding:
 
 def _hardware(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU cores", State.GOOD, str(machine.cores), "everything")
-    yield _space(
-        "memory", machine.memory_bytes, _LEAST_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart"
-    )
+    yield _space("memory", machine.memory_bytes, _MIN_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart")
     shared, use = machine.shared_memory_bytes, "Ray's objects; with less than 0.5 GB it uses the disk"
     yield _space("/dev/shm", shared or 0, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use)
     disk = shutil.disk_usage(Path.cwd()).free
-    yield _space("free disk here", disk, _LEAST_DISK_BYTES, State.MISSING, "runs, checkpoints and models")
+    yield _space("free disk here", disk, _MIN_DISK_BYTES, State.MISSING, "runs, checkpoints and models")
     names = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)" for gpu in machine.gpus)
     state = State.GOOD if names else State.OPTIONAL
     yield Finding("NVIDIA GPUs", state, names or "none", "speed; everything runs without")

@@ -23,12 +23,12 @@ def run(arguments: Namespace) -> int:
     from nemorl.algorithms.validation import with_intervals
 
     evaluation = evaluate(ready.experiment)
-    figures = table("", ["figure", "value", "95 % interval"])
-    for name, value, interval in with_intervals(evaluation.figures):
+    metrics = table("", ["figure", "value", "95 % interval"])
+    for name, value, interval in with_intervals(evaluation.metrics):
         between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
-        figures.add_row(name, f"{value:.6g}", between)
+        metrics.add_row(name, f"{value:.6g}", between)
     origin = f" ({evaluation.origin})" if evaluation.origin else ""
     say(f"model: {evaluation.model}{origin}")
-    output().print(figures)
+    output().print(metrics)
     say(f"samples: {evaluation.samples}")
     return 0

@@ -24,7 +24,7 @@ HELP = (
 )
 REWARD = "reward"
 
-LONGEST_SEQUENCE = 4096  # of a model folder, where nothing else is asked for
+MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -70,16 +70,16 @@ def _prepare(path: Path, overrides: list[str]) -> Ready:
     ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
     generation = ready.experiment.generation
     if not generation.has_engines:
-        mend = "a policy that samples by itself serves nobody else: name a back end that has engines"
-        raise ConfigError(str(path), [Violation("generation.backend", generation.backend, mend)])
+        fix = "a policy that samples by itself serves nobody else: name a back end that has engines"
+        raise ConfigError(str(path), [Violation("generation.backend", generation.backend, fix)])
     return ready
 
 
 def _prepare_reward(path: Path, overrides: list[str]) -> Ready:
     ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
     if ready.experiment.policy.head != "scalar":
-        mend = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
-        raise ConfigError(str(path), [Violation("policy.head", ready.experiment.policy.head, mend)])
+        fix = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
+        raise ConfigError(str(path), [Violation("policy.head", ready.experiment.policy.head, fix)])
     violations = list(head_violations(ready.experiment.policy.model_path))
     if violations:
         raise ConfigError(str(path), violations)
@@ -113,11 +113,11 @@ def has_chat_template(model: Path) -> bool:
 def _tree(model: Path) -> dict[str, Any]:
     config = model / "config.json"
     if not config.is_file():
-        mend = "this folder has no config.json: name a model's folder, or an experiment file"
-        raise ConfigError(str(model), [Violation("", str(model), mend)])
+        fix = "this folder has no config.json: name a model's folder, or an experiment file"
+        raise ConfigError(str(model), [Violation("", str(model), fix)])
     known = json.loads(config.read_text(encoding="utf-8"))
-    positions = known.get("max_position_embeddings", LONGEST_SEQUENCE)
-    length = min(positions, LONGEST_SEQUENCE)
+    positions = known.get("max_position_embeddings", MAX_SEQUENCE_TOKENS)
+    length = min(positions, MAX_SEQUENCE_TOKENS)
     kept = known.get("dtype", known.get("torch_dtype"))
     precision = {"precision": kept} if kept in ("float32", "bfloat16") else {}
     return {

@@ -39,7 +39,7 @@ from .yaml import (
     parse_value,
 )
 
-_MOST_NAMED = 4  # variants in one sentence
+_MAX_NAMED = 4  # variants in one sentence
 _QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'
 
 _WANTED = {
@@ -96,8 +96,8 @@ def _violation(details: ErrorDetails) -> Violation:
                 field, value, f"a list of at least {context['min_length']} is wanted{_help(details)}"
             )
         case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
-            mend = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
-            return Violation(dotted(path[:-2]), value, mend)
+            fix = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
+            return Violation(dotted(path[:-2]), value, fix)
         case "string_pattern_mismatch":
             return Violation(field, value, f"it is not written as it must be{_help(details)}")
         case _ if kind in _BOUNDS:
@@ -105,8 +105,8 @@ def _violation(details: ErrorDetails) -> Violation:
             return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
         case _ if value is None and kind.startswith("model") and _has_default(details):
             off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
-            mend = f"this section cannot be null: leave it out to have its defaults{off}"
-            return Violation(field, value, mend + _help(details))
+            fix = f"this section cannot be null: leave it out to have its defaults{off}"
+            return Violation(field, value, fix + _help(details))
         case _:
             wanted = _WANTED.get(kind.split("_")[0], details["msg"])
             return Violation(field, value, wanted + _help(details))
@@ -146,7 +146,7 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     others = [section for section in around if name in section.model_fields]
     if others:
         theirs = [one for section in others for one in names(section)]
-        which = f"{_listed(theirs[:_MOST_NAMED])}{' and others' * (len(theirs) > _MOST_NAMED)}"
+        which = f"{_listed(theirs[:_MAX_NAMED])}{' and others' * (len(theirs) > _MAX_NAMED)}"
         choice = dotted((*path[:-1], tag(owners[0])))
         return (
             f"this field belongs to {which}, and {choice} is `{location[-2]}`: remove it, or change {choice}"
@@ -154,7 +154,7 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
-    elsewhere = (nearby or elsewhere)[:_MOST_NAMED]
+    elsewhere = (nearby or elsewhere)[:_MAX_NAMED]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
     return f"there is no such field; {suggestion or f'known here are {_listed(known)}'}".rstrip()
 
@@ -197,8 +197,8 @@ def _parsed(override: str) -> tuple[list[str], object]:
         raise ConfigError(ORIGIN, [Violation("", override, _how_to_write(override), ORIGIN)])
     plain = _plain(field.strip())
     if plain != field.strip():
-        mend = f"fields are named with dots, places in lists by their number: write `{plain}={text}`"
-        raise ConfigError(ORIGIN, [Violation("", override, mend, ORIGIN)])
+        fix = f"fields are named with dots, places in lists by their number: write `{plain}={text}`"
+        raise ConfigError(ORIGIN, [Violation("", override, fix, ORIGIN)])
     return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
 
 
@@ -254,8 +254,8 @@ def _refuse_unknown_places(base: object, over: object, path: FieldPath) -> None:
     for key, value in over.items():
         if isinstance(base, list) and not (key.isdecimal() and int(key) < len(base)):
             places = f"places 0 to {len(base) - 1}" if base else "no item"
-            mend = f"the list has {places}: name one of them, or give the whole list as `[...]`"
-            raise ConfigError(ORIGIN, [Violation(dotted((*path, key)), value, mend, ORIGIN)])
+            fix = f"the list has {places}: name one of them, or give the whole list as `[...]`"
+            raise ConfigError(ORIGIN, [Violation(dotted((*path, key)), value, fix, ORIGIN)])
         if isinstance(base, list):
             _refuse_unknown_places(base[int(key)], value, (*path, int(key)))
         elif isinstance(base, dict):
@@ -315,16 +315,16 @@ def _parents(document: Document, file: Path) -> list[Path]:
     named = document.tree.get(DEFAULTS, [])
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        mend = "a path or a list of paths is wanted, relative to this file"
-        raise ConfigError(str(file), [Violation(DEFAULTS, named, mend, document.origins[(DEFAULTS,)])])
+        fix = "a path or a list of paths is wanted, relative to this file"
+        raise ConfigError(str(file), [Violation(DEFAULTS, named, fix, document.origins[(DEFAULTS,)])])
     return [file.parent / name for name in names]
 
 
 def _refuse_circle(parent: Path, heirs: tuple[Path, ...]) -> None:
     if parent.resolve() in {heir.resolve() for heir in heirs}:
         circle = " -> ".join(map(str, (*heirs, parent)))
-        mend = f"these files inherit in a circle, {circle}: take one of the links away"
-        raise ConfigError(str(heirs[0]), [Violation(DEFAULTS, str(parent), mend, str(heirs[-1]))])
+        fix = f"these files inherit in a circle, {circle}: take one of the links away"
+        raise ConfigError(str(heirs[0]), [Violation(DEFAULTS, str(parent), fix, str(heirs[-1]))])
 
 
 DEFAULT = "default"

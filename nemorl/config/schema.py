@@ -25,7 +25,7 @@ from .base import Config
 from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
-_MOST_NAMES = 4  # of one variant, where it is called by them
+_MAX_NAMES = 4  # of one variant, where it is called by them
 _KEY = "NAME"  # stands for the keys of a mapping, which are one's own
 
 
@@ -180,7 +180,7 @@ def _who(those: Sequence[type[Config]], everyone: Sequence[type[Config]]) -> str
 def _label(section: type[Config]) -> str:
     """A variant by its names, or by its class where these are many: `online`."""
     known = names(section)
-    return "|".join(known) if len(known) <= _MOST_NAMES else section.__name__.removesuffix("Config").lower()
+    return "|".join(known) if len(known) <= _MAX_NAMES else section.__name__.removesuffix("Config").lower()
 
 
 def help_text(section: type[Config], field: str) -> str:

@@ -114,11 +114,11 @@ class _Reader:
                 self._source, [Violation("", ABSENT, _explained(error), self._source + line)]
             ) from error
         except yaml.reader.ReaderError as error:
-            mend = f"YAML does not allow the character U+{error.character:04X}: remove it"
-            raise ConfigError(self._source, [Violation("", ABSENT, mend)]) from error
+            fix = f"YAML does not allow the character U+{error.character:04X}: remove it"
+            raise ConfigError(self._source, [Violation("", ABSENT, fix)]) from error
 
-    def refused(self, node: yaml.Node, path: FieldPath, value: object, mend: str) -> ConfigError:
-        return ConfigError(self._source, [Violation(dotted(path), value, mend, self._origin(node))])
+    def refused(self, node: yaml.Node, path: FieldPath, value: object, fix: str) -> ConfigError:
+        return ConfigError(self._source, [Violation(dotted(path), value, fix, self._origin(node))])
 
     def value(self, node: yaml.Node, path: FieldPath) -> object:
         self.origins.setdefault(path, self._origin(node))
@@ -140,8 +140,8 @@ class _Reader:
                     )
                 if key in tree:
                     first = self.origins[(*path, key)]
-                    mend = f"this key stands twice, first at {first}: keep one of them"
-                    raise self.refused(key_node, (*path, key), value_node.value, mend)
+                    fix = f"this key stands twice, first at {first}: keep one of them"
+                    raise self.refused(key_node, (*path, key), value_node.value, fix)
                 self.origins[(*path, key)] = self._origin(key_node)
                 tree[key] = self.value(value_node, (*path, key))
         return tree

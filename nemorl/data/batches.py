@@ -16,7 +16,7 @@ from .packed import Compared, PackedBatch, with_compared
 # What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
 # computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is
 # not trained stands in for it.
-STAND_IN_TOKENS = 1
+PLACEHOLDER_TOKENS = 1
 
 # Of a trajectory: one number for all its sampled tokens, or one for those of each turn.
 Advantage = float | tuple[float, ...]
@@ -79,10 +79,10 @@ def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
 def _stand_in(failed: Trajectory) -> Trajectory:
     return replace(
         failed,
-        tokens=np.zeros(STAND_IN_TOKENS, dtype=np.int32),
-        loss_mask=np.zeros(STAND_IN_TOKENS, dtype=np.bool_),
-        logprobs=np.zeros(STAND_IN_TOKENS, dtype=np.float32),
-        versions=np.full(STAND_IN_TOKENS, -1, dtype=np.int32),
+        tokens=np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32),
+        loss_mask=np.zeros(PLACEHOLDER_TOKENS, dtype=np.bool_),
+        logprobs=np.zeros(PLACEHOLDER_TOKENS, dtype=np.float32),
+        versions=np.full(PLACEHOLDER_TOKENS, -1, dtype=np.int32),
         turns=(),
         routed_experts=None,
     )

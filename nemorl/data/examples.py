@@ -38,7 +38,7 @@ class Example:
         return len(self.tokens)
 
     @property
-    def num_learnt(self) -> int:
+    def num_trained(self) -> int:
         """Tokens that enter the loss."""
         return int(self.loss_mask.sum())
 
@@ -54,7 +54,7 @@ class Example:
 
 
 # Takes a place where a batch lacks a sequence; nothing looks at it.
-STAND_IN = Example(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
+PLACEHOLDER = Example(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 
 
 def dialogue_example(
@@ -76,21 +76,21 @@ def dialogue_example(
     tokens = prompts.open(opening)
     if not tokens:
         raise ExampleError("the prompt is empty, so the first token cannot be learnt")
-    learnt = [False] * len(tokens)
+    trained = [False] * len(tokens)
     for place, message in enumerate(exchange):
         if message.role != "assistant":
             continue
         turn = [*tokenizer.encode(message.content), prompts.end_token_id]
         tokens += turn
-        learnt += [True] * len(turn)
+        trained += [True] * len(turn)
         answered = _until_next_turn(exchange[place + 1 :])
         if place + 1 < len(exchange):
             history = [*opening, *exchange[:place]]
             between = prompts.after_turn(history, message, answered, turn[-1])
             tokens += between
-            learnt += [False] * len(between)
-    _check_length(len(tokens), learnt.index(True), max_length)
-    mask = np.array(learnt)
+            trained += [False] * len(between)
+    _check_length(len(tokens), trained.index(True), max_length)
+    mask = np.array(trained)
     if train_on == "all":
         mask = np.arange(len(tokens)) >= 1  # the first token follows nothing, so it has no probability
     return Example(np.array(tokens, dtype=np.int32), mask)

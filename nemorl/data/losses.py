@@ -69,7 +69,7 @@ class TokenEstimate:
 
     advantages: Tensor  # [N] float32, 0 where loss_mask is False
     returns: Tensor | None  # [N] float32, that a critic learns of the state before each token
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 class TokenEstimator(Protocol):
@@ -80,7 +80,7 @@ class TokenEstimator(Protocol):
         ...
 
 
-class SequenceFigure(Protocol):
+class SequenceMetric(Protocol):
     """A pure function of a batch that gives a number for each sequence; picklable."""
 
     def __call__(self, batch: PackedBatch, /) -> Tensor:

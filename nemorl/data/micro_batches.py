@@ -79,7 +79,7 @@ def _take(units: list[list[int]], batches: list[list[int]], rank: list[int]) -> 
     return [[place for unit in batch for place in places[unit]] for batch in batches]
 
 
-def packing_figures(
+def packing_metrics(
     plan: BatchPlan, lengths: Sequence[int], max_tokens: int, hidden_size: int
 ) -> dict[str, float]:
     """How evenly a plan spreads the work, and how full its micro-batches are.

@@ -138,6 +138,6 @@ def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBat
     known = [c.reference for c in compared if c.reference is not None]
     if len(known) < len(compared):
         return batch
-    learnt = [max(int(mask.sum()), 1) for mask in batch.loss_mask.split(batch.lengths)]
-    means = spread([total / count for total, count in zip(known, learnt, strict=True)], torch.float32)
+    trained = [max(int(mask.sum()), 1) for mask in batch.loss_mask.split(batch.lengths)]
+    means = spread([total / count for total, count in zip(known, trained, strict=True)], torch.float32)
     return replace(batch, reference_logprobs=means * batch.loss_mask)

@@ -93,7 +93,7 @@ class OpenRequest:
 
 
 @dataclass
-class Figures:
+class Metrics:
     """What was done since they were last asked for."""
 
     peak: int = 0
@@ -239,7 +239,7 @@ class AsyncEngineWorker:
         self._failure: EngineFailed | None = None
         self._torn: str | None = None
         self._last_chunk = time.monotonic()
-        self._figures = Figures()
+        self._metrics = Metrics()
 
     @property
     def version(self) -> int:
@@ -347,7 +347,7 @@ class AsyncEngineWorker:
             sequence.reports.put_nowait(error)
             sequence.abort()
 
-    def tear(self, reason: str) -> None:
+    def mark_torn(self, reason: str) -> None:
         """Tell by `health` that the weights are of no version. The caller lets it stand until `recover`."""
         self._torn = reason
 
@@ -358,7 +358,7 @@ class AsyncEngineWorker:
 
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
-        done, self._figures = self._figures, Figures(peak=len(self._running))
+        done, self._metrics = self._metrics, Metrics(peak=len(self._running))
         done.count(len(self._running))
         return EngineStats(
             version=self.version,
@@ -391,7 +391,7 @@ class AsyncEngineWorker:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             sequence.end(task.result())
-        self._figures.count(len(self._running))
+        self._metrics.count(len(self._running))
         del self._sequences[sequence.request.id]
         self._running.discard(sequence.request.id)
         if not self._running:
@@ -410,7 +410,7 @@ class AsyncEngineWorker:
                         sequence.take(
                             chunk.tokens, chunk.logprobs, chunk.versions, last=chunk.stop is not None
                         )
-                        self._figures.tokens += len(chunk.tokens)
+                        self._metrics.tokens += len(chunk.tokens)
                         self._last_chunk = time.monotonic()
                         if chunk.stop is not None:
                             return chunk.stop
@@ -421,13 +421,13 @@ class AsyncEngineWorker:
         raise EngineFailed(f"{self._name} ended request {request.id!r} without saying why")
 
     def _enter(self, request: GenerationRequest) -> None:
-        self._figures.count(len(self._running))
+        self._metrics.count(len(self._running))
         if not self._running:
             self._last_chunk = time.monotonic()  # rest is no hanging
         self._running.add(request.id)
         self._idle.clear()
-        self._figures.prompt_tokens += len(request.prompt)
-        self._figures.peak = max(self._figures.peak, len(self._running))
+        self._metrics.prompt_tokens += len(request.prompt)
+        self._metrics.peak = max(self._metrics.peak, len(self._running))
 
     async def _thaw(self) -> None:
         self._last_chunk = time.monotonic()  # nor is a stand

@@ -13,7 +13,7 @@ import aiohttp
 from .types import EngineFailed, RequestRefused
 
 FIRST_WAIT_SECONDS = 0.5
-LONGEST_WAIT_SECONDS = 30.0
+MAX_WAIT_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
 _SHOWN_CHARACTERS = 300
 # Statuses that another attempt may change: too many requests, conflicts and timeouts, failures of the server.
@@ -25,7 +25,7 @@ class MissingKey(ValueError):
 
 
 @dataclass
-class ClientFigures:
+class ClientMetrics:
     """What a client did since it was last asked."""
 
     requests: int = 0
@@ -52,7 +52,7 @@ class OpenAIClient:
         self._first_wait = first_wait_seconds
         self._places = asyncio.Semaphore(max_concurrent)
         self._http: aiohttp.ClientSession | None = None
-        self._figures = ClientFigures()
+        self._metrics = ClientMetrics()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON that the server answers. The caller sets the deadline (`asyncio.timeout`).
@@ -61,10 +61,10 @@ class OpenAIClient:
         answer after all retries.
         """
         async with self._places:
-            self._figures.requests += 1
+            self._metrics.requests += 1
             for attempt in range(self._max_retries + 1):
                 if attempt:
-                    self._figures.retries += 1
+                    self._metrics.retries += 1
                 try:
                     return await self._attempt(path, body)
                 except _Passing as failure:
@@ -86,10 +86,10 @@ class OpenAIClient:
                 f"{self.base_url}/chat/completions answered without a message: {_cut(str(answer))}"
             ) from error
 
-    def take_figures(self) -> ClientFigures:
+    def take_metrics(self) -> ClientMetrics:
         """What was done since the last call."""
-        figures, self._figures = self._figures, ClientFigures()
-        return figures
+        metrics, self._metrics = self._metrics, ClientMetrics()
+        return metrics
 
     async def close(self) -> None:
         """Close the connections."""
@@ -126,8 +126,8 @@ class OpenAIClient:
     def _wait(self, attempt: int, retry_after: float | None) -> float:
         """Seconds before the next attempt: as the server says, else longer each time, and not in step."""
         if retry_after is not None:
-            return min(retry_after, LONGEST_WAIT_SECONDS)
-        return min(self._first_wait * 2.0**attempt, LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
+            return min(retry_after, MAX_WAIT_SECONDS)
+        return min(self._first_wait * 2.0**attempt, MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
 
 
 class _Passing(Exception):

@@ -31,7 +31,7 @@ from .types import (
 T = TypeVar("T", bound=np.generic)
 
 OnProgress = Callable[[Progress], None]
-_LEAST_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
+_MIN_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class Flight:
             prompt=np.concatenate([request.prompt, self._tokens()]),
             max_new_tokens=request.max_new_tokens - self.num_sampled,
             sampled_before=request.sampled_before + self.num_sampled,
-            deadline_seconds=max(_LEAST_SECONDS, request.deadline_seconds - self._seconds),
+            deadline_seconds=max(_MIN_SECONDS, request.deadline_seconds - self._seconds),
             progress_tokens=progress,
             routed_experts_from=request.routed_experts_from + self.num_routed,
         )
@@ -163,7 +163,7 @@ log = logging.getLogger(__name__)
 # Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
 REMEMBERED_CONVERSATIONS = 65536
 # A request that was on so many replicas when they were lost may be what kills them.
-MOST_LOSSES = 2
+MAX_LOSSES = 2
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class Replica:
 
 
 @dataclass
-class RouterFigures:
+class RouterMetrics:
     """What a router did since it was last asked."""
 
     moved_requests: int = 0  # to another replica, after theirs was lost
     kept_tokens: int = 0  # that those had sampled and did not sample again
-    failed_requests: int = 0  # given up after `MOST_LOSSES` replicas
+    failed_requests: int = 0  # given up after `MAX_LOSSES` replicas
 
 
 @dataclass(eq=False)
@@ -229,7 +229,7 @@ class Router:
         self._home: OrderedDict[str, _Member] = OrderedDict()
         self._waiting: set[str] = set()  # ids of unanswered requests
         self._lost: dict[str, str] = {}
-        self._figures = RouterFigures()
+        self._metrics = RouterMetrics()
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -252,10 +252,10 @@ class Router:
         """The cause of each loss by the replica's name."""
         return dict(self._lost)
 
-    def take_figures(self) -> RouterFigures:
+    def take_metrics(self) -> RouterMetrics:
         """What was done since the last call."""
-        figures, self._figures = self._figures, RouterFigures()
-        return figures
+        metrics, self._metrics = self._metrics, RouterMetrics()
+        return metrics
 
     def add(self, replica: Replica) -> None:
         """Let a replica serve, also in the place of a lost one of the same name."""
@@ -366,9 +366,9 @@ class Router:
         flight.losses += 1
         if flight.finish_if_whole():
             return
-        if flight.losses >= MOST_LOSSES and self._members:
+        if flight.losses >= MAX_LOSSES and self._members:
             log.warning("request %s was on %d replicas when they were lost", flight.request.id, flight.losses)
-            self._figures.failed_requests += 1
+            self._metrics.failed_requests += 1
             flight.give_up()
             return
         try:
@@ -376,8 +376,8 @@ class Router:
         except NoReplicaLeft as error:
             flight.fail(error)
             return
-        self._figures.moved_requests += 1
-        self._figures.kept_tokens += flight.num_new
+        self._metrics.moved_requests += 1
+        self._metrics.kept_tokens += flight.num_new
 
     def _release(self, flight: Flight) -> None:
         """Forget a request; end it where nobody waits for it any more."""

@@ -306,7 +306,7 @@ def _span_attention(
     size = span.length if window is None else max(window, BLOCK)
     for first in range(0, span.length, size):
         block = range(first, min(first + size, span.length))
-        start = 0 if window is None else max(span.least_start + first - window + 1, 0)
+        start = 0 if window is None else max(span.min_start + first - window + 1, 0)
         keys = range(start, min(span.largest_start + block.stop, k.shape[2]))
         yield _masked_attention(
             q[:, :, block.start : block.stop],

@@ -165,7 +165,7 @@ def _random_file(folder: Path, rank: int) -> Path:
 # Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
 _TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
 _DEADLINE_SECONDS = 600.0
-_LONGEST_REASON = 300  # characters
+_MAX_REASON_CHARACTERS = 300  # characters
 
 
 class UnfitMegatronCheckpoint(RunError, ValueError):
@@ -248,12 +248,12 @@ def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyMode
     """The model in one process, on the CPU, its weights to be set."""
     alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
     select_device("cpu", 0)
-    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as meeting:
+    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as rendezvous:
         parallel.join(
             alone.layout,
             rank=0,
             world_size=1,
-            rendezvous=f"file://{meeting}/meet",
+            rendezvous=f"file://{rendezvous}/meet",
             device="cpu",
             deadline_seconds=_DEADLINE_SECONDS,
         )
@@ -279,7 +279,7 @@ def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
 def _unfit(folder: Path, reason: BaseException) -> UnfitMegatronCheckpoint:
     """Megatron's reason may be a list of all names that it knows."""
     words = str(reason)
-    words = words if len(words) <= _LONGEST_REASON else f"{words[:_LONGEST_REASON]} …"
+    words = words if len(words) <= _MAX_REASON_CHARACTERS else f"{words[:_MAX_REASON_CHARACTERS]} …"
     return UnfitMegatronCheckpoint(
         f"{folder} does not hold the model that --like names: name the folder it was trained from. "
         f"Megatron says: {words}"

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
-class DamagedCheckpoint(RunError, ValueError):
+class CorruptCheckpoint(RunError, ValueError):
     """A checkpoint that is not what its manifest says; the message names the file."""
 
 
@@ -66,16 +66,16 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Raises `DamagedCheckpoint` when there is none or it cannot be read."""
+        """Raises `CorruptCheckpoint` when there is none or it cannot be read."""
         path = checkpoint / MANIFEST
         try:
             raw = json.loads(path.read_text())
             files = tuple(FileRecord(**f) for f in raw["files"])
             return cls(int(raw["step"]), dict(raw["metrics"]), files)
         except FileNotFoundError:
-            raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not completed") from None
+            raise CorruptCheckpoint(f"{path} is missing: the checkpoint was not completed") from None
         except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise DamagedCheckpoint(f"{path} cannot be read as a manifest: {error}") from error
+            raise CorruptCheckpoint(f"{path} cannot be read as a manifest: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class CheckpointStore:
         """Make what was written the checkpoint of the step: checksums, flush to disk, rename.
 
         `records` are those of files whose writers have made them, and flushed the files; others are read.
-        Raises `DamagedCheckpoint` where a file is not as its record says.
+        Raises `CorruptCheckpoint` where a file is not as its record says.
         """
         temporary, final = self.temporary(step), self.path(step)
         known = {record.path: record for record in records}
@@ -152,7 +152,7 @@ class CheckpointStore:
             path = self.path(step)
             try:
                 manifest = verify(path)
-            except DamagedCheckpoint as damage:
+            except CorruptCheckpoint as damage:
                 logger.warning("checkpoint of step %d is not used: %s", step, damage)
                 skipped.append(str(damage))
                 aside = path.with_name(f"{path.name}.damaged")
@@ -162,7 +162,7 @@ class CheckpointStore:
                 return Found(step, path, manifest.metrics, tuple(skipped))
         return None
 
-    def damaged(self) -> list[str]:
+    def corrupt(self) -> list[str]:
         """Names of the checkpoints that `latest_valid` has set aside."""
         return sorted(path.name for path in self.folder.glob("step_*.damaged"))
 
@@ -190,7 +190,7 @@ class CheckpointStore:
         for step in self.steps():
             try:
                 metrics = Manifest.read(self.path(step)).metrics
-            except DamagedCheckpoint:
+            except CorruptCheckpoint:
                 continue
             if math.isfinite(metrics.get(metric, math.nan)):
                 values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
@@ -198,22 +198,22 @@ class CheckpointStore:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """The manifest, once every file was found as written; else `DamagedCheckpoint` naming the first."""
+    """The manifest, once every file was found as written; else `CorruptCheckpoint` naming the first."""
     manifest = Manifest.read(checkpoint)
     for expected in manifest.files:
         path = checkpoint / expected.path
         _check_size(path, expected.size)
         if _record(path, checkpoint) != expected:
-            raise DamagedCheckpoint(f"{path} has other contents than were written (SHA-256 differs)")
+            raise CorruptCheckpoint(f"{path} has other contents than were written (SHA-256 differs)")
     return manifest
 
 
 def _check_size(path: Path, expected: int) -> None:
     if not path.is_file():
-        raise DamagedCheckpoint(f"{path} is missing")
+        raise CorruptCheckpoint(f"{path} is missing")
     size = path.stat().st_size
     if size != expected:
-        raise DamagedCheckpoint(f"{path} has {size} bytes where {expected} were written")
+        raise CorruptCheckpoint(f"{path} has {size} bytes where {expected} were written")
 
 
 def _files(folder: Path) -> list[Path]:

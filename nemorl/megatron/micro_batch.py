@@ -37,7 +37,7 @@ class MicroBatch:
     labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
     predictors: Tensor  # [m] place in `tokens` of the token before each label
     own: Tensor  # [k] places in `batch` of the tokens that this rank computes
-    own_here: Tensor  # [k] places in `tokens` of the same
+    local_positions: Tensor  # [k] places in `tokens` of the same
 
     @property
     def num_computed(self) -> int:
@@ -99,7 +99,7 @@ class MicroBatchMaker:
             labels=scored[mine].to(self.device),
             predictors=predictors[mine].to(self.device),
             own=own.to(self.device),
-            own_here=place_here[real[own]].to(self.device),
+            local_positions=place_here[real[own]].to(self.device),
         )
 
     def _padded(self, lengths: list[int]) -> list[int]:

@@ -222,7 +222,7 @@ class PolicyModel(GPTModel):
         and takes from its gradient the part of its own tokens.
         """
         if self.scalar_head is not None:
-            values = self.scalar_head(hidden).index_select(0, micro.own_here)
+            values = self.scalar_head(hidden).index_select(0, micro.local_positions)
             return _of_whole_batch(values, micro.own, micro), None
         hidden = self._predicting(hidden, micro)
         labels = micro.batch.tokens.index_select(0, micro.labels)

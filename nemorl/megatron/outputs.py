@@ -21,20 +21,20 @@ from .schedule import run_outputs, run_top
 from .stats import LogprobStats, ValueStats
 
 
-def global_figures(
+def global_metrics(
     outputs: list[LossOutput], device: torch.device
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Sums and maxima of the loss's metrics over micro-batches, data-parallel ranks and stages.
 
     Only ranks of the last stage have outputs; all ranks get the same figures.
     """
-    figures: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     if parallel_state.is_pipeline_last_stage():
         sums = _over_data_parallel([o.sums for o in outputs], torch.sum, dist.ReduceOp.SUM)
         maxima = _over_data_parallel([o.maxima for o in outputs], torch.amax, dist.ReduceOp.MAX)
-        figures = {"sums": sums, "maxima": maxima}
-    figures = _broadcast_json(figures, device)
-    return figures["sums"], figures["maxima"]
+        metrics = {"sums": sums, "maxima": maxima}
+    metrics = _broadcast_json(metrics, device)
+    return metrics["sums"], metrics["maxima"]
 
 
 def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
@@ -59,12 +59,12 @@ def from_last_stage(values: Tensor) -> Tensor:
 
 
 def _over_data_parallel(
-    figures: list[dict[str, Tensor]], reduce: Any, op: dist.ReduceOp.RedOpType
+    metrics: list[dict[str, Tensor]], reduce: Any, op: dist.ReduceOp.RedOpType
 ) -> dict[str, float]:
-    names = sorted(figures[0])
+    names = sorted(metrics[0])
     if not names:
         return {}
-    values = reduce(torch.stack([torch.stack([f[name].double() for name in names]) for f in figures]), dim=0)
+    values = reduce(torch.stack([torch.stack([f[name].double() for name in names]) for f in metrics]), dim=0)
     dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group())
     return dict(zip(names, values.tolist(), strict=True))
 
@@ -149,7 +149,7 @@ def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device
     return LogprobStats(total / max(count, 1.0), float(largest), int(count))
 
 
-def value_figures(batch: PackedBatch, device: torch.device) -> ValueStats:
+def value_metrics(batch: PackedBatch, device: torch.device) -> ValueStats:
     """The mean of `values` where the loss mask is set, over all data-parallel ranks."""
     assert batch.values is not None
     mask = batch.loss_mask

@@ -52,7 +52,7 @@ class Span:
     first: int  # place in the row of queries
     length: int
     starts: Tensor | None = None  # [rows] place of its first query in the sequence; None: 0 for all
-    least_start: int = 0
+    min_start: int = 0
     largest_start: int = 0
 
     def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
@@ -170,7 +170,7 @@ def _bucket(lengths: Sequence[int], start: int, share: ContextShare, device: tor
             first=i * longest,
             length=longest,
             starts=torch.tensor(chunks, device=device) * number,
-            least_start=min(chunks) * number,
+            min_start=min(chunks) * number,
             largest_start=longest * number,
         )
         for i, number in enumerate(share.chunks)

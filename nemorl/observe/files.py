@@ -45,7 +45,7 @@ def room_left(folder: Path) -> str:
         return f"its folder {there} cannot be read"
 
 
-def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a file atomically: after a crash it holds the old text or the new one. Raises `WriteError`.
 
     A private one is read and written by its owner only (mode 0600).
@@ -114,7 +114,9 @@ def keep_json_lines(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     if not path.exists():
         return
     kept = [line for line in read_json_lines(path) if keep(line)]
-    write_whole(path, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in kept))
+    write_atomically(
+        path, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in kept)
+    )
 
 
 def _write_all(write: Callable[[bytes], int | None], data: bytes) -> None:

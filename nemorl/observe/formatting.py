@@ -139,7 +139,7 @@ def describe_validation(metrics: StepMetrics) -> str | None:
     return ", ".join(shown) or None
 
 
-def _between(name: str, figures: Mapping[str, float]) -> str:
+def _between(name: str, metrics: Mapping[str, float]) -> str:
     """The interval of a figure that has one."""
-    low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
+    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     return "" if low is None or high is None else f" ({format_number(low)} to {format_number(high)})"

@@ -16,13 +16,13 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from .charts import Chart, metric_charts, reward_chart, stage_chart, stage_totals
-from .files import RunFolderError, write_whole
+from .files import RunFolderError, write_atomically
 from .formatting import format_number, format_seconds
 from .metrics import Sample, StepMetrics, read_metrics, read_samples
 from .run_folder import RunPaths, read_header
 
 SAMPLES_SHOWN = 3  # of the first step, and of the last
-MOST_CHARACTERS = 4000  # of one text
+MAX_CHARACTERS = 4000  # of one text
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def write_report(run_dir: Path) -> Path:
         config=config_text,
         plotly=get_plotlyjs(),
     )
-    write_whole(paths.report, page)
+    write_atomically(paths.report, page)
     return paths.report
 
 
@@ -92,8 +92,8 @@ def _rendered(charts: Sequence[Chart], place: str) -> list[dict[str, Any]]:
             "id": f"{place}-{number}",
             "title": chart.title,
             "wide": chart.wide,
-            "height": chart.figure.layout.height,
-            "json": chart.figure.to_json(),
+            "height": chart.metric.layout.height,
+            "json": chart.metric.to_json(),
         }
         for number, chart in enumerate(charts)
     ]
@@ -181,6 +181,6 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    return f"{text[:MOST_CHARACTERS]}\n… ({len(text) - MOST_CHARACTERS:,} more characters in samples.jsonl)"
+    return f"{text[:MAX_CHARACTERS]}\n… ({len(text) - MAX_CHARACTERS:,} more characters in samples.jsonl)"

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from .files import JsonObject, RunFolderError, keep_json_lines, write_failed, write_whole
+from .files import JsonObject, RunFolderError, keep_json_lines, write_atomically, write_failed
 
 PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", "pydantic")
 
@@ -165,8 +165,8 @@ class RunFolder:
         self._lock = lock
         for folder in (self.paths.checkpoints, self.paths.logs):
             _make(folder)
-        write_whole(root / "ABOUT.md", ABOUT)
-        write_whole(self.paths.config, config_yaml)
+        write_atomically(root / "ABOUT.md", ABOUT)
+        write_atomically(self.paths.config, config_yaml)
         self._starts = [*read_header(self.paths.header), collect_facts(resumed_step)]
         self._write_header()
 
@@ -203,7 +203,7 @@ class RunFolder:
         self._lock.close()
 
     def _write_header(self) -> None:
-        write_whole(self.paths.header, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(self.paths.header, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_header(path: Path) -> list[JsonObject]:

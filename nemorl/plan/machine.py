@@ -200,10 +200,10 @@ def _blamed(
     }
     group, part = max(sizes, key=lambda key: sizes[key])
     process = next(process for process in processes if process.group == group)
-    field, mend = _remedy(experiment, process, part)
+    field, fix = _remedy(experiment, process, part)
     name, size = part.replace("_", " "), _gigabytes(sizes[group, part])
-    mend = f"{problem}: {size} of it are for the {name} of the {group} processes; {mend}"
-    return Violation(field, _value(experiment, field), mend)
+    fix = f"{problem}: {size} of it are for the {name} of the {group} processes; {fix}"
+    return Violation(field, _value(experiment, field), fix)
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

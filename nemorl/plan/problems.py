@@ -62,15 +62,15 @@ def address_violations(generation: GenerationConfig, endpoint: EndpointConfig | 
 def _asking(config: OpenAIGenerationConfig) -> Iterator[Violation]:
     problem = _unknown(config.host) if config.host else None
     if problem is not None:
-        mend = f"this machine finds no address of {config.host} ({problem}): mend the name"
-        yield Violation("generation.base_url", config.base_url, mend)
+        fix = f"this machine finds no address of {config.host} ({problem}): mend the name"
+        yield Violation("generation.base_url", config.base_url, fix)
 
 
 def _listening(endpoint: EndpointConfig) -> Iterator[Violation]:
     host, port = endpoint.host, endpoint.port
     if (problem := _unknown(host)) is not None:
-        mend = f"this machine finds no such address ({problem}): name one that it has, such as 127.0.0.1"
-        yield Violation(_HOST, host, mend)
+        fix = f"this machine finds no such address ({problem}): name one that it has, such as 127.0.0.1"
+        yield Violation(_HOST, host, fix)
         return
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = _refused(family, address)
@@ -105,29 +105,29 @@ def _refused(family: int, address: tuple[object, ...]) -> int | None:
 
 def _refusal(endpoint: EndpointConfig, number: int) -> Violation:
     if number == errno.EADDRINUSE:
-        mend = "another program listens there: name another port, or 0 for a free one"
-        return Violation(_PORT, endpoint.port, mend)
+        fix = "another program listens there: name another port, or 0 for a free one"
+        return Violation(_PORT, endpoint.port, fix)
     if number == errno.EACCES:
-        mend = "this port is for programs with special rights: name one of 1024 or more, or 0 for a free one"
-        return Violation(_PORT, endpoint.port, mend)
-    mend = f"this machine cannot listen there ({os.strerror(number)}): name an address of its own"
-    return Violation(_HOST, endpoint.host, f"{mend}, such as 127.0.0.1")
+        fix = "this port is for programs with special rights: name one of 1024 or more, or 0 for a free one"
+        return Violation(_PORT, endpoint.port, fix)
+    fix = f"this machine cannot listen there ({os.strerror(number)}): name an address of its own"
+    return Violation(_HOST, endpoint.host, f"{fix}, such as 127.0.0.1")
 
 
 def node_violations(cluster: ClusterConfig) -> Iterator[Violation]:
     """A run over several nodes joins a Ray that was started on them."""
     if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
-        mend = (
+        fix = (
             "this command by itself starts the run on this machine only: on a Slurm cluster take `nemorl "
             f"slurm submit CONFIG --nodes {cluster.num_nodes}`; elsewhere start Ray on the nodes and set "
             "RAY_ADDRESS to its head (docs/slurm.md)"
         )
-        yield Violation("cluster.num_nodes", cluster.num_nodes, mend)
+        yield Violation("cluster.num_nodes", cluster.num_nodes, fix)
 
 
 DTYPES = ("F32", "BF16", "F16")  # that can be loaded
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
-_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 Header = Mapping[str, Mapping[str, Any]]
 
@@ -197,7 +197,7 @@ def _header(path: Path) -> Header:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MOST_HEADER_BYTES:
+            if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -226,10 +226,8 @@ def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[V
         if file is not None:
             yield from _json_lines(path, dataset, file)
     if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
-        mend = (
-            "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
-        )
-        yield Violation("logger.tensorboard", True, mend)
+        fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
+        yield Violation("logger.tensorboard", True, fix)
     if packages:
         yield from _engine_packages(experiment)
     yield from _keys(experiment)
@@ -239,11 +237,11 @@ def head_violations(model: Path) -> Iterator[Violation]:
     """A reward model whose folder is a language model would say 0 of everything."""
     known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
     if not known[0].endswith("ForSequenceClassification"):
-        mend = (
+        fix = (
             f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
             "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
         )
-        yield Violation("policy.model_path", str(model), mend)
+        yield Violation("policy.model_path", str(model), fix)
 
 
 def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> Iterator[Violation]:
@@ -258,11 +256,11 @@ def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> I
     compared = sorted((of_policy.keys() & of_model) - (added_here & added_there))
     other = next((number for number in compared if of_policy[number] != of_model[number]), None)
     if other is not None:
-        mend = (
+        fix = (
             f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
             f"{of_policy[other]!r} in {policy}: name a model with the policy's tokenizer"
         )
-        yield Violation(f"{section}.model_path", str(model), mend)
+        yield Violation(f"{section}.model_path", str(model), fix)
 
 
 def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
@@ -283,11 +281,11 @@ def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
     """Packages of an engine that this installation does not bring; a run on other machines may have them."""
     backend = experiment.generation.backend
     if backend == "trtllm" and "RAY_ADDRESS" not in os.environ and not _installed("tensorrt_llm"):
-        mend = (
+        fix = (
             "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
             "(docs/trtllm.md), or take torch or vllm"
         )
-        yield Violation("generation.backend", backend, mend)
+        yield Violation("generation.backend", backend, fix)
 
 
 def _keys(experiment: Experiment) -> Iterator[Violation]:
@@ -303,8 +301,8 @@ def _keys(experiment: Experiment) -> Iterator[Violation]:
             wanted[f"rewards.{place}.api_key_env"] = reward.api_key_env
     for field, variable in wanted.items():
         if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
-            mend = "this environment variable is not set, or empty; it holds the key: set it"
-            yield Violation(field, variable, mend)
+            fix = "this environment variable is not set, or empty; it holds the key: set it"
+            yield Violation(field, variable, fix)
 
 
 def _installed(package: str) -> bool:
@@ -315,30 +313,30 @@ def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
     config, model = experiment.policy.tokenizer, experiment.policy.model_path
     folder = config.path or model
     # A model folder that is missing is told of once, by the check of the model.
-    mend = _tokenizer_mend(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
-    if mend is not None:
+    fix = _tokenizer_fix(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
+    if fix is not None:
         field = "policy.tokenizer.path" if config.path else "policy.model_path"
-        yield Violation(field, str(folder), mend)
+        yield Violation(field, str(folder), fix)
     elif config.chat_template is not None:
         if not config.chat_template.is_file():
-            mend = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
-            yield Violation("policy.tokenizer.chat_template", str(config.chat_template), mend)
+            fix = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
+            yield Violation("policy.tokenizer.chat_template", str(config.chat_template), fix)
     elif experiment.data.chat and folder.is_dir() and not _has_template(folder):
-        mend = (
+        fix = (
             f"the tokenizer in {folder} has no chat template: set this to false for plain text, or name one "
             "in policy.tokenizer.chat_template"
         )
-        yield Violation("data.chat", True, mend)
+        yield Violation("data.chat", True, fix)
 
 
 def own_tokenizer_violations(section: str, model: Path) -> Iterator[Violation]:
     """A reward model of the run's own reads text by the tokenizer in its folder."""
-    mend = _tokenizer_mend(model)
-    if mend is not None:
-        yield Violation(f"{section}.model_path", str(model), mend)
+    fix = _tokenizer_fix(model)
+    if fix is not None:
+        yield Violation(f"{section}.model_path", str(model), fix)
 
 
-def _tokenizer_mend(folder: Path, where: str = "") -> str | None:
+def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
     if not (folder / "tokenizer.json").is_file():
         return f"the folder holds no tokenizer.json: name a folder that does{where}"
     if not _is_tokenizer(folder / "tokenizer.json"):
@@ -372,8 +370,8 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Viola
             line = next((line for line in lines if line.strip()), None)
         first = json.loads(line) if line is not None else None
     except OSError as error:
-        mend = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
-        yield Violation(field, str(file), mend)
+        fix = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
+        yield Violation(field, str(file), fix)
         return
     except ValueError:
         yield Violation(field, str(file), "the first task is not JSON: one object a line is wanted")
@@ -470,16 +468,16 @@ def models_beside(
             problems += head_violations(config.model_path)
             refused += own_tokenizer_violations(model.section, config.model_path)
         refused += [_of_section(violation, model.section) for violation in problems]
-        mend = None if model.scores else _vocabulary_mend(experiment, shape, of_policy)
-        if mend is not None:
-            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), mend))
+        fix = None if model.scores else _vocabulary_fix(experiment, shape, of_policy)
+        if fix is not None:
+            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), fix))
         elif not model.scores and config.model_path != experiment.policy.model_path:
             refused += tokenizer_violations(experiment, model.section, config.model_path)
         found.append((model, shape))
     return found, refused
 
 
-def _vocabulary_mend(experiment: Experiment, shape: ModelShape, of_policy: ModelShape) -> str | None:
+def _vocabulary_fix(experiment: Experiment, shape: ModelShape, of_policy: ModelShape) -> str | None:
     """What to do about a model that does not speak of the policy's tokens."""
     if shape.vocab_size < of_policy.vocab_size:
         return (
@@ -501,7 +499,7 @@ def _of_section(problem: Violation, section: str) -> Violation:
     return replace(
         problem,
         field=problem.field.replace("policy.", f"{section}.", 1),
-        mend=problem.mend.replace("policy.layout", f"{section}.layout"),
+        fix=problem.fix.replace("policy.layout", f"{section}.layout"),
     )
 
 
@@ -513,28 +511,28 @@ def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     yield from found or recompute_violations(shape, policy.layout, policy.recompute)
     modules = policy.recompute.modules if policy.recompute.name == "selective" else ()
     if "layernorm" in modules and policy.kernels == "transformer_engine" and norms_are_fused(shape):
-        mend = "Transformer Engine computes the norms with the matrices behind them: remove layernorm"
-        yield Violation("policy.recompute.modules", list(modules), mend)
+        fix = "Transformer Engine computes the norms with the matrices behind them: remove layernorm"
+        yield Violation("policy.recompute.modules", list(modules), fix)
 
 
 def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
     length = experiment.policy.max_sequence_length
     if length > shape.max_position_embeddings:
-        mend = f"the model knows positions up to {shape.max_position_embeddings}: take no more than that"
-        yield Violation("policy.max_sequence_length", length, mend)
+        fix = f"the model knows positions up to {shape.max_position_embeddings}: take no more than that"
+        yield Violation("policy.max_sequence_length", length, fix)
     unknown = [token for token in experiment.generation.stop_token_ids if token >= shape.vocab_size]
     if unknown:
-        mend = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
-        yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), mend)
+        fix = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
+        yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), fix)
 
 
 def _precision_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
     precision = experiment.policy.precision
     if shape.sinks and precision == "float32" and experiment.cluster.gpus_per_node:
-        mend = (
+        fix = (
             "on a GPU the kernel for attention sinks, which the model has, takes bfloat16 only: set bfloat16"
         )
-        yield Violation("policy.precision", precision, mend)
+        yield Violation("policy.precision", precision, fix)
 
 
 def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
@@ -544,22 +542,22 @@ def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[V
     impossible = [name for name in lora.targets if name not in (*possible, "all-linear")]
     if impossible or not lora.targets:
         of_experts = " (the matrices of experts have none)" if shape.moe else ""
-        mend = f"in this model {', '.join(possible)} can have an adapter{of_experts}"
+        fix = f"in this model {', '.join(possible)} can have an adapter{of_experts}"
         change = f"remove {', '.join(impossible)}" if impossible else "name some of them, or all-linear"
-        yield Violation("policy.lora.targets", list(lora.targets), f"{mend}: {change}")
+        yield Violation("policy.lora.targets", list(lora.targets), f"{fix}: {change}")
         return
     twice = sorted({name for name in lora.targets if lora.targets.count(name) > 1})
     if twice:
-        mend = f"a matrix has one adapter: name {', '.join(twice)} once"
-        yield Violation("policy.lora.targets", list(lora.targets), mend)
+        fix = f"a matrix has one adapter: name {', '.join(twice)} once"
+        yield Violation("policy.lora.targets", list(lora.targets), fix)
     # A is [rank, columns] and B is [rows, rank].
     tensors = adapter_tensors(shape, lora)
     widths = {name: size[1] if ".lora_A." in name else size[0] for name, size in tensors.items()}
     narrowest = min(widths, key=lambda name: widths[name])
     if lora.rank > widths[narrowest]:
         matrix = narrowest.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
-        mend = f"{matrix} has a side of {widths[narrowest]}, and no higher rank than that: take it or less"
-        yield Violation("policy.lora.rank", lora.rank, mend)
+        fix = f"{matrix} has a side of {widths[narrowest]}, and no higher rank than that: take it or less"
+        yield Violation("policy.lora.rank", lora.rank, fix)
 
 
 def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
@@ -575,10 +573,8 @@ def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     }
     found = [what for what, there in beyond.items() if there]
     if experiment.generation.backend == "torch" and found:
-        mend = (
-            f"the embedded engine samples dense Llama-like models only, and this one has {', '.join(found)}"
-        )
-        yield Violation("generation.backend", "torch", f"{mend}: take another model or back end")
+        fix = f"the embedded engine samples dense Llama-like models only, and this one has {', '.join(found)}"
+        yield Violation("generation.backend", "torch", f"{fix}: take another model or back end")
 
 
 def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Violation]:
@@ -592,5 +588,5 @@ def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Vio
     for field, threads in wanted.items():
         if threads is not None and threads > machine.cores:
             where = "a node of the job" if machine.nodes else "this machine"
-            mend = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
-            yield Violation(field, threads, mend)
+            fix = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
+            yield Violation(field, threads, fix)

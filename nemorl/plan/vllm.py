@@ -34,8 +34,8 @@ def argument_violations(given: Mapping[str, object]) -> Iterator[Violation]:
         field = f"generation.vllm_kwargs.{name}"
         if name not in known:
             near = get_close_matches(name, known, 1)
-            mend = "the installed vLLM's AsyncEngineArgs have no such argument"
-            yield Violation(field, value, mend + (f"; did you mean {near[0]}?" if near else ": leave it out"))
+            fix = "the installed vLLM's AsyncEngineArgs have no such argument"
+            yield Violation(field, value, fix + (f"; did you mean {near[0]}?" if near else ": leave it out"))
         elif not _fits(value, known[name]):
             yield Violation(field, value, f"vLLM wants {ast.unparse(known[name])} here")
 
@@ -104,11 +104,11 @@ def vllm_violations(
     if not isinstance(config, VllmGenerationConfig):
         return
     if installed and version() is None:
-        mend = (
+        fix = (
             "vLLM is not installed here: `pip install vllm` with a GPU, `make` without one (docs/vllm.md), "
             "or take the back end torch"
         )
-        yield Violation("generation.backend", "vllm", mend)
+        yield Violation("generation.backend", "vllm", fix)
     if installed:
         yield from argument_violations(config.vllm_kwargs)
     yield from _layout(config, shape)
@@ -120,38 +120,38 @@ def vllm_violations(
 def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
     if experiment.cluster.gpus_per_node or shape.mla is not None or shape.head_dim in CPU_HEAD_DIMS:
         return
-    mend = (
+    fix = (
         f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
         f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or megatron"
     )
-    yield Violation("policy.model_path", str(experiment.policy.model_path), mend)
+    yield Violation("policy.model_path", str(experiment.policy.model_path), fix)
 
 
 def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
     """Adapters computed by vLLM 0.32 beside weights that it keeps in another form, or by Triton alone."""
     if config.adapters == "merged":
         return
-    mend = ""
+    fix = ""
     if shape.mla is not None:
-        mend = "vLLM multiplies matrices of latent attention with each other, and adapters would not be seen"
+        fix = "vLLM multiplies matrices of latent attention with each other, and adapters would not be seen"
     elif shape.moe is not None and experiment.cluster.gpus_per_node == 0:
-        mend = "with adapters vLLM computes experts by Triton, which a CPU lacks"
-    if mend:
-        yield Violation("generation.adapters", config.adapters, f"{mend}: set it to merged")
+        fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
+    if fix:
+        yield Violation("generation.adapters", config.adapters, f"{fix}: set it to merged")
 
 
 def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
     tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if heads % tensor:
-        mend = f"it must divide the model's {heads} attention heads: {_divisors(heads)} do"
-        yield Violation("generation.tensor_parallel_size", tensor, mend)
+        fix = f"it must divide the model's {heads} attention heads: {_divisors(heads)} do"
+        yield Violation("generation.tensor_parallel_size", tensor, fix)
     elif max(groups, tensor) % min(groups, tensor):
-        mend = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
-        yield Violation("generation.tensor_parallel_size", tensor, mend)
+        fix = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
+        yield Violation("generation.tensor_parallel_size", tensor, fix)
     if stages > shape.num_layers:
-        mend = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
-        yield Violation("generation.pipeline_parallel_size", stages, mend)
+        fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
+        yield Violation("generation.pipeline_parallel_size", stages, fix)
 
 
 def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
@@ -164,11 +164,11 @@ def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelSha
     layers = -(-shape.num_layers // config.pipeline_parallel_size)
     needed = 2 * layers * heads * shape.head_dim * item * length
     if needed > config.kv_cache_gigabytes * 2**30:
-        mend = (
+        fix = (
             f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
             "of it: give it more"
         )
-        yield Violation("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, mend)
+        yield Violation("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 
 def _divisors(number: int) -> str:

@@ -13,17 +13,17 @@ from nemorl.trajectories import Conversation, StopReason, Task, Trajectory
 
 from .find import RewardError
 from .function import FunctionReward
-from .scored import Answers, Failed, Scored, Scorer, ScoringFigures
+from .scored import Answers, Failed, Scored, Scorer, ScoringMetrics
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Paid:
+class ScoredGroup:
     """Trajectories with their rewards, and how each reward's scoring went."""
 
     trajectories: list[Trajectory]
-    scoring: Mapping[str, ScoringFigures]
+    scoring: Mapping[str, ScoringMetrics]
 
 
 class Rewards:
@@ -48,7 +48,7 @@ class Rewards:
             self._weights[config.metric] = config.weight
         self._scorers = [scorer(config, seconds) for config in configs]
 
-    async def apply(self, task: Task, conversations: Sequence[Conversation]) -> Paid:
+    async def apply(self, task: Task, conversations: Sequence[Conversation]) -> ScoredGroup:
         """The conversations' trajectories with all rewards and their weighted sum; failed ones as they are.
 
         Where a reward cannot be computed the trajectory fails too: it holds the reason and trains nothing.
@@ -57,14 +57,14 @@ class Rewards:
         whole = [c for c in conversations if c.trajectory.error is None]
         answers = Answers(task, whole, self._chat)
         if not whole:
-            return Paid([c.trajectory for c in conversations], {})
+            return ScoredGroup([c.trajectory for c in conversations], {})
         found = await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers))
         for config, scored in zip(self._configs, found, strict=True):
             self._tell(config, scored, task)
         paid = (self._pay(c.trajectory, found, row) for row, c in enumerate(whole))
-        return Paid(
+        return ScoredGroup(
             [c.trajectory if c.trajectory.error is not None else next(paid) for c in conversations],
-            {c.metric: _figures(scored) for c, scored in zip(self._configs, found, strict=True)},
+            {c.metric: _metrics(scored) for c, scored in zip(self._configs, found, strict=True)},
         )
 
     async def close(self) -> None:
@@ -111,9 +111,9 @@ def scorer(config: RewardConfig, seconds: float) -> Scorer:
     return ModelServiceReward(config, seconds)
 
 
-def _figures(scored: Scored) -> ScoringFigures:
+def _metrics(scored: Scored) -> ScoringMetrics:
     errors = sum(isinstance(score, Failed) for score in scored.scores)
-    return ScoringFigures(errors, scored.seconds, scored.waited, scored.retries)
+    return ScoringMetrics(errors, scored.seconds, scored.waited, scored.retries)
 
 
 def _lost(trajectory: Trajectory, reason: str) -> Trajectory:

@@ -31,7 +31,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class ScoringFigures:
+class ScoringMetrics:
     """How the scoring of one group went, by one reward."""
 
     errors: int  # trajectories that were lost to it

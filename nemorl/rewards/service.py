@@ -136,7 +136,7 @@ class Service:
 
     def take_retries(self) -> int:
         """Requests sent again since the last call; groups that are scored at once share them out."""
-        return self._client.take_figures().retries
+        return self._client.take_metrics().retries
 
     async def close(self) -> None:
         """Close the connections."""

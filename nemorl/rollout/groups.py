@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.rewards.scored import ScoringFigures
+from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import Conversation, StopReason, Trajectory
 
 
@@ -66,7 +66,7 @@ class GroupSummary:
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
     greedy: TrajectorySummary | None = None  # the sample beside the group that was asked for; not in the list
-    scoring: Mapping[str, ScoringFigures] = field(default_factory=dict)  # by reward, of those computed
+    scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
@@ -90,7 +90,7 @@ def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
     )
 
 
-_LONGEST = 200  # characters that go to the driver; of longer answers their hash
+_MAX_LENGTH = 200  # characters that go to the driver; of longer answers their hash
 
 
 @runtime_checkable
@@ -116,6 +116,6 @@ async def last_answer(conversation: Conversation, environments: object) -> str |
     else:
         answer = text
     answer = " ".join((answer or "").split())
-    if len(answer) > _LONGEST:
+    if len(answer) > _MAX_LENGTH:
         return hashlib.sha256(answer.encode()).hexdigest()
     return answer or None

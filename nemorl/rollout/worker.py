@@ -22,7 +22,7 @@ from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.generation.router import Replica, Router, RouterFigures
+from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import (
     GenerationRequest,
     Generator,
@@ -85,9 +85,9 @@ class PooledRouter:
         """The cause of each loss by the replica's name."""
         return dict(self._router.lost)
 
-    def take_router_figures(self) -> RouterFigures:
+    def take_router_metrics(self) -> RouterMetrics:
         """What became of requests since the last call."""
-        return self._router.take_figures()
+        return self._router.take_metrics()
 
 
 # Imported when asked for: each brings its own libraries.

@@ -17,10 +17,10 @@ from pydantic_core import ErrorDetails
 
 from nemorl.generation.types import SamplingParams
 
-MOST_CHOICES = 128
-MOST_STOPS = 16
+MAX_CHOICES = 128
+MAX_STOPS = 16
 
-Stop = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1)]
 # Larger numbers do not fit the arrays and messages of engines, which would end with the request.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Below it logits leave float32, and the draw is that of the most likely token anyway; vLLM has the same.
@@ -43,7 +43,7 @@ class SamplingRequest(Strict):
 
     model: str
     """The name under which the model is served."""
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     """Samples of each prompt."""
     temperature: float = Field(1.0, ge=0)
     """Divides the logits; 0 is greedy, and so is less than 1e-5."""
@@ -55,7 +55,7 @@ class SamplingRequest(Strict):
     """Keep tokens at least this likely, as a fraction of the most likely one."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Decides what is drawn; by chance when not given."""
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end an answer; they are not part of its text."""
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     """Tokens that end an answer, beside the model's own."""
@@ -93,8 +93,8 @@ class CompletionRequest(SamplingRequest):
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
     """One text or several, or their token ids."""
     max_tokens: int = Field(16, ge=1)
@@ -286,9 +286,9 @@ _BOUNDS = {
 }
 # What may stand in fields that take several forms.
 _FORMS = {
-    "prompt": f"a text, token ids (whole numbers from 0 to {2**31 - 1}), or a list of up to {MOST_CHOICES} "
+    "prompt": f"a text, token ids (whole numbers from 0 to {2**31 - 1}), or a list of up to {MAX_CHOICES} "
     "texts or lists of token ids is wanted",
-    "stop": f"a text that is not empty, or a list of up to {MOST_STOPS} of them is wanted",
+    "stop": f"a text that is not empty, or a list of up to {MAX_STOPS} of them is wanted",
     "content": 'a text, or a list of {"type": "text", "text": ...} is wanted',
 }
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 Refusal = ExampleError | TokenizerError
 Score = Callable[[Sequence[Example]], Awaitable[list[float]]]
-MOST_CONVERSATIONS = 256  # of a request
+MAX_CONVERSATIONS = 256  # of a request
 
 
 class RewardMessage(Strict):
@@ -51,7 +51,7 @@ class RewardRequest(Strict):
     """POST /v1/rewards."""
 
     model: str
-    conversations: list[JudgedConversation] = Field(min_length=1, max_length=MOST_CONVERSATIONS)
+    conversations: list[JudgedConversation] = Field(min_length=1, max_length=MAX_CONVERSATIONS)
 
 
 @dataclass(frozen=True)

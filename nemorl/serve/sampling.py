@@ -23,7 +23,7 @@ from nemorl.generation.router import OnProgress, Router
 from nemorl.generation.types import Completion, GenerationRequest, NoReplicaLeft, Progress, RequestRefused
 from nemorl.trajectories import StopReason
 
-from .requests import MOST_CHOICES, ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
+from .requests import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
 
 OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -57,7 +57,7 @@ def tool_calls(text: str, name: str) -> list[dict[str, Any]] | None:
 # A piece of a stream has one token while at most so many answers are under way, two with twice as many, and
 # so on: a message takes about a millisecond here and as much in the engine's process.
 ANSWERS_BY_TOKEN = 8
-MOST_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 100
+MAX_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 100
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def completion_work(request: CompletionRequest, served: Served) -> Work:
         else list(prompt)
         for prompt in request.prompts
     ]
-    if len(prompts) * request.n > MOST_CHOICES:
+    if len(prompts) * request.n > MAX_CHOICES:
         raise bad_request(
             f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} samples; a request "
-            f"has {MOST_CHOICES} at most",
+            f"has {MAX_CHOICES} at most",
             "n",
         )
     for prompt in prompts:
@@ -124,7 +124,7 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
 
 def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: Served) -> list[int]:
     # Refused before it is encoded, which takes a minute for some megabytes.
-    if len(text) > MOST_CHARACTERS * served.max_sequence_length:
+    if len(text) > MAX_CHARACTERS * served.max_sequence_length:
         raise bad_request(
             f"{len(text)} characters are more than {served.max_sequence_length} tokens hold, the longest "
             "sequence that is served here",

@@ -119,7 +119,7 @@ class OpenAIHost(AsyncEngineWorker):
 
     async def stats(self) -> EngineStats:
         """What was done since the last call, with the retries."""
-        return replace(await super().stats(), retries=self._client.take_figures().retries)
+        return replace(await super().stats(), retries=self._client.take_metrics().retries)
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         """No weights are wanted."""

@@ -28,8 +28,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
-from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
-from nemorl.data.micro_batches import BatchPlan, packing_figures, plan_batch
+from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
+from nemorl.data.micro_batches import BatchPlan, packing_metrics, plan_batch
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import FileRecord
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
@@ -110,7 +110,7 @@ def _placed(name: str, records: Sequence[FileRecord]) -> list[FileRecord]:
     return [replace(record, path=f"{name}/{record.path}") for record in records]
 
 
-class Resident(Protocol):
+class Tenant(Protocol):
     """A group that lives on the shared devices."""
 
     async def leave(self) -> None:
@@ -122,23 +122,23 @@ class Resident(Protocol):
         ...
 
 
-class DeviceTurns:
+class DeviceScheduler:
     """Who has the devices. A group asks for its turn before it computes; nobody else has to remember.
 
     Reward models are asked by others than the loop, at any time: they get the devices while something is
     sampled, and keep them until they have answered.
     """
 
-    def __init__(self, residents: Sequence[Resident]) -> None:
+    def __init__(self, residents: Sequence[Tenant]) -> None:
         self._residents = [*residents]
         self._changing = asyncio.Condition()
         self._sampling = False  # it is generation's turn
 
-    def join(self, resident: Resident) -> None:
+    def join(self, resident: Tenant) -> None:
         """One more lives there, and is there now."""
         self._residents.append(resident)
 
-    async def give_to(self, resident: Resident | None) -> None:
+    async def give_to(self, resident: Tenant | None) -> None:
         """Let the others leave, and this one take back what it had there; None is generation."""
         async with self._changing:
             await self._change_to(resident)
@@ -146,14 +146,14 @@ class DeviceTurns:
             self._changing.notify_all()
 
     @asynccontextmanager
-    async def lent_by_generation(self, resident: Resident) -> AsyncIterator[None]:
+    async def borrow_during_generation(self, resident: Tenant) -> AsyncIterator[None]:
         """Inside, this one has the devices. It waits for generation's turn; the next turn waits for it."""
         async with self._changing:
             await self._changing.wait_for(lambda: self._sampling)
             await self._change_to(resident)
             yield
 
-    async def _change_to(self, resident: Resident | None) -> None:
+    async def _change_to(self, resident: Tenant | None) -> None:
         for other in self._residents:
             if other is not resident:
                 await other.leave()
@@ -175,7 +175,7 @@ class HeldModel:
         self.trains = trains
         self._config = config
         self._deadlines = deadlines
-        self.turns: DeviceTurns | None = None  # of groups that share devices
+        self.turns: DeviceScheduler | None = None  # of groups that share devices
         self._is_away = False
 
     async def leave(self) -> None:
@@ -245,7 +245,7 @@ class HeldModel:
 
     async def write_copy(self, folder: Path) -> list[FileRecord]:
         """Write what was copied, while the ranks do other work; ends before anything is copied again."""
-        records = await self.group.call_beside_async(
+        records = await self.group.call_background_async(
             "write_copy",
             folder.absolute(),
             stage="checkpoint",
@@ -336,22 +336,22 @@ class ModelGroup(HeldModel):
 
     async def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; figures."""
-        figures = await self.group.call_async(
+        metrics = await self.group.call_async(
             "estimate", estimator, stage="advantages", deadline_seconds=self._deadlines.logprobs
         )
-        return figures[0]  # type: ignore[no-any-return]
+        return metrics[0]  # type: ignore[no-any-return]
 
-    async def sequence_figures(self, figure: SequenceFigure) -> list[float]:
+    async def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
         plan = self._loaded()
-        figures = await self.group.call_async(
-            "sequence_figures",
-            figure,
+        metrics = await self.group.call_async(
+            "sequence_metrics",
+            metric,
             stage="advantages",
             deadline_seconds=self._deadlines.logprobs,
             outputs="output_ranks",
         )
-        found = dict(zip(chain(*plan.ranks), chain(*figures), strict=True))
+        found = dict(zip(chain(*plan.ranks), chain(*metrics), strict=True))
         return [found[place] for place in range(len(found))]
 
     async def _sharded(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
@@ -359,9 +359,9 @@ class ModelGroup(HeldModel):
             method, shards, *args, stage=stage, deadline_seconds=self._deadlines.logprobs, resolve=True
         )
 
-    def packing_figures(self) -> dict[str, float]:
+    def packing_metrics(self) -> dict[str, float]:
         """How evenly the loaded batch is spread, and how full its micro-batches are."""
-        return packing_figures(
+        return packing_metrics(
             self._loaded(), self._lengths, self._config.micro_batch_tokens, self._hidden_size
         )
 
@@ -436,14 +436,14 @@ class ModelGroup(HeldModel):
     async def evaluate(self, loss: Loss) -> Evaluation:
         """The loss of the whole loaded batch under the weights as they are."""
         await self.come_back()
-        figures = await self.group.call_sharded_async(
+        metrics = await self.group.call_sharded_async(
             "evaluate_on",
             self._batches(),
             loss=loss,
             stage="validation",
             deadline_seconds=self._deadlines.training,
         )
-        return figures[0]  # type: ignore[no-any-return]
+        return metrics[0]  # type: ignore[no-any-return]
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs of each loaded sequence's learnt tokens, in the order of `load`.
@@ -489,12 +489,12 @@ class ModelStarter:
     device: Literal["cpu", "cuda"]
     start_group: StartGroup  # (name, target, kwargs of each rank, **options of `WorkerGroup.start_async`)
 
-    async def start(self, meeting: str, *, training: bool) -> dict[str, WorkerGroup]:
+    async def start(self, rendezvous: str, *, training: bool) -> dict[str, WorkerGroup]:
         """The groups by name, at once; without training the policy alone. Its ranks meet at that place."""
         models = self.learners(training=training)
         own = [model.name for model in models if not model.on_policy_devices]
         threads = self.placement.threads(self.experiment.cluster.policy_threads, *own)
-        groups = await asyncio.gather(*(self.start_model(model, meeting, threads) for model in models))
+        groups = await asyncio.gather(*(self.start_model(model, rendezvous, threads) for model in models))
         return {model.name: group for model, group in zip(models, groups, strict=True)}
 
     def learners(self, *, training: bool) -> list[ModelSpec]:
@@ -502,14 +502,14 @@ class ModelStarter:
         learners = [model for model in models_of(self.experiment) if not model.scores]
         return learners if training else learners[:1]
 
-    async def start_model(self, model: ModelSpec, meeting: str, threads: int) -> WorkerGroup:
-        """The group of one model; `meeting` is the place of a store (`meeting_place`)."""
+    async def start_model(self, model: ModelSpec, rendezvous: str, threads: int) -> WorkerGroup:
+        """The group of one model; `rendezvous` is the place of a store (`serve_rendezvous`)."""
         algorithm, cluster = self.experiment.algorithm, self.experiment.cluster
         deadlines, ranks = cluster.deadlines, model.config.layout.world_size
         shared: dict[str, Any] = {
             "config": model.config,
             "world_size": ranks,
-            "rendezvous": f"tcp://{meeting}/{model.name}",
+            "rendezvous": f"tcp://{rendezvous}/{model.name}",
             "device": self.device,
             "threads": threads,
             "temperature": self.experiment.generation.sampling.temperature if algorithm.online else 1.0,
@@ -541,14 +541,14 @@ def handles(experiment: Experiment, groups: Mapping[str, WorkerGroup]) -> dict[s
         for model in models
     }
     residents = [found[model.name] for model in models if model.name == "policy" or model.on_policy_devices]
-    turns = DeviceTurns(residents)
+    turns = DeviceScheduler(residents)
     for resident in residents:
         resident.turns = turns
     return found
 
 
 @contextmanager
-def meeting_place(host: str) -> Iterator[str]:
+def serve_rendezvous(host: str) -> Iterator[str]:
     """host:port of a store that this process serves while the block runs, at an address of this machine."""
     _store, place = served_store(host)
     yield place

@@ -20,7 +20,7 @@ from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
-from nemorl.data.losses import Loss, SequenceFigure, TokenEstimator
+from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
 from nemorl.data.packed import with_compared, with_turns
 from nemorl.generation.engine_thread import PauseMode
 from nemorl.generation.types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
@@ -88,7 +88,7 @@ class PolicyHost(PolicyWorker):
         """Fill `advantages`, and `returns` for a critic; figures of the estimator."""
         found = estimator(self.batch, self._sum_over_copies)
         self._batch = replace(self.batch, advantages=found.advantages, returns=found.returns)
-        return found.figures
+        return found.metrics
 
     def ask_teacher(
         self,
@@ -104,9 +104,9 @@ class PolicyHost(PolicyWorker):
             told = asyncio.run(teacher.tell(self.batch, sequences, top_k, seconds))
             self._batch = replace(self.batch, **told)
 
-    def sequence_figures(self, figure: SequenceFigure) -> list[float]:
+    def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
         """[S] a number for each sequence of this data-parallel rank."""
-        return figure(self.batch).tolist()
+        return metric(self.batch).tolist()
 
     def _sum_over_copies(self, values: Tensor) -> Tensor:
         total = values.to(self.device)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
 from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.run import DeadlineConfig
-from nemorl.generation.router import RouterFigures
+from nemorl.generation.router import RouterMetrics
 from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 
 # Of one replica in a run, whether they succeed or not: what dies more often has a cause that starting it
 # again does not mend.
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 
 
 class Restarts:
@@ -130,7 +130,7 @@ class Restarts:
 
     def begin(self, rank: int) -> None:
         """Start this replica again, unless that was done too often."""
-        if self._attempts[rank] < MOST_RESTARTS:
+        if self._attempts[rank] < MAX_RESTARTS:
             self._tasks.append(asyncio.create_task(self._restart(rank)))
 
     def take(self) -> list[Worker]:
@@ -166,7 +166,7 @@ class Restarts:
                 return await self._start(rank)
             except ClusterError as error:
                 self.num_failed += 1
-                left = MOST_RESTARTS - self._attempts[rank]
+                left = MAX_RESTARTS - self._attempts[rank]
                 logger.warning(
                     "generation replica %d could not be started again (attempts left: %d): %s",
                     rank,
@@ -192,7 +192,7 @@ class Routers(Protocol):
     """Some routers: a `WorkerGroup` whose workers have one each, or what answers like it."""
 
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        """`take_router_figures()`, `lost_replicas()` and `add_engine(worker)`."""
+        """`take_router_metrics()`, `lost_replicas()` and `add_engine(worker)`."""
         ...
 
 
@@ -354,12 +354,12 @@ class GenerationPool:
         self._some_left()
         return lost
 
-    async def figures(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         """Engines that answer, losses so far, and what became of requests since this was last asked."""
-        moved = RouterFigures()
+        moved = RouterMetrics()
         for group in self._routers:
-            answers: list[RouterFigures] = await group.call_async(
-                "take_router_figures", stage="figures", deadline_seconds=self._deadlines.health
+            answers: list[RouterMetrics] = await group.call_async(
+                "take_router_metrics", stage="figures", deadline_seconds=self._deadlines.health
             )
             for one in answers:
                 moved.moved_requests += one.moved_requests

@@ -19,7 +19,7 @@ from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig,
 from nemorl.config.facts import reward_group
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ from nemorl.serve.app import AppOf, Listening
 from nemorl.serve.requests import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 
-from .models import DeviceTurns, ModelGroup
+from .models import DeviceScheduler, ModelGroup
 from .shard import SequencePlace
 
 
@@ -55,17 +55,19 @@ class RewardScorer:
 
     model: ModelGroup
     units: int  # a batch of a multiple of so many divides over the group
-    turns: DeviceTurns | None = None  # on the policy's devices, where the group shares them
+    turns: DeviceScheduler | None = None  # on the policy's devices, where the group shares them
 
     async def score(self, examples: Sequence[Example]) -> list[float]:
         """One number each."""
-        sequences = [*examples, *[STAND_IN] * (-len(examples) % self.units)]
+        sequences = [*examples, *[PLACEHOLDER] * (-len(examples) % self.units)]
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
-        async with self.turns.lent_by_generation(self.model) if self.turns is not None else nullcontext():
+        async with (
+            self.turns.borrow_during_generation(self.model) if self.turns is not None else nullcontext()
+        ):
             await self.model.load(places, kind="examples")
             await self.model.values()
-            return (await self.model.sequence_figures(LastValue()))[: len(examples)]
+            return (await self.model.sequence_metrics(LastValue()))[: len(examples)]
 
 
 def telling(scorer: RewardScorer) -> Score:

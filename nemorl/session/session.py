@@ -21,7 +21,7 @@ from nemorl.config.facts import ModelSpec, models_of
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
 from nemorl.generation.types import NoReplicaLeft
-from nemorl.observe.files import write_whole
+from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
 from nemorl.rollout.worker import groups_of
@@ -29,7 +29,7 @@ from nemorl.serve.app import answering
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import RefitStats, WeightExchange
 
-from .models import DeviceTurns, ModelGroup, ModelStarter, TrainedModels, handles, meeting_place
+from .models import DeviceScheduler, ModelGroup, ModelStarter, TrainedModels, handles, serve_rendezvous
 from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
 from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
@@ -62,15 +62,15 @@ class Starter:
         """The policy and, for training, the models beside it, by name; their place to meet ends with this."""
         starter = self._models
         names = [model.name for model in starter.learners(training=training)]
-        with meeting_place(self.placement.driver_address(*names)) as meeting:
-            yield await starter.start(meeting, training=training)
+        with serve_rendezvous(self.placement.driver_address(*names)) as rendezvous:
+            yield await starter.start(rendezvous, training=training)
 
     @asynccontextmanager
     async def model(self, model: ModelSpec) -> AsyncIterator[WorkerGroup]:
         """A model by itself, likewise."""
         threads = self.placement.threads(self.experiment.cluster.policy_threads, model.name)
-        with meeting_place(self.placement.driver_address(model.name)) as meeting:
-            yield await self._models.start_model(model, meeting, threads)
+        with serve_rendezvous(self.placement.driver_address(model.name)) as rendezvous:
+            yield await self._models.start_model(model, rendezvous, threads)
 
     @property
     def _models(self) -> ModelStarter:
@@ -214,7 +214,7 @@ class Session:
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
 
-    async def hand_over(self, version: int) -> dict[str, float]:
+    async def update_weights(self, version: int) -> dict[str, float]:
         """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
         if self.policy_samples:
             self.version = version
@@ -239,7 +239,7 @@ class Session:
                 try:
                     lost = await pool.lost_in_refit()
                 except NoReplicaLeft as nobody:  # maybe a consequence
-                    if not (isinstance(error, WorkerDied) and error.told_by(nobody)):
+                    if not (isinstance(error, WorkerDied) and error.is_reported_in(nobody)):
                         nobody.add_note(f"The refit to version {version} ended with: {error}")
                     raise
                 if not lost:
@@ -258,9 +258,9 @@ class Session:
                 await stack.enter_async_context(self.pool.awake())
             yield
 
-    async def generation_figures(self) -> dict[str, float]:
+    async def generation_metrics(self) -> dict[str, float]:
         """How the engines are; nothing of a session that samples nothing."""
-        return await self.pool.figures() if self.pool is not None else {}
+        return await self.pool.metrics() if self.pool is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers find these sequences, for as long as somebody holds it.
@@ -359,7 +359,7 @@ class _Opening:
             listening[model.name] = at
         return asked_by_url(self.experiment.rewards, listening, endpoint)
 
-    def _turns_of(self, reward_model: ModelGroup) -> DeviceTurns | None:
+    def _turns_of(self, reward_model: ModelGroup) -> DeviceScheduler | None:
         """Those on the policy's devices, which it joins; without a policy they are its own."""
         turns = self.session.policy.turns if self.session.policy is not None else None
         if turns is not None:
@@ -403,7 +403,7 @@ async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
         logger.warning("the engines answer at %s", at.url)
         return
     file = RunPaths(experiment.run_dir).endpoint_key
-    write_whole(file, at.api_key + "\n", private=True)
+    write_atomically(file, at.api_key + "\n", private=True)
     logger.warning("the engines answer at %s; the key is in %s", at.url, file)
 
 

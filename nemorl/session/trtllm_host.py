@@ -92,7 +92,7 @@ class TrtllmHost(RefittedEngine):
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._hand_over(version), loop).result()
+            asyncio.run_coroutine_threadsafe(self._update_weights(version), loop).result()
 
         self._staging: dict[str, Tensor] = {}
         self._receiver = WeightReceiver(whole_slices(self._tensors), self._staged, commit)
@@ -146,7 +146,7 @@ class TrtllmHost(RefittedEngine):
         try:
             torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
             if torn:
-                self.tear(torn[0])
+                self.mark_torn(torn[0])
             else:
                 await self._update.aclose()
         except EngineFailed as error:  # a worker is gone: then nothing can be released
@@ -180,7 +180,7 @@ class TrtllmHost(RefittedEngine):
                 self._staging[name] = torch.empty(extents, dtype=dtype, pin_memory=pinned)
         return self._staging
 
-    async def _hand_over(self, version: int) -> None:
+    async def _update_weights(self, version: int) -> None:
         """Give the staged weights to all workers while the engine stands."""
         async with self._standing_for(version, drain=self._drain):
             try:

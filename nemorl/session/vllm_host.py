@@ -100,7 +100,7 @@ class VllmHost(RefittedEngine):
         """
         self._lora = lora
         self._sockets = tempfile.TemporaryDirectory(prefix="nemorl-vllm-", ignore_cleanup_errors=True)
-        self._meeting: Path | None = None  # the file at which vLLM's ranks have met
+        self._rendezvous: Path | None = None  # the file at which vLLM's ranks have met
         self._update = config.update_on(device)
         self._device = device
         name = f"generation engine {rank}"
@@ -142,7 +142,7 @@ class VllmHost(RefittedEngine):
         opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
         answers = [json.loads(one) for one in opened]
         workers = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
-        self._meeting = Path(answers[0]["meeting"])
+        self._rendezvous = Path(answers[0]["meeting"])
         self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
         for parameter, reason in answers[0]["reasons"].items():
@@ -189,7 +189,7 @@ class VllmHost(RefittedEngine):
             return  # nothing is left to go on
         torn = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
         if torn:
-            self.tear(torn[0])
+            self.mark_torn(torn[0])
         else:
             await self._stand.aclose()
 
@@ -251,8 +251,8 @@ class VllmHost(RefittedEngine):
     def _clean_up(self) -> None:
         """Remove what vLLM's processes leave behind when they are killed."""
         self._sockets.cleanup()
-        if self._meeting is not None:
-            self._meeting.unlink(missing_ok=True)
+        if self._rendezvous is not None:
+            self._rendezvous.unlink(missing_ok=True)
 
 
 class _Reports:

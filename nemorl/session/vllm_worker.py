@@ -63,7 +63,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_engine_with(owner: int, engine: int, meeting: Path) -> None:
+def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
     """Kill the engine when the replica's own process is gone; nobody else would. Both are pidfds: a number
     may be another process's by then, as the parent of an orphan is.
 
@@ -71,7 +71,7 @@ def _end_engine_with(owner: int, engine: int, meeting: Path) -> None:
     """
     select.select([owner], [], [])
     shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
-    meeting.unlink(missing_ok=True)
+    rendezvous.unlink(missing_ok=True)
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(engine, signal.SIGKILL)
 
@@ -95,8 +95,8 @@ class VllmWorkerExtension:
         `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone.
         """
         worker: Any = self
-        meeting = Path(worker.distributed_init_method.removeprefix("file://"))
-        watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), meeting)
+        rendezvous = Path(worker.distributed_init_method.removeprefix("file://"))
+        watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         reasons: Mapping[str, str] = {}
         if lora is None:
@@ -108,7 +108,7 @@ class VllmWorkerExtension:
             {
                 "process": os.getpid(),
                 "engine": os.getppid(),
-                "meeting": str(meeting),
+                "meeting": str(rendezvous),
                 "layout": described,
                 "reasons": dict(reasons),
             }

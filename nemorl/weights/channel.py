@@ -108,7 +108,7 @@ class Venue(Protocol):
         """A session; the end of the block ends the waits of all ranks."""
         ...
 
-    def meet_anew(self) -> None:
+    def reset_rendezvous(self) -> None:
         """Keep no connections: a refit has failed, or other ranks may come."""
         ...
 
@@ -126,7 +126,7 @@ class SocketVenue:
         with socket_session(version, self._deadline_seconds, self._transport) as session:
             yield session
 
-    def meet_anew(self) -> None:
+    def reset_rendezvous(self) -> None:
         """Connections last for one refit."""
 
 

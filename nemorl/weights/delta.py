@@ -29,7 +29,7 @@ from .messages import ITEM_BYTES, Part, PartBucket
 _HEADER = struct.Struct("<qq")  # changed elements, bytes of their gaps
 _INTEGERS = {4: torch.int32, 2: torch.int16}  # by bytes of an element
 _LEVEL = 1
-_LONGEST_GAP = 255
+_MAX_GAP = 255
 
 
 class LastSent:
@@ -98,7 +98,7 @@ def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
     except (struct.error, zlib.error) as error:
         raise BrokenChanges(str(error)) from error
     gaps = unpacked[: max(gap_bytes, 0)]
-    if count < 0 or gap_bytes + itemsize * count != unpacked.size or (gaps != _LONGEST_GAP).sum() != count:
+    if count < 0 or gap_bytes + itemsize * count != unpacked.size or (gaps != _MAX_GAP).sum() != count:
         raise BrokenChanges(f"{count} changes do not fit into {unpacked.size} bytes")
     planes = unpacked[gap_bytes:].reshape(itemsize, count)
     zigzag = np.ascontiguousarray(planes.T).view(f"<u{itemsize}").reshape(-1)
@@ -137,14 +137,14 @@ def _bits(parameter: Tensor) -> Tensor:
 
 def _gap_bytes(places: NDArray[np.int64]) -> NDArray[np.uint8]:
     gaps = np.diff(places, prepend=-1) - 1  # unchanged elements before each
-    more, last = np.divmod(gaps, _LONGEST_GAP)
-    coded = np.full(gaps.size + int(more.sum()), _LONGEST_GAP, np.uint8)
+    more, last = np.divmod(gaps, _MAX_GAP)
+    coded = np.full(gaps.size + int(more.sum()), _MAX_GAP, np.uint8)
     coded[np.cumsum(more + 1) - 1] = last
     return coded
 
 
 def _places(coded: NDArray[np.uint8]) -> NDArray[np.int64]:
-    ends = coded != _LONGEST_GAP
+    ends = coded != _MAX_GAP
     places: NDArray[np.int64] = np.cumsum(coded, dtype=np.int64)[ends]
     return places + np.arange(places.size)
 

@@ -156,7 +156,7 @@ class WeightExchange:
         """Have the receivers forget what came. Those that are gone cannot; `cause` tells of that."""
         self._committed = None
         if self._route is not None:
-            self._route.venue.meet_anew()
+            self._route.venue.reset_rendezvous()
         try:
             self._receivers.abandon()
         except NemorlError as error:

@@ -167,7 +167,7 @@ class FileVenue:
         for other in set(there) - set(kept):
             shutil.rmtree(version_folder(self._folder, other), ignore_errors=True)
 
-    def meet_anew(self) -> None:
+    def reset_rendezvous(self) -> None:
         """Files know no connections."""
 
 

@@ -29,7 +29,7 @@ _LOOK_UP_SECONDS = 0.2  # how often a rank looks whether the session is over
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _Rendezvous:
     """One rank's connection with the others during a refit. Places in the group count senders first."""
 
     group: Group
@@ -69,20 +69,20 @@ class _Meeting:
 class _Sending:
     """Buckets on their way from here."""
 
-    def __init__(self, meeting: _Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: _Rendezvous) -> None:
+        self._rendezvous = rendezvous
         # by bucket: to whom, and each message with its work
         self._under_way: dict[int, tuple[int, list[tuple[Tensor, Any]]]] = {}
 
     def begin(self, number: int, content: Tensor, to: int) -> None:
         """Let a bucket go, before which a message tells its size."""
-        group = self._meeting.group
+        group = self._rendezvous.group
         messages = (torch.tensor([content.numel()], device=group.device), content)
 
         def send() -> None:
             self._under_way[number] = to, [(message, group.send(message, to)) for message in messages]
 
-        self._meeting.wait(send, to, f"{self._meeting.name(to)} to hear of bucket {number}")
+        self._rendezvous.wait(send, to, f"{self._rendezvous.name(to)} to hear of bucket {number}")
 
     def wait_gone(self, number: int) -> None:
         """Wait until a bucket's memory is of use again."""
@@ -90,8 +90,8 @@ class _Sending:
             return
         to, messages = self._under_way.pop(number)
         for _, work in messages:
-            self._meeting.wait(work.wait, to, f"{self._meeting.name(to)} to take bucket {number}")
-        self._meeting.group.synchronize()
+            self._rendezvous.wait(work.wait, to, f"{self._rendezvous.name(to)} to take bucket {number}")
+        self._rendezvous.group.synchronize()
 
     def wait_all_gone(self) -> None:
         """Wait until nothing is on its way."""
@@ -102,11 +102,11 @@ class _Sending:
 class GroupSender:
     """A sender's side (`SendingChannel`)."""
 
-    def __init__(self, part: Part, meeting: _Meeting) -> None:
+    def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
         self._part = part
-        self._meeting = meeting
-        self._slots = Slots(part, meeting.group.device)
-        self._sending = _Sending(meeting)
+        self._rendezvous = rendezvous
+        self._slots = Slots(part, rendezvous.group.device)
+        self._sending = _Sending(rendezvous)
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +120,7 @@ class GroupSender:
 
     def publish(self, number: int, num_bytes: int) -> None:
         """Begin to send the bucket."""
-        to = self._meeting.after(self._part.buckets[number])
+        to = self._rendezvous.after(self._part.buckets[number])
         assert to is not None, "a bucket has a receiver"
         self._sending.begin(number, self._slots.bucket(number, num_bytes), to)
 
@@ -132,11 +132,11 @@ class GroupSender:
 class GroupReceiver:
     """A receiver's side (`ReceivingChannel`): a thread receives and passes on while a bucket is emptied."""
 
-    def __init__(self, part: Part, meeting: _Meeting) -> None:
+    def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
         self._part = part
-        self._meeting = meeting
-        self._slots = Slots(part, meeting.group.device)
-        self._sending = _Sending(meeting)
+        self._rendezvous = rendezvous
+        self._slots = Slots(part, rendezvous.group.device)
+        self._sending = _Sending(rendezvous)
         self._free = threading.Semaphore(SLOTS)
         self._ready: queue.SimpleQueue[Tensor | Exception | None] = queue.SimpleQueue()
         self._closed = False
@@ -153,7 +153,7 @@ class GroupReceiver:
 
     def taken(self) -> None:
         """Let the next but one bucket come into this slot."""
-        self._meeting.group.synchronize()  # the copies out of it
+        self._rendezvous.group.synchronize()  # the copies out of it
         self._free.release()
 
     def drain(self) -> None:
@@ -170,15 +170,15 @@ class GroupReceiver:
 
     def _receive_all(self) -> None:
         try:
-            if self._meeting.group.device.type == "cuda":
-                torch.cuda.set_device(self._meeting.group.device)
+            if self._rendezvous.group.device.type == "cuda":
+                torch.cuda.set_device(self._rendezvous.group.device)
             for number, bucket in enumerate(self._part.buckets):
                 self._free.acquire()
                 if self._closed:
                     return
                 self._sending.wait_gone(number - SLOTS)
                 content = self._receive(number, bucket)
-                to = self._meeting.after(bucket)
+                to = self._rendezvous.after(bucket)
                 if to is not None:
                     self._sending.begin(number, content, to)
                 self._ready.put(content)
@@ -188,71 +188,71 @@ class GroupReceiver:
             self._ready.put(error)
 
     def _receive(self, number: int, bucket: PartBucket) -> Tensor:
-        group, source = self._meeting.group, self._meeting.before(bucket)
-        peer = self._meeting.name(source)
+        group, source = self._rendezvous.group, self._rendezvous.before(bucket)
+        peer = self._rendezvous.name(source)
         what = f"the next bucket of {sender_name(bucket.sender)}"
         if source != bucket.sender:
             what += f", which {peer} passes on"
         size = torch.empty(1, dtype=torch.int64, device=group.device)
-        self._meeting.wait(lambda: group.receive(size, source), source, what)
+        self._rendezvous.wait(lambda: group.receive(size, source), source, what)
         num_bytes = int(size)
         if not 0 <= num_bytes <= bucket.num_bytes:
             raise RefitFailed(f"{peer} sends {num_bytes} bytes where {bucket.num_bytes} were due")
         slot = self._slots.bucket(number, num_bytes)
-        self._meeting.wait(lambda: group.receive(slot, source), source, what)
+        self._rendezvous.wait(lambda: group.receive(slot, source), source, what)
         return slot
 
 
 @contextmanager
 def group_sender(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupSender]:
     """Join the group and wait for those to have joined to whom buckets go."""
-    with _met(part, session, member, part.rank) as meeting:
-        yield GroupSender(part, meeting)
+    with _met(part, session, member, part.rank) as rendezvous:
+        yield GroupSender(part, rendezvous)
 
 
 @contextmanager
 def group_receiver(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupReceiver]:
     """Join the group and wait for those to have joined from whom buckets come, or to whom they go on."""
-    with _met(part, session, member, session.num_senders + part.rank) as meeting:
-        receiver = GroupReceiver(part, meeting)
+    with _met(part, session, member, session.num_senders + part.rank) as rendezvous:
+        receiver = GroupReceiver(part, rendezvous)
         try:
             yield receiver
             receiver.drain()
         except BaseException:
-            meeting.group.abort()
+            rendezvous.group.abort()
             raise
         finally:
             receiver.close()
 
 
 @contextmanager
-def _met(part: Part, session: RefitSession, member: Membership, place: int) -> Iterator[_Meeting]:
+def _met(part: Part, session: RefitSession, member: Membership, place: int) -> Iterator[_Rendezvous]:
     """Members who have all joined, watched until the block ends; after an error the rank leaves the group."""
     over = threading.Event()
     who = sender_name(part.rank) if place < session.num_senders else receiver_name(part.rank)
     waiting = Waiting(who, session, over=over.is_set)
     try:
         group = member.join(session, place)
-        meeting = _Meeting(group, waiting, place, session.num_senders)
-        peers = _peers(part, meeting)
+        rendezvous = _Rendezvous(group, waiting, place, session.num_senders)
+        peers = _peers(part, rendezvous)
         with _watch(session, group, over):
             for peer in peers:
                 there = partial(group.store.check, [here_key(session, peer)])
-                waiting.until(there, f"{meeting.name(peer)} to join")
+                waiting.until(there, f"{rendezvous.name(peer)} to join")
             for peer in peers:
                 connect = partial(group.connect, peer, first=place < peer)
-                meeting.wait(connect, peer, f"{meeting.name(peer)} to connect")
-            yield meeting
+                rendezvous.wait(connect, peer, f"{rendezvous.name(peer)} to connect")
+            yield rendezvous
     except BaseException:
         member.leave()
         raise
 
 
-def _peers(part: Part, meeting: _Meeting) -> list[int]:
+def _peers(part: Part, rendezvous: _Rendezvous) -> list[int]:
     """Who exchanges messages with this rank, in the order of pairs in which all connect."""
-    found = {meeting.after(bucket) for bucket in part.buckets} - {None}
-    if meeting.place >= meeting.num_senders:
-        found |= {meeting.before(bucket) for bucket in part.buckets}
+    found = {rendezvous.after(bucket) for bucket in part.buckets} - {None}
+    if rendezvous.place >= rendezvous.num_senders:
+        found |= {rendezvous.before(bucket) for bucket in part.buckets}
     return sorted(place for place in found if place is not None)
 
 

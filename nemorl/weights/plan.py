@@ -23,11 +23,11 @@ from operator import itemgetter
 from nemorl.models.slices import TensorSlice
 
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
-from .regions import Holdings, Region, Takers, UnservedBox, box_of, narrow
+from .regions import Consumers, Holdings, Region, UnservedBox, box_of, narrow
 
 __all__ = ["Bucket", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 
-_MOST_RECEIVERS = 16  # of a bucket: passed on from one to the next, it is that much later at the last one
+_MAX_RECEIVERS = 16  # of a bucket: passed on from one to the next, it is that much later at the last one
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Load:
 
     dtype: str
     holders: Region  # one of the regions; all have the same holders
-    takers: tuple[int, ...]  # classes of receivers
+    consumers: tuple[int, ...]  # classes of receivers
     pieces: list[_Piece] = field(default_factory=list)
     num_bytes: int = 0
     _sources: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of sender
@@ -188,16 +188,16 @@ def plan_files(
 def _plan(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    holdings, takers = Holdings(senders), Takers(receivers)
-    loads = _loads(_pieces(takers, holdings, bucket_bytes), bucket_bytes)
-    buckets = _choose_senders(loads, takers, holdings)
+    holdings, consumers = Holdings(senders), Consumers(receivers)
+    loads = _loads(_pieces(consumers, holdings, bucket_bytes), bucket_bytes)
+    buckets = _choose_senders(loads, consumers, holdings)
     return TransferPlan(tuple(_ordered(buckets, len(senders), len(receivers))))
 
 
-def _pieces(takers: Takers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
+def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
     """Every needed box once, however many need it; several times if one receiver does."""
     found: dict[tuple[object, ...], _Piece] = {}
-    for number, (rank, layout) in takers.layouts.items():
+    for number, (rank, layout) in consumers.layouts.items():
         times: Counter[tuple[object, ...]] = Counter()
         for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
             for box, region in holdings.cut(need, rank, bucket_bytes // ITEM_BYTES[dtype]):
@@ -213,23 +213,23 @@ def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
     found: list[_Load] = []
     open_loads: dict[tuple[object, ...], _Load] = {}
     for piece in pieces:
-        holders, takers = tuple(piece.region.sources), tuple(piece.targets)  # classes
+        holders, consumers = tuple(piece.region.sources), tuple(piece.targets)  # classes
         num_bytes = next(iter(piece.targets.values())).num_elements * ITEM_BYTES[piece.dtype]
-        key = piece.dtype, holders, takers
+        key = piece.dtype, holders, consumers
         load = open_loads.get(key)
         if load is None or load.num_bytes + num_bytes > bucket_bytes:
-            load = open_loads[key] = _Load(piece.dtype, piece.region, takers)
+            load = open_loads[key] = _Load(piece.dtype, piece.region, consumers)
             found.append(load)
         load.pieces.append(piece)
         load.num_bytes += num_bytes
     return sorted(found, key=lambda load: len(load.holders.ranks))
 
 
-def _choose_senders(loads: Iterable[_Load], takers: Takers, holdings: Holdings) -> Iterator[Bucket]:
+def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Holdings) -> Iterator[Bucket]:
     """A sender for each load and its takers: the holder with the least to send, the lowest rank of these."""
     sent = [0] * len(holdings.nodes)
     for load in loads:
-        for holders, receivers in _served_together(load, takers, holdings):
+        for holders, receivers in _served_together(load, consumers, holdings):
             sender = min(holders, key=sent.__getitem__)
             sent[sender] += load.num_bytes
             first = sender % len(receivers)  # so that all pass on alike much
@@ -240,22 +240,22 @@ def _choose_senders(loads: Iterable[_Load], takers: Takers, holdings: Holdings) 
                 load.dtype,
                 load.num_bytes,
                 load.sources(holdings.class_of[sender]),
-                tuple(load.targets(takers.class_of[receiver]) for receiver in order),
+                tuple(load.targets(consumers.class_of[receiver]) for receiver in order),
             )
 
 
 def _served_together(
-    load: _Load, takers: Takers, holdings: Holdings
+    load: _Load, consumers: Consumers, holdings: Holdings
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Who may send a load, and who may get it from the same one: takers beside a holder by machine."""
     far: list[int] = []
-    for node, receivers in takers.by_node(load.takers).items():
+    for node, receivers in consumers.by_node(load.consumers).items():
         beside = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else []
         if beside:
-            yield from ((beside, some) for some in _at_most(_MOST_RECEIVERS, receivers))
+            yield from ((beside, some) for some in _at_most(_MAX_RECEIVERS, receivers))
         else:
             far += receivers
-    yield from ((load.holders.ranks, some) for some in _at_most(_MOST_RECEIVERS, far))
+    yield from ((load.holders.ranks, some) for some in _at_most(_MAX_RECEIVERS, far))
 
 
 def _at_most(count: int, ranks: list[int]) -> Iterator[list[int]]:

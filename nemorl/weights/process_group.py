@@ -28,20 +28,20 @@ class Membership:
     """A rank's place in the group, kept by the rank from refit to refit."""
 
     def __init__(self) -> None:
-        self._meeting: tuple[str, int] | None = None
+        self._rendezvous: tuple[str, int] | None = None
         self._group: Group | None = None
 
     def join(self, session: RefitSession, rank: int) -> "Group":
         """The group of the session's meeting; `rank` counts senders first."""
-        meeting = (session.place, session.meeting)
-        if self._group is None or self._meeting != meeting:
+        rendezvous = (session.place, session.rendezvous)
+        if self._group is None or self._rendezvous != rendezvous:
             self.leave()
-            self._group, self._meeting = Group.join(session, rank), meeting
+            self._group, self._rendezvous = Group.join(session, rank), rendezvous
         return self._group
 
     def leave(self) -> None:
         """Close all connections."""
-        self._group, self._meeting = None, None
+        self._group, self._rendezvous = None, None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Group:
     def join(cls, session: RefitSession, rank: int) -> "Group":
         """Become a member; others may come later."""
         store = store_of(session)
-        prefix = PrefixStore(f"group/{session.meeting}", store)
+        prefix = PrefixStore(f"group/{session.rendezvous}", store)
         size = session.num_senders + session.num_receivers
         timeout = timedelta(seconds=session.deadline_seconds)
         if session.transport == "nccl":
@@ -137,7 +137,7 @@ class GroupVenue:
         self._transport = transport
         self._deadline_seconds = deadline_seconds
         self._store, self._place = served_store(host)
-        self._meeting = self._attempt = 0
+        self._rendezvous = self._attempt = 0
 
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
@@ -148,7 +148,7 @@ class GroupVenue:
             self._transport,
             self._place,
             self._deadline_seconds,
-            self._meeting,
+            self._rendezvous,
             self._attempt,
             num_senders,
             num_receivers,
@@ -158,9 +158,9 @@ class GroupVenue:
         finally:
             self._store.set(over_key(session), "")
 
-    def meet_anew(self) -> None:
+    def reset_rendezvous(self) -> None:
         """After a failure, or when other ranks may come."""
-        self._meeting += 1
+        self._rendezvous += 1
 
 
 def store_of(session: RefitSession) -> TCPStore:
@@ -180,7 +180,7 @@ def _own_address(place: str) -> str:
 
 def here_key(session: RefitSession, place: int) -> str:
     """Is in the store once a member has joined."""
-    return f"here/{session.meeting}/{place}"
+    return f"here/{session.rendezvous}/{place}"
 
 
 def over_key(session: RefitSession) -> str:

@@ -203,7 +203,7 @@ class Holdings:
         return _covering(need, needed, tensor.near(needed), receiver, capacity)
 
 
-class Takers:
+class Consumers:
     """Receivers by class: those of one have equal slices and types."""
 
     def __init__(self, receivers: Sequence[ReceiverLayout]) -> None:

@@ -48,7 +48,7 @@ class RefitSession:
     transport: Transport
     place: str  # where they meet: the folder of sockets or of files, or host:port of the store
     deadline_seconds: float  # of each rank, from when it begins
-    meeting: int = 0  # ranks of a process group stay connected from refit to refit of one meeting
+    rendezvous: int = 0  # ranks of a process group stay connected from refit to refit of one meeting
     attempt: int = 0  # number of this refit, among all that failed and succeeded
     num_senders: int = 0
     num_receivers: int = 0

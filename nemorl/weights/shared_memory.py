@@ -30,7 +30,7 @@ from .slots import SLOTS
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot; what the memory is opened by follows
-_MOST_OFFER_BYTES = 4096
+_MAX_OFFER_BYTES = 4096
 _ALIGNMENT = 64
 
 
@@ -281,7 +281,7 @@ def _receive_memory(
 
 
 def _receive_hello(connection: socket.socket) -> tuple[bytes, list[int]]:
-    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size + _MOST_OFFER_BYTES, 1)
+    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size + _MAX_OFFER_BYTES, 1)
     if not message:
         raise EOFError
     return message, descriptors

@@ -10,11 +10,11 @@ from typing import Any
 from nemorl.algorithms.checkpoints import Progress
 from nemorl.algorithms.offline import OfflineLoop, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
-from nemorl.algorithms.recorder import Bookkeeper
+from nemorl.algorithms.recorder import RunRecorder
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss
-from nemorl.data.micro_batches import packing_figures, plan_batch
+from nemorl.data.micro_batches import packing_metrics, plan_batch
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
@@ -83,9 +83,9 @@ class LocalLearner:
         """One step."""
         return self.host.train_on(self._micro_batches, loss)
 
-    def packing_figures(self) -> dict[str, float]:
+    def packing_metrics(self) -> dict[str, float]:
         """Of the plan."""
-        return packing_figures(self._plan, self._lengths, self._tokens, HIDDEN)
+        return packing_metrics(self._plan, self._lengths, self._tokens, HIDDEN)
 
     @property
     def _micro_batches(self) -> list[list[int]]:
@@ -126,7 +126,7 @@ class Run:
         order = TaskOrder(len(data.units), self.experiment.seed, self.experiment.data.shuffle)
         references = await self.references(data, order)
         checkpoints: Any = SimpleNamespace(check=lambda: None)
-        books = Bookkeeper(self.experiment, self.session, self.observer, checkpoints, Progress())
+        recorder = RunRecorder(self.experiment, self.session, self.observer, checkpoints, Progress())
         loop = OfflineLoop(
             config,
             offline_algorithm(config),
@@ -137,7 +137,7 @@ class Run:
             order,
             0,
             self.observer,
-            books,
+            recorder,
             multiple=1,
         )
         await loop.run()

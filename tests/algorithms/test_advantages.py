@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from nemorl.algorithms.advantages import estimator
-from nemorl.algorithms.custom import OwnPartError, advantage, smoke_test_advantage
+from nemorl.algorithms.custom import CustomFunctionError, advantage, smoke_test_advantage
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig, OfGroupsConfig
 from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, paid, trajectory
@@ -379,11 +379,11 @@ def test_a_function_of_ones_own() -> None:
 def test_a_function_of_ones_own_that_cannot_be_used_is_told_before_a_run(
     config: CustomAdvantageConfig, told: str
 ) -> None:
-    with pytest.raises(OwnPartError, match=told):
+    with pytest.raises(CustomFunctionError, match=told):
         smoke_test_advantage(config, ["exact_match"])
 
 
 def test_the_decorator_wants_groups() -> None:
     assert advantage(of_my_own) is of_my_own
-    with pytest.raises(OwnPartError, match="takes no positional argument"):
+    with pytest.raises(CustomFunctionError, match="takes no positional argument"):
         advantage(lambda *, groups: [])

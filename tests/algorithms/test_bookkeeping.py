@@ -1,4 +1,4 @@
-"""What a Bookkeeper does around the steps, with stand-ins for the processes."""
+"""What a RunRecorder does around the steps, with stand-ins for the processes."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import pytest
 
 from nemorl.algorithms import validation
 from nemorl.algorithms.checkpoints import Progress
-from nemorl.algorithms.recorder import Bookkeeper
+from nemorl.algorithms.recorder import RunRecorder
 from nemorl.config.load import load_experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics
@@ -34,7 +34,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         sampled.append(num_tasks)
         return [group(0, trajectory(1.0))]
 
-    async def hand_over(step: int) -> None:
+    async def update_weights(step: int) -> None:
         """Nothing to hand over."""
 
     monkeypatch.setattr(validation, "load_tasks", load_tasks)
@@ -48,14 +48,16 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         step=lambda step, version, values: StepMetrics(step, version, values),
         samples=lambda samples: None,
     )
-    session: Any = SimpleNamespace(rollout=(), hand_over=hand_over, generating=contextlib.nullcontext)
+    session: Any = SimpleNamespace(
+        rollout=(), update_weights=update_weights, generating=contextlib.nullcontext
+    )
     checkpoints: Any = SimpleNamespace(check=lambda: None)
-    books = Bookkeeper(experiment, session, observer, checkpoints, Progress())
+    recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
 
     async def three_validations() -> None:
-        await books.open()
-        await books.finish_step(1, {}, position=4)
-        await books.finish_step(2, {}, position=8)
+        await recorder.open()
+        await recorder.finish_step(1, {}, position=4)
+        await recorder.finish_step(2, {}, position=8)
 
     asyncio.run(three_validations())
     assert loads == [experiment.data.validation]
@@ -85,12 +87,12 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
 
     checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
     nobody: Any = None
-    books = Bookkeeper(experiment, nobody, observer, checkpoints, Progress())
+    recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
 
     async def run(rewards: list[float]) -> list[int]:
         done = []
-        for step in books.steps(10):
-            await books.finish_step(step, {"reward/mean": rewards[step - 1]}, position=step)
+        for step in recorder.steps(10):
+            await recorder.finish_step(step, {"reward/mean": rewards[step - 1]}, position=step)
             done.append(step)
         return done
 
@@ -98,7 +100,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     assert waited == [0, 0, 1, 2]
     (progress,) = saved
     assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
-    assert not list(Bookkeeper(experiment, nobody, observer, checkpoints, progress).steps(10))
+    assert not list(RunRecorder(experiment, nobody, observer, checkpoints, progress).steps(10))
 
 
 def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
@@ -120,14 +122,14 @@ def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(t
 
     async def run(told_in: int) -> int:
         saved.clear()
-        books = Bookkeeper(experiment, nobody, observer, checkpoints, Progress())
-        for step in books.steps(10):
+        recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
+        for step in recorder.steps(10):
             if step == told_in:
-                books.stop.by = signal.SIGTERM
-            await books.finish_step(step, {}, position=4 * step)
-        assert not books.finished
-        await books.save(last=True)
-        return books.done
+                recorder.stop.by = signal.SIGTERM
+            await recorder.finish_step(step, {}, position=4 * step)
+        assert not recorder.finished
+        await recorder.save(last=True)
+        return recorder.done
 
     assert asyncio.run(run(told_in=5)) == 5
     assert saved == [(3, 12), (5, 20)]
@@ -141,7 +143,7 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
         folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)), summary=lambda changes: None
     )
     nobody: Any = None
-    books = Bookkeeper(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
+    recorder = RunRecorder(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
 
     def told(*steps: tuple[str, ...], left_out: int = 0) -> list[str]:
         caplog.clear()
@@ -152,8 +154,8 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
                     TrainStats({}, {}, 1.0, 1e-3, kind == "nan", kind == "zero", num_tokens=1, num_computed=1)
                     for kind in kinds
                 ]
-                writer.write(StepMetrics(step, step, books.optimizer_figures(updates, left_out)))
-        books.summarize()
+                writer.write(StepMetrics(step, step, recorder.optimizer_metrics(updates, left_out)))
+        recorder.summarize()
         return caplog.messages
 
     skipped = "updates were skipped because their gradients were not finite"

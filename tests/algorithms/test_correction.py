@@ -21,7 +21,7 @@ from nemorl.config.algorithm import (
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
-from nemorl.config.checks.metrics import figures
+from nemorl.config.checks.metrics import metrics
 from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import by_sequence, current, ragged
@@ -208,7 +208,7 @@ def test_figures_of_a_correction() -> None:
     output = PolicyLoss(ClipLossConfig(), KLConfig(), config)(
         batch, current(batch, 9), torch.zeros(batch.num_tokens)
     )
-    figures = finish_metrics(
+    metrics = finish_metrics(
         {k: v.item() for k, v in output.sums.items()}, {k: v.item() for k, v in output.maxima.items()}
     )
     old, engine, now = (
@@ -219,19 +219,19 @@ def test_figures_of_a_correction() -> None:
     cut = [weight(r, "tis") for r in raw]
     n = len(raw)
     ratio = [math.exp(p - q) for p, q in zip(now, old, strict=True)]
-    assert figures["correction/ratio_mean"] == pytest.approx(sum(raw) / n, rel=1e-5)
-    assert figures["correction/ratio_max"] == pytest.approx(max(raw), rel=1e-5)
-    assert figures["correction/mean"] == pytest.approx(sum(cut) / n, rel=1e-5)
-    assert figures["correction/ess"] == pytest.approx(sum(cut) ** 2 / (n * sum(w * w for w in cut)), rel=1e-5)
-    assert figures["correction/truncated"] == pytest.approx(
+    assert metrics["correction/ratio_mean"] == pytest.approx(sum(raw) / n, rel=1e-5)
+    assert metrics["correction/ratio_max"] == pytest.approx(max(raw), rel=1e-5)
+    assert metrics["correction/mean"] == pytest.approx(sum(cut) / n, rel=1e-5)
+    assert metrics["correction/ess"] == pytest.approx(sum(cut) ** 2 / (n * sum(w * w for w in cut)), rel=1e-5)
+    assert metrics["correction/truncated"] == pytest.approx(
         sum(w != r for w, r in zip(cut, raw, strict=True)) / n
     )
-    assert figures["ratio/ess"] == pytest.approx(sum(ratio) ** 2 / (n * sum(r * r for r in ratio)), rel=1e-5)
-    assert figures["ratio/max"] == pytest.approx(max(ratio), rel=1e-5)
+    assert metrics["ratio/ess"] == pytest.approx(sum(ratio) ** 2 / (n * sum(r * r for r in ratio)), rel=1e-5)
+    assert metrics["ratio/max"] == pytest.approx(max(ratio), rel=1e-5)
     k3 = sum(r - 1 - math.log(r) for r in ratio) / n
-    assert figures["kl/old"] == pytest.approx(k3, rel=1e-4)
-    assert figures["logprob_gap/k1"] == pytest.approx(-sum(map(math.log, raw)) / n, rel=1e-4)
-    assert figures["logprob_gap/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in raw) / n, rel=1e-4)
+    assert metrics["kl/old"] == pytest.approx(k3, rel=1e-4)
+    assert metrics["logprob_gap/k1"] == pytest.approx(-sum(map(math.log, raw)) / n, rel=1e-4)
+    assert metrics["logprob_gap/k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in raw) / n, rel=1e-4)
 
 
 def test_what_is_left_out_keeps_its_divergence() -> None:
@@ -243,9 +243,9 @@ def test_what_is_left_out_keeps_its_divergence() -> None:
     gap = (logprobs - batch.reference_logprobs)[batch.loss_mask]  # type: ignore[operator]
     assert output.sums["loss/policy"] == 0
     assert output.loss.item() == pytest.approx(0.5 * gap.square().mean().item() / 2, rel=1e-5)
-    figures = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
-    assert figures["correction/ess"] == 0
-    assert figures["correction/masked"] == 1
+    metrics = finish_metrics({k: v.item() for k, v in output.sums.items()}, {})
+    assert metrics["correction/ess"] == 0
+    assert metrics["correction/masked"] == 1
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
@@ -320,5 +320,5 @@ def test_every_figure_of_a_loss_can_be_named_in_a_config(chosen: dict[str, Any])
     written = finish_metrics(
         {k: v.item() for k, v in output.sums.items()}, {k: v.item() for k, v in output.maxima.items()}
     ).keys()
-    assert written <= figures(config, SingleTurnEnvConfig(), ())
-    assert config.loss.figures <= written
+    assert written <= metrics(config, SingleTurnEnvConfig(), ())
+    assert config.loss.metrics <= written

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemorl.algorithms.distillation import (
-    DistilledLearning,
+    DistillationUpdate,
     SampledReverseKL,
     TopDivergence,
     outcomes,
@@ -218,15 +218,15 @@ def test_figures_are_means_over_the_sampled_tokens():
     told = (teacher.gather(1, tokens).squeeze(1) * MASK).float()
     batch = packed(reference_logprobs=told, logprobs=logprobs + 0.25 * MASK)
     found = SampledReverseKL()(batch, logprobs, torch.full((TOKENS,), 0.5) * MASK)
-    figures = finish_metrics(
+    metrics = finish_metrics(
         {name: float(value) for name, value in found.sums.items()},
         {name: float(value) for name, value in found.maxima.items()},
     )
-    assert figures["distillation/reverse_kl"] == pytest.approx(
+    assert metrics["distillation/reverse_kl"] == pytest.approx(
         float((logprobs - told)[MASK].mean()), rel=1e-5
     )
-    assert figures["logprob_gap/mean"] == figures["logprob_gap/max"] == pytest.approx(0.25, rel=1e-5)
-    assert figures["entropy"] == pytest.approx(0.5)
+    assert metrics["logprob_gap/mean"] == metrics["logprob_gap/max"] == pytest.approx(0.25, rel=1e-5)
+    assert metrics["entropy"] == pytest.approx(0.5)
     assert "logprob_gap/mean" not in SampledReverseKL()(replace(batch, logprobs=None), logprobs, told).sums
 
 
@@ -312,10 +312,10 @@ def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
 
 
 def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
-    books: Any = SimpleNamespace(optimizer_figures=lambda updates, left_out: {"left out": left_out})
+    recorder: Any = SimpleNamespace(optimizer_metrics=lambda updates, left_out: {"left out": left_out})
     config: Any = SimpleNamespace(aggregation="token-mean")
     nobody: Any = None
-    learning = DistilledLearning(config, nobody, nobody, books, nobody, nobody, ["sums"], multiple=1)
+    learning = DistillationUpdate(config, nobody, nobody, recorder, nobody, nobody, ["sums"], multiple=1)
 
     async def step() -> dict[str, float]:
         await learning.load([group(0, failed(0), failed(1))])

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nemorl.algorithms.online import Scorer
-from nemorl.algorithms.rollout_metrics import environment_share, rollout_figures
-from nemorl.algorithms.validation import validation_figures
+from nemorl.algorithms.rollout_metrics import environment_share, rollout_metrics
+from nemorl.algorithms.validation import validation_metrics
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
-from nemorl.config.checks.metrics import figures as known_figures
+from nemorl.config.checks.metrics import metrics as known_figures
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
-from nemorl.rewards.scored import ScoringFigures
+from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, trajectory
 
@@ -20,13 +20,13 @@ def test_rollout_figures() -> None:
         group(0, trajectory(1.0), trajectory(0.0, 1, sampled=5, stop=StopReason.LENGTH)),
         group(1, trajectory(0.5), trajectory(0.5, 1, rewards={})),
     ]
-    figures = rollout_figures(groups)
-    assert figures["reward/mean"] == pytest.approx(0.5)
-    assert figures["reward/std"] == pytest.approx((2 * 0.25 / 4) ** 0.5)
-    assert figures["reward/exact"] == pytest.approx(1.5 / 3)  # where it does not apply it does not count
-    assert figures["group/zero_variance"] == 0.5
-    assert figures["stop/length"] == 0.25
-    assert figures["tokens/generated"] == 14
+    metrics = rollout_metrics(groups)
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["reward/std"] == pytest.approx((2 * 0.25 / 4) ** 0.5)
+    assert metrics["reward/exact"] == pytest.approx(1.5 / 3)  # where it does not apply it does not count
+    assert metrics["group/zero_variance"] == 0.5
+    assert metrics["stop/length"] == 0.25
+    assert metrics["tokens/generated"] == 14
     assert environment_share(groups) == 0.25
 
 
@@ -35,30 +35,30 @@ def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:
     second = group(1, trajectory(0.5), failed(1))
     groups = [
         replace(
-            first, scoring={"exact": ScoringFigures(0, 2.0, 0.5, None), "judge": ScoringFigures(0, 1.0, 0, 3)}
+            first, scoring={"exact": ScoringMetrics(0, 2.0, 0.5, None), "judge": ScoringMetrics(0, 1.0, 0, 3)}
         ),
         replace(
             second,
-            scoring={"exact": ScoringFigures(1, 4.0, 1.5, None), "judge": ScoringFigures(0, 5.0, 0, 1)},
+            scoring={"exact": ScoringMetrics(1, 4.0, 1.5, None), "judge": ScoringMetrics(0, 5.0, 0, 1)},
         ),
     ]
-    figures = rollout_figures(groups)
-    assert figures["reward_std/exact"] == pytest.approx(((0.5**2 + 0.5**2 + 0) / 3) ** 0.5)
-    assert figures["reward_absent/exact"] == pytest.approx(1 / 4)
-    assert figures["reward_absent/kind"] == pytest.approx(3 / 4)
-    assert figures["reward_absent/judge"] == 1
-    assert figures["reward_errors/exact"] == 1
-    assert (figures["reward_seconds/exact"], figures["reward_waiting/exact"]) == (3.0, 1.0)
-    assert figures["reward_retries/judge"] == 4
-    assert "reward_retries/exact" not in figures
-    assert "reward_std/judge" not in figures
+    metrics = rollout_metrics(groups)
+    assert metrics["reward_std/exact"] == pytest.approx(((0.5**2 + 0.5**2 + 0) / 3) ** 0.5)
+    assert metrics["reward_absent/exact"] == pytest.approx(1 / 4)
+    assert metrics["reward_absent/kind"] == pytest.approx(3 / 4)
+    assert metrics["reward_absent/judge"] == 1
+    assert metrics["reward_errors/exact"] == 1
+    assert (metrics["reward_seconds/exact"], metrics["reward_waiting/exact"]) == (3.0, 1.0)
+    assert metrics["reward_retries/judge"] == 4
+    assert "reward_retries/exact" not in metrics
+    assert "reward_std/judge" not in metrics
     rewards = (
         FunctionRewardConfig(function="own:exact"),
         FunctionRewardConfig(function="own:kind"),
         ModelRewardConfig(kind="model", name="judge", url="http://judge/v1", model="m"),
     )
     config = OnlineConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
-    assert figures.keys() <= known_figures(config, SingleTurnEnvConfig(), rewards)
+    assert metrics.keys() <= known_figures(config, SingleTurnEnvConfig(), rewards)
 
 
 def test_every_figure_can_be_named_in_a_config() -> None:
@@ -67,7 +67,7 @@ def test_every_figure_can_be_named_in_a_config() -> None:
         validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2), cons_at_k=(2,)),
     )  # fmt: skip
     groups = [group(0, *(trajectory(1.0, row, stop=stop) for row, stop in enumerate(StopReason)))]
-    written = rollout_figures(groups).keys() | validation_figures(groups * 2, config.validation).keys()
+    written = rollout_metrics(groups).keys() | validation_metrics(groups * 2, config.validation).keys()
     assert written <= known_figures(
         config, SingleTurnEnvConfig(), (FunctionRewardConfig(function="own:exact"),)
     )
@@ -75,10 +75,10 @@ def test_every_figure_can_be_named_in_a_config() -> None:
 
 def test_failed_trajectories_are_no_rewards() -> None:
     lost = trajectory(0.0, 1, error="the environment hung")
-    figures = rollout_figures([group(0, trajectory(1.0), lost), group(1, trajectory(0.5), lost)])
-    assert figures["reward/mean"] == 0.75
-    assert figures["errors"] == 2
-    assert figures["group/zero_variance"] == 1
+    metrics = rollout_metrics([group(0, trajectory(1.0), lost), group(1, trajectory(0.5), lost)])
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["errors"] == 2
+    assert metrics["group/zero_variance"] == 1
 
 
 def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:

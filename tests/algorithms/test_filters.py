@@ -9,9 +9,9 @@ from nemorl.algorithms.filters import filter_groups, refill
 from nemorl.algorithms.online import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
-from nemorl.config.checks.metrics import figures
+from nemorl.config.checks.metrics import metrics
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
-from nemorl.data.batches import STAND_IN_TOKENS
+from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.micro_batches import plan_batch
 from nemorl.errors import RunError
@@ -39,7 +39,7 @@ def kept(groups: list[GroupSummary], num_groups: int | None = None, **filters: o
 def test_without_filters_all_groups_train_as_they_are() -> None:
     groups = [paid(0, EQUAL), paid(1, MIXED)]
     batch = filter_groups(groups, FiltersConfig(), 2)
-    assert (batch.groups, batch.figures) == (groups, {})
+    assert (batch.groups, batch.metrics) == (groups, {})
 
 
 def test_groups_of_equal_rewards_are_dropped() -> None:
@@ -90,12 +90,12 @@ def test_truncated_trajectories_do_not_train_and_stay_in_their_baseline() -> Non
     cut = trajectory(0.0, 1, sampled=9, stop=StopReason.LENGTH)
     batch = filter_groups([group(0, trajectory(1.0), cut)], FiltersConfig(drop_truncated=True), 1)
     assert trains(batch.groups) == {0: [True, False]}
-    assert batch.figures == {"filters/sampled": 1, "filters/kept": 1, "filters/truncated": 1}
+    assert batch.metrics == {"filters/sampled": 1, "filters/kept": 1, "filters/truncated": 1}
     config = online(1, 2, advantage={"normalize": False})
     places = Scorer(config).score(batch.groups)
     assert [p.advantage for p in places] == [0.5, 0.0]
     assert [p.weight for p in places] == pytest.approx([1 / 3, 0.0])
-    assert [p.num_tokens for p in places] == [7, STAND_IN_TOKENS]
+    assert [p.num_tokens for p in places] == [7, PLACEHOLDER_TOKENS]
 
 
 def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
@@ -112,13 +112,13 @@ def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
         paid(5, EQUAL),
     ]
     batch = filter_groups(groups, FiltersConfig.model_validate(filters), 3)
-    assert batch.figures == {
+    assert batch.metrics == {
         "filters/sampled": 6, "filters/kept": 1, "filters/dropped_equal_rewards": 2,
         "filters/dropped_mean_reward": 1, "filters/least_varied": 2, "filters/truncated": 0,
     }  # fmt: skip
     config = online(3, 3, filters=filters)
     rewards = (FunctionRewardConfig(function="f"),)
-    assert batch.figures.keys() <= figures(config, SingleTurnEnvConfig(), rewards)
+    assert batch.metrics.keys() <= metrics(config, SingleTurnEnvConfig(), rewards)
 
 
 def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -> None:
@@ -151,14 +151,14 @@ def test_dropped_groups_count_neither_in_advantages_nor_in_denominators() -> Non
     assert [places["store-1", row].weight for row in (0, 1)] == pytest.approx([1 / 8, 1 / 8])
     for row in (0, 1):
         place = places["store-0", row]
-        assert (place.advantage, place.weight, place.num_tokens) == (0.0, 0.0, STAND_IN_TOKENS)
+        assert (place.advantage, place.weight, place.num_tokens) == (0.0, 0.0, PLACEHOLDER_TOKENS)
 
 
 def test_a_batch_of_which_nothing_is_left_is_made_of_stand_ins() -> None:
     batch = filter_groups([paid(0, EQUAL), paid(1, EQUAL)], FiltersConfig(drop_equal_rewards=True), 2)
     places = Scorer(online(2, 3)).score(batch.groups)
     assert [p.weight for p in places] == [0.0] * 6
-    assert {p.num_tokens for p in places} == {STAND_IN_TOKENS}
+    assert {p.num_tokens for p in places} == {PLACEHOLDER_TOKENS}
 
 
 def test_what_is_left_is_spread_over_minibatches() -> None:
@@ -213,7 +213,7 @@ async def collect(steps: range, position: int, max_batches: int) -> list[tuple[l
         assert [g.task_index for g in groups] == [order.task_index(g.group) for g in groups]
         batch = filter_groups(groups, config, 4)
         left = [g.group for g in batch.groups if g.trajectories[0].trains]
-        assert batch.figures["filters/sampled"] == len(groups)
+        assert batch.metrics["filters/sampled"] == len(groups)
         found.append((left, sorted(worker.sampled), sampling.position))
         worker.sampled.clear()
     await sampling.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate, gap_figures, versions_of
+from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate, gap_metrics, versions_of
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.data.batches import pack_trajectories
@@ -84,7 +84,7 @@ def compare(right, tmp_path_factory):
 
     def compare(trajectories: list[Trajectory]) -> dict[str, float]:
         worker.load_batch(pack_trajectories(trajectories, [0.0] * 8, [1.0] * 8))
-        return gap_figures(worker.compute_logprobs([[0, 1, 2, 3], [4, 5, 6, 7]], old=True, reference=False))
+        return gap_metrics(worker.compute_logprobs([[0, 1, 2, 3], [4, 5, 6, 7]], old=True, reference=False))
 
     yield compare
     worker.close()
@@ -95,11 +95,11 @@ def gate(generation=None, **config) -> LogprobGate:
 
 
 def test_a_sound_engine_passes(right, compare):
-    figures = compare(sampled(right))
-    assert 0 < figures["logprob_gap/mean"] < 1e-5
-    assert figures["logprob_gap/mean"] < figures["logprob_gap/max"] < 1e-4
+    metrics = compare(sampled(right))
+    assert 0 < metrics["logprob_gap/mean"] < 1e-5
+    assert metrics["logprob_gap/mean"] < metrics["logprob_gap/max"] < 1e-4
     mine = gate(max_token_logprob_gap=1e-4)
-    mine.check(figures, range(1), 0)
+    mine.check(metrics, range(1), 0)
     assert mine.compared
 
 
@@ -109,11 +109,11 @@ def test_a_sound_engine_passes(right, compare):
     ids=["weights", "norm", "cold", "hot"],
 )
 def test_a_wrong_engine_stops_the_run_with_the_likely_causes(compare, tmp_path, wrong, temperature):
-    figures = compare(sampled(model(tmp_path, **wrong), temperature))
+    metrics = compare(sampled(model(tmp_path, **wrong), temperature))
     with pytest.raises(LogprobGapTooLarge) as stop:
-        gate().check(figures, range(1), 0)
+        gate().check(metrics, range(1), 0)
     said = str(stop.value)
-    assert f"the mean difference is {figures['logprob_gap/mean']:.4g}, the largest" in said
+    assert f"the mean difference is {metrics['logprob_gap/mean']:.4g}, the largest" in said
     assert "algorithm.max_logprob_gap allows a mean of 0.2" in said
     for cause in ("other weights, or another tokenizer", "generation.sampling.temperature, which is 1,",
                   "top-p", "precision", "rope scaling, norm epsilon"):  # fmt: skip

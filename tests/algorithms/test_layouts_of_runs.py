@@ -65,9 +65,9 @@ def run(path: Path) -> list[StepMetrics]:
 def assert_same_figures(ours: list[StepMetrics], theirs: list[StepMetrics]) -> None:
     assert len(ours) == len(theirs) > 0
     for mine, its in zip(ours, theirs, strict=True):
-        figures = {k: v for k, v in timeless(mine).items() if not k.startswith(OF_THE_LAYOUT)}
+        metrics = {k: v for k, v in timeless(mine).items() if not k.startswith(OF_THE_LAYOUT)}
         expected = {k: v for k, v in timeless(its).items() if not k.startswith(OF_THE_LAYOUT)}
-        assert figures == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {mine.step}"
+        assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {mine.step}"
 
 
 def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, dense: Path) -> None:
@@ -88,11 +88,11 @@ def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, dens
             "offload": {"weights": True, "optimizer": True},
         },
     )
-    figures = run(alone)
-    assert figures[0].values["kl/reference"] == 0
-    assert figures[-1].values["kl/reference"] > 0
-    assert max(step.values["logprob_gap/max"] for step in figures) < 1e-4
-    assert_same_figures(run(shared), figures)
+    metrics = run(alone)
+    assert metrics[0].values["kl/reference"] == 0
+    assert metrics[-1].values["kl/reference"] > 0
+    assert max(step.values["logprob_gap/max"] for step in metrics) < 1e-4
+    assert_same_figures(run(shared), metrics)
 
 
 def test_sft_of_experts_does_not_notice_expert_parallelism(folder: Path, mixture: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemorl.algorithms.losses import ValueLoss
-from nemorl.algorithms.online import Learning, Scorer
+from nemorl.algorithms.online import PolicyGradientUpdate, Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.rollout.groups import GroupSummary
@@ -53,7 +53,7 @@ class Model:
         self.log.append(f"{self.name} estimates {estimator.config.name}")
         return {"advantage/mean": 0.0}
 
-    async def sequence_figures(self, figure: Any) -> list[float]:
+    async def sequence_metrics(self, metric: Any) -> list[float]:
         return [0.5, 1.5, 2.0, 0.0]
 
     async def take_advantages(self, places: Sequence[SequencePlace]) -> None:
@@ -66,7 +66,7 @@ class Model:
         maxima = {} if isinstance(loss, ValueLoss) else {"logprob_gap/max": 0.0}
         return TrainStats(dict(sums), maxima, 1.0, 0.1, False, False, 9, 9)
 
-    def packing_figures(self) -> dict[str, float]:
+    def packing_metrics(self) -> dict[str, float]:
         return {}
 
 
@@ -83,18 +83,18 @@ def step_of(
     )
     observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
     entropy = SimpleNamespace(weight=0.0, hear=lambda _: {})
-    books: Any = SimpleNamespace(done=0, optimizer_figures=counted, entropy=entropy)
+    recorder: Any = SimpleNamespace(done=0, optimizer_metrics=counted, entropy=entropy)
     gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
-    learning = Learning(config, Scorer(config), session, observer, books, gate)
+    learning = PolicyGradientUpdate(config, Scorer(config), session, observer, recorder, gate)
 
     async def run() -> dict[str, float]:
         await learning.load(groups)
-        figures = await learning.logprobs(step)
+        metrics = await learning.logprobs(step)
         await learning.values()
-        return figures | await learning.advantages() | await learning.train(step)
+        return metrics | await learning.advantages() | await learning.train(step)
 
-    figures = asyncio.run(run())
-    return log, models, figures
+    metrics = asyncio.run(run())
+    return log, models, metrics
 
 
 def counted(updates: Sequence[TrainStats], left_out: int) -> dict[str, float]:
@@ -106,7 +106,7 @@ def ignore(*_: Any, **__: Any) -> None:
 
 
 def test_ppo_with_a_reference_of_its_own() -> None:
-    log, models, figures = step_of(
+    log, models, metrics = step_of(
         ["policy", "critic", "reference"],
         step=3,
         name="ppo",
@@ -129,8 +129,8 @@ def test_ppo_with_a_reference_of_its_own() -> None:
         *[f"critic trains {minibatch}" for minibatch in (0, 1, 0, 1)],
         *[f"policy trains {minibatch}" for minibatch in (0, 1, 0, 1)],
     ]
-    assert figures["critic/value"] == 0.25
-    assert figures["loss/policy"] == 0.5
+    assert metrics["critic/value"] == 0.25
+    assert metrics["loss/policy"] == 0.5
     # Minibatches are groups here: two sequences of 4 and 2 tokens; one of 3, and one that failed.
     assert [place.weight for place in models["policy"].places] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
     assert [place.weight for place in models["critic"].places] == pytest.approx([1 / 8, 1 / 4, 1 / 3, 0])
@@ -139,10 +139,10 @@ def test_ppo_with_a_reference_of_its_own() -> None:
 
 
 def test_in_warm_up_the_critic_learns_alone() -> None:
-    log, _, figures = step_of(["policy", "critic"], step=2, name="ppo", critic={"warmup_steps": 2})
+    log, _, metrics = step_of(["policy", "critic"], step=2, name="ppo", critic={"warmup_steps": 2})
     assert [entry for entry in log if "trains" in entry] == ["critic trains 0"]
-    assert "loss/policy" not in figures
-    assert figures["critic/lr"] == 0.1
+    assert "loss/policy" not in metrics
+    assert metrics["critic/lr"] == 0.1
 
 
 def test_returns_of_tokens_need_no_critic() -> None:
@@ -157,7 +157,7 @@ def test_returns_of_tokens_need_no_critic() -> None:
 
 
 def test_divergence_in_the_reward_of_a_group() -> None:
-    log, models, figures = step_of(
+    log, models, metrics = step_of(
         ["policy"],
         name="grpo",
         advantage={"normalize": False},
@@ -167,7 +167,7 @@ def test_divergence_in_the_reward_of_a_group() -> None:
     # Rewards 1 - 0.05 and 0 - 0.15; whoever failed is alone with nobody.
     advantages = [place.advantage for place in models["policy"].places]
     assert advantages == pytest.approx([0.55, -0.55, 0.0, 0.0])
-    assert figures["kl/penalty"] == pytest.approx(0.1 * (0.5 + 1.5 + 2.0) / 3)
+    assert metrics["kl/penalty"] == pytest.approx(0.1 * (0.5 + 1.5 + 2.0) / 3)
 
 
 def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
@@ -206,13 +206,13 @@ NOTHING = [group(0, failed(0), failed(1)), group(1, failed(0), failed(1))]
 def test_where_nothing_trains_no_model_is_asked_for_anything() -> None:
     """As after filters that leave no group: no optimizer steps, so neither momentum nor decay moves."""
     for kl in ({}, {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}):
-        log, _, figures = step_of(["policy", "critic"], step=3, groups=NOTHING, name="ppo", kl=kl)
-        assert (log, figures) == ([], {"updates": 0, "left out": 1})
+        log, _, metrics = step_of(["policy", "critic"], step=3, groups=NOTHING, name="ppo", kl=kl)
+        assert (log, metrics) == ([], {"updates": 0, "left out": 1})
 
 
 def test_minibatches_of_which_nothing_trains_are_left_out() -> None:
     groups = [group(0, trajectory(1.0, 0, 4), failed(1)), NOTHING[1]]
     fields = {"num_minibatches": 2, "num_epochs": 3, "advantage": {"name": "reinforce"}}
-    log, _, figures = step_of(["policy"], groups=groups, name="grpo", **fields)
+    log, _, metrics = step_of(["policy"], groups=groups, name="grpo", **fields)
     assert [entry for entry in log if "trains" in entry] == ["policy trains 0"] * 3
-    assert (figures["updates"], figures["left out"], figures["loss/policy"]) == (3, 3, 0.5)
+    assert (metrics["updates"], metrics["left out"], metrics["loss/policy"]) == (3, 3, 0.5)

@@ -11,7 +11,7 @@ from nemorl.algorithms.validation import (
     cons_at_k,
     normal_interval,
     pass_at_k,
-    validation_figures,
+    validation_metrics,
     wilson_interval,
     with_intervals,
 )
@@ -102,20 +102,20 @@ def test_validation_figures() -> None:
         group(1, *said("7", "7", "42")),
     ]
     config = ValidationConfig(num_generations_per_prompt=3, pass_at_k=(1, 3), cons_at_k=(1, 3))
-    figures = validation_figures(groups, config)
+    metrics = validation_metrics(groups, config)
     assert (
-        figures["validation/accuracy"] == figures["validation/pass@1"] == figures["validation/reward"] == 0.5
+        metrics["validation/accuracy"] == metrics["validation/pass@1"] == metrics["validation/reward"] == 0.5
     )
-    assert figures["validation/pass@3"] == 1.0
-    assert figures["validation/cons@1"] == figures["validation/cons@3"] == 0.5
-    assert figures["validation/accuracy_low"] < 0.5 < figures["validation/accuracy_high"] <= 1
-    assert figures["validation/pass@3_high"] == 1.0 > figures["validation/pass@3_low"] > 0
+    assert metrics["validation/pass@3"] == 1.0
+    assert metrics["validation/cons@1"] == metrics["validation/cons@3"] == 0.5
+    assert metrics["validation/accuracy_low"] < 0.5 < metrics["validation/accuracy_high"] <= 1
+    assert metrics["validation/pass@3_high"] == 1.0 > metrics["validation/pass@3_low"] > 0
 
-    of_set = validation_figures(groups, config, "validation/hard")
-    assert of_set.keys() == {name.replace("validation", "validation/hard") for name in figures}
-    shown = {name: interval for name, _, interval in with_intervals(figures)}
+    of_set = validation_metrics(groups, config, "validation/hard")
+    assert of_set.keys() == {name.replace("validation", "validation/hard") for name in metrics}
+    shown = {name: interval for name, _, interval in with_intervals(metrics)}
     assert shown["validation/accuracy"] == Interval(
-        figures["validation/accuracy_low"], figures["validation/accuracy_high"]
+        metrics["validation/accuracy_low"], metrics["validation/accuracy_high"]
     )
     assert shown["validation/length"] is None
     assert not any(name.endswith(("_low", "_high")) for name in shown)

@@ -43,9 +43,9 @@ def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> No
     engine, itself = (lines(path.with_suffix("")) for path in paths)
     assert len(itself) == len(engine) == 3
     for ours, theirs in zip(itself, engine, strict=True):
-        figures = {k: v for k, v in timeless(ours).items() if not k.startswith(OF_THE_ENGINE)}
+        metrics = {k: v for k, v in timeless(ours).items() if not k.startswith(OF_THE_ENGINE)}
         expected = {k: v for k, v in timeless(theirs).items() if not k.startswith(OF_THE_ENGINE)}
-        assert figures == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {ours.step}"
+        assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {ours.step}"
         assert 0 < ours.values["logprob_gap/max"] < 1e-4
         assert not any(key.startswith("refit/") for key in ours.values)
         assert ours.values["version/lag"] == 0

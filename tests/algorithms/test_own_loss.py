@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from nemorl.algorithms.custom import OwnPartError
+from nemorl.algorithms.custom import CustomFunctionError
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.algorithms.policy_losses import TokenLoss, log_ratio, policy_loss, smoke_test_loss
 from nemorl.config.algorithm import ClipLossConfig, CustomLossConfig
@@ -54,7 +54,7 @@ def padded(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor
 
 
 def worded(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
-    return TokenLoss(-logprobs * advantages, figures={"own/share": 0.5})  # type: ignore[dict-item]
+    return TokenLoss(-logprobs * advantages, metrics={"own/share": 0.5})  # type: ignore[dict-item]
 
 
 def ending(batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> TokenLoss:
@@ -109,7 +109,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
     ids=lambda value: value.function.partition(":")[2] if isinstance(value, CustomLossConfig) else "",
 )
 def test_what_cannot_be_learnt_with_is_refused(config: CustomLossConfig, problem: str) -> None:
-    with pytest.raises(OwnPartError, match=problem) as refused:
+    with pytest.raises(CustomFunctionError, match=problem) as refused:
         smoke_test_loss(config)
     assert config.function in str(refused.value)
 
@@ -126,12 +126,14 @@ def test_what_goes_wrong_in_training_only_names_the_function(name: str, problem:
     assert batch.num_tokens > 5
     if name == "short":
         smoke_test_loss(own(name))
-    with pytest.raises(OwnPartError, match=rf"`{HERE}:{name}`: .*{problem}.*\(algorithm.loss.function\)"):
+    with pytest.raises(
+        CustomFunctionError, match=rf"`{HERE}:{name}`: .*{problem}.*\(algorithm.loss.function\)"
+    ):
         PolicyLoss(own(name))(batch, current(batch, 0), torch.rand(batch.num_tokens))
 
 
 def test_the_mark_checks_the_signature_where_it_stands() -> None:
-    with pytest.raises(OwnPartError, match="`three`: it takes 3 positional arguments"):
+    with pytest.raises(CustomFunctionError, match="`three`: it takes 3 positional arguments"):
         policy_loss(three)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.algorithms.best_of_n import PickedLearning, best_of, pairs_of
+from nemorl.algorithms.best_of_n import BestOfNUpdate, best_of, pairs_of
 from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate
-from nemorl.config.checks.metrics import figures
+from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.groups import GroupSummary, summarize
@@ -96,18 +96,18 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
         write(folder, EXPERIMENT.format(folder=folder)), [f"algorithm.name={method}"]
     )
     config: Any = experiment.algorithm
-    meeting = folder / method
-    meeting.mkdir()
-    host = start_host(experiment, meeting)
+    rendezvous = folder / method
+    rendezvous.mkdir()
+    host = start_host(experiment, rendezvous)
     learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
     session: Any = SimpleNamespace(learner=learner)
     observer: Any = SimpleNamespace(stage=no_stage)
-    books: Any = SimpleNamespace(
-        done=0, optimizer_figures=lambda updates: {"grad_norm": updates[0].grad_norm}
+    recorder: Any = SimpleNamespace(
+        done=0, optimizer_metrics=lambda updates: {"grad_norm": updates[0].grad_norm}
     )
     generation = experiment.generation
     gate = LogprobGate(config.model_copy(update={"max_logprob_gap": 9.0}), generation)
-    learning = PickedLearning(config, session, observer, books, gate, multiple=4)
+    learning = BestOfNUpdate(config, session, observer, recorder, gate, multiple=4)
     groups = sampled(3)
 
     async def step() -> dict[str, float]:
@@ -115,7 +115,7 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
         return await learning.logprobs(1) | await learning.train(1)
 
     lines = [asyncio.run(step()) for _ in range(8)]
-    strict = PickedLearning(config, session, observer, books, LogprobGate(config, generation), multiple=4)
+    strict = BestOfNUpdate(config, session, observer, recorder, LogprobGate(config, generation), multiple=4)
     asyncio.run(strict.load(groups))
     with pytest.raises(LogprobGapTooLarge, match=r"max_logprob_gap allows a mean of 0.2"):
         asyncio.run(strict.logprobs(9))
@@ -132,15 +132,15 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
     else:
         assert first["picked"] == 1
         assert last["loss/sft"] < 0.7 * first["loss/sft"]
-    known = figures(config, experiment.env, experiment.rewards)
+    known = metrics(config, experiment.env, experiment.rewards)
     assert {name for line in lines for name in line} <= known
 
 
 def test_a_batch_without_a_pair_changes_nothing() -> None:
     config: Any = SimpleNamespace(num_epochs=1, keeps_reference=True, min_reward=5.0)
-    books: Any = SimpleNamespace(optimizer_figures=lambda updates, left_out: {"left out": left_out})
+    recorder: Any = SimpleNamespace(optimizer_metrics=lambda updates, left_out: {"left out": left_out})
     gate = LogprobGate(config, None)  # type: ignore[arg-type]
-    learning = PickedLearning(config, None, None, books, gate, multiple=2)  # type: ignore[arg-type]
+    learning = BestOfNUpdate(config, None, None, recorder, gate, multiple=2)  # type: ignore[arg-type]
 
     async def step() -> dict[str, float]:
         await learning.load([group(0, trajectory(0.5, 0), trajectory(1.0, 1))])

@@ -197,7 +197,7 @@ def test_kl_cov_holds_the_tokens_of_highest_covariance() -> None:
     assert found.loss[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-5)
     (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
     ratio = (logprobs - batch.old_logprobs).exp() * batch.loss_mask  # type: ignore[operator]
-    pull = 2.0 * torch.sign(logprobs - batch.old_logprobs) * found.figures["selected_fraction"]  # type: ignore[operator]
+    pull = 2.0 * torch.sign(logprobs - batch.old_logprobs) * found.metrics["selected_fraction"]  # type: ignore[operator]
     torch.testing.assert_close(gradient, (-ratio * batch.advantages + pull) * batch.loss_mask)  # type: ignore[operator]
 
 
@@ -207,7 +207,7 @@ def test_clip_cov_leaves_out_tokens_within_its_bounds() -> None:
     logprobs = current(batch, 8).requires_grad_()
     loss = PolicyLoss(config).prepared(batch, alone)
     found = token_loss(config, batch, logprobs, batch.old_logprobs, batch.advantages, loss.choice)  # type: ignore[arg-type]
-    out = found.figures["selected_fraction"]
+    out = found.metrics["selected_fraction"]
 
     old, advantages = by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.advantages)  # type: ignore[arg-type]
     covariances = [c for s in by_hand.Tokens(old, advantages).covariances() for c in s]

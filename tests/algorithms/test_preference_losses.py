@@ -95,8 +95,8 @@ def answers(values: Sequence[float], *, mean: bool) -> list[float]:
     """Sum or mean over each answer, one token at a time."""
     found, start = [], 0
     for length, prompt in zip(LENGTHS, PROMPTS, strict=True):
-        learnt = [values[i] for i in range(start + prompt, start + length)]
-        found.append(sum(learnt) / (len(learnt) if mean else 1))
+        trained = [values[i] for i in range(start + prompt, start + length)]
+        found.append(sum(trained) / (len(trained) if mean else 1))
         start += length
     return found
 
@@ -141,15 +141,15 @@ def test_every_preset_is_its_formula(name):
 
     values = logprobs.tolist()
     assert output.loss.item() == pytest.approx(preference_by_hand(name, values, batch), rel=1e-6)
-    figures = Preference(config).figures({k: float(v) for k, v in output.sums.items()}, {})
+    metrics = Preference(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
     policy = answers(values, mean=name in MEANS)
     relative = relative_by_hand(values, batch, mean=name in MEANS)
-    assert figures["rewards/margin"] == pytest.approx(
+    assert metrics["rewards/margin"] == pytest.approx(
         BETA * sum(relative[c] - relative[r] for c, r in PAIRS) / 2, rel=1e-5
     )
-    assert figures["rewards/accuracy"] == sum(relative[c] > relative[r] for c, r in PAIRS) / 2
-    assert figures["loss/sft"] == pytest.approx(sft_by_hand(values), rel=1e-5)
-    assert figures["logprobs/chosen"] == pytest.approx((policy[1] + policy[3]) / 2, rel=1e-5)
+    assert metrics["rewards/accuracy"] == sum(relative[c] > relative[r] for c, r in PAIRS) / 2
+    assert metrics["loss/sft"] == pytest.approx(sft_by_hand(values), rel=1e-5)
+    assert metrics["logprobs/chosen"] == pytest.approx((policy[1] + policy[3]) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_PRESETS)
@@ -246,13 +246,13 @@ def test_kto_is_its_formula(divergence):
     assert grad.tolist() == pytest.approx(differences(by_hand, logprobs), abs=1e-6)
     assert torch.equal(grad != 0, batch.loss_mask)
     relative = relative_by_hand(logprobs.tolist(), batch, mean=False)
-    figures = Kto(config).figures({k: float(v) for k, v in output.sums.items()}, {})
+    metrics = Kto(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
     good = [x for x, label in zip(relative, LABELS, strict=True) if label > 0]
     bad = [x for x, label in zip(relative, LABELS, strict=True) if label < 0]
-    assert figures["rewards/desirable"] == pytest.approx(BETA * sum(good) / 2, rel=1e-5)
-    assert figures["rewards/undesirable"] == pytest.approx(BETA * sum(bad) / 2, rel=1e-5)
+    assert metrics["rewards/desirable"] == pytest.approx(BETA * sum(good) / 2, rel=1e-5)
+    assert metrics["rewards/undesirable"] == pytest.approx(BETA * sum(bad) / 2, rel=1e-5)
     right = sum(x > z for x in good) + sum(x < z for x in bad)
-    assert figures["rewards/accuracy"] == right / 4
+    assert metrics["rewards/accuracy"] == right / 4
 
 
 def test_kto_contrasts_each_prompt_with_the_answer_to_the_next():
@@ -293,8 +293,8 @@ def test_scores_of_pairs_are_their_formula(form):
     config = TypeAdapter(AlgorithmConfig).validate_python(
         {"name": "reward_model", "num_steps": 1, "batch_size": 2}
     )
-    figures = RewardModel(config).figures({k: float(v) for k, v in output.sums.items()}, {})
-    assert figures["accuracy"] == sum(ends[c] > ends[r] for c, r in PAIRS) / 2
+    metrics = RewardModel(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
+    assert metrics["accuracy"] == sum(ends[c] > ends[r] for c, r in PAIRS) / 2
 
 
 @pytest.mark.parametrize("config", [BradleyTerryLossConfig(), LogExpLossConfig(name="log_exp")])
@@ -325,9 +325,9 @@ def test_steps_are_cross_entropy(sure):
     def by_hand(values: list[float]) -> float:
         cost = 0.0
         rows = (values, batch.labels.tolist(), batch.weights.tolist(), batch.loss_mask.tolist())
-        for value, label, weight, learnt in zip(*rows, strict=True):
+        for value, label, weight, trained in zip(*rows, strict=True):
             right = (1 + label) / 2
-            if learnt:
+            if trained:
                 cost -= weight * (right * math.log(sigmoid(value)) + (1 - right) * math.log(sigmoid(-value)))
         return cost
 

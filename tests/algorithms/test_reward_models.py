@@ -9,7 +9,7 @@ import pytest
 
 from nemorl.algorithms.reward_model import RewardModel
 from nemorl.config.algorithm import RewardModelConfig
-from nemorl.config.checks.metrics import figures
+from nemorl.config.checks.metrics import metrics
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
@@ -104,7 +104,7 @@ def test_held_out_data_are_told_apart(folder, host, kind, loss):
     assert before["validation/accuracy"] == 0  # a fresh head says the same of all
     assert after["validation/accuracy"] >= 0.9
     assert after["validation/loss"] < 0.5 * before["validation/loss"]
-    known = figures(experiment.algorithm, experiment.env, experiment.rewards)
+    known = metrics(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for line in lines for name in line} <= known
 
 
@@ -112,4 +112,4 @@ def test_held_out_data_are_told_apart(folder, host, kind, loss):
 def test_nothing_is_told_right_where_every_step_is_even(compared: int, means: dict[str, float]) -> None:
     config = RewardModelConfig(name="reward_model", num_steps=1, batch_size=1)
     sums = {"loss/total": 2.5, "compared": compared, "accuracy": 3, "score/margin": 2}
-    assert RewardModel(config).figures(sums, {}) == {"loss/total": 2.5, **means}
+    assert RewardModel(config).metrics(sums, {}) == {"loss/total": 2.5, **means}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.stop import SIGNALS, Dropped, Stop
+from nemorl.algorithms.stop import SIGNALS, StepCancelled, StopRequest
 
 
 def told(number: signal.Signals) -> None:
@@ -23,9 +23,9 @@ def handlers_as_before() -> Any:
         signal.signal(number, handler)
 
 
-def listening(work: Callable[[Stop], Awaitable[Any]]) -> Stop:
+def listening(work: Callable[[StopRequest], Awaitable[Any]]) -> StopRequest:
     """Run the work in a task that hears; gives what was heard."""
-    stop = Stop()
+    stop = StopRequest()
 
     async def main() -> None:
         stop.listen()
@@ -46,10 +46,10 @@ def test_sampling_is_dropped_and_has_ended_then(number: signal.Signals) -> None:
             await asyncio.sleep(0)
             ended.append("sampling")
 
-    async def work(stop: Stop) -> None:
+    async def work(stop: StopRequest) -> None:
         with stop.stepping():
             asyncio.get_running_loop().call_soon(told, number)
-            with pytest.raises(Dropped):
+            with pytest.raises(StepCancelled):
                 await stop.drop(sampling())
             assert ended == ["sampling"]
 
@@ -57,13 +57,13 @@ def test_sampling_is_dropped_and_has_ended_then(number: signal.Signals) -> None:
 
 
 def test_what_may_not_be_dropped_is_finished() -> None:
-    async def work(stop: Stop) -> None:
+    async def work(stop: StopRequest) -> None:
         with stop.stepping():
             told(signal.SIGTERM)
             for _ in range(5):
                 await asyncio.sleep(0.01)  # the signal is heard here, and this goes on
             assert stop.by is signal.SIGTERM
-            with pytest.raises(Dropped):
+            with pytest.raises(StepCancelled):
                 await stop.drop(asyncio.sleep(20))
 
     assert not listening(work).at_once
@@ -76,7 +76,7 @@ def test_without_a_signal_the_work_gives_what_it_gives() -> None:
     async def fails() -> None:
         raise ValueError("no")
 
-    async def work(stop: Stop) -> None:
+    async def work(stop: StopRequest) -> None:
         assert await stop.drop(seven()) == 7
         with pytest.raises(ValueError, match="no"):
             await stop.drop(fails())
@@ -85,7 +85,7 @@ def test_without_a_signal_the_work_gives_what_it_gives() -> None:
 
 
 def test_outside_of_steps_the_work_is_cancelled() -> None:
-    async def work(stop: Stop) -> None:
+    async def work(stop: StopRequest) -> None:
         told(signal.SIGUSR1)
         await asyncio.sleep(20)
 
@@ -94,9 +94,9 @@ def test_outside_of_steps_the_work_is_cancelled() -> None:
 
 
 def test_a_second_signal_ends_the_work_at_once() -> None:
-    stops: list[Stop] = []
+    stops: list[StopRequest] = []
 
-    async def work(stop: Stop) -> None:
+    async def work(stop: StopRequest) -> None:
         stops.append(stop)
         with stop.stepping():
             told(signal.SIGUSR1)

@@ -176,10 +176,10 @@ def test_returns_of_tokens_whitened_over_the_batch():
         expected = (raw[i] - mean) / deviation if i in raw else 0.0
         assert found.advantages[i].item() == pytest.approx(expected, abs=1e-5)
     assert found.returns is None
-    assert found.figures["advantage/mean"] == pytest.approx(mean, abs=1e-6)
-    assert found.figures["advantage/std"] == pytest.approx(deviation * math.sqrt(1 - 1 / len(raw)), abs=1e-6)
+    assert found.metrics["advantage/mean"] == pytest.approx(mean, abs=1e-6)
+    assert found.metrics["advantage/std"] == pytest.approx(deviation * math.sqrt(1 - 1 / len(raw)), abs=1e-6)
     taken = sum(penalty(batch, i, 0.3) for i in raw)
-    assert found.figures["kl/penalty"] == pytest.approx(taken / 4, abs=1e-6)  # of four that were sampled
+    assert found.metrics["kl/penalty"] == pytest.approx(taken / 4, abs=1e-6)  # of four that were sampled
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_data_parallel_ranks_have_the_advantages_of_one_process(config, parts):
     for part, of_rank in zip(parts, found, strict=True):
         expected = torch.cat([rows[sequence] for sequence in part])
         torch.testing.assert_close(of_rank.advantages, expected, atol=1e-5, rtol=1e-5)
-        assert of_rank.figures == pytest.approx(alone.figures)
+        assert of_rank.metrics == pytest.approx(alone.metrics)
 
 
 def test_equal_advantages_are_whitened_to_nothing():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.algorithms.losses import ValueLoss, value_figures
+from nemorl.algorithms.losses import ValueLoss, value_metrics
 from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.data.packed import PackedBatch
 
@@ -76,18 +76,18 @@ def test_any_split_into_micro_batches_gives_the_same(clip):
 def test_figures_of_a_step():
     batch = batch_of()
     output = ValueLoss(CriticLearningConfig())(batch, batch.values, None)
-    figures = value_figures([{name: value.item() for name, value in output.sums.items()}] * 2)
+    metrics = value_metrics([{name: value.item() for name, value in output.sums.items()}] * 2)
     places = batch.loss_mask.nonzero().squeeze(1)
     values, returns = batch.values[places - 1].double(), batch.returns[places].double()
-    assert figures["critic/value"] == pytest.approx(values.mean().item(), abs=1e-6)
-    assert figures["critic/return"] == pytest.approx(returns.mean().item(), abs=1e-6)
+    assert metrics["critic/value"] == pytest.approx(values.mean().item(), abs=1e-6)
+    assert metrics["critic/return"] == pytest.approx(returns.mean().item(), abs=1e-6)
     explained = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-    assert figures["critic/explained_variance"] == pytest.approx(explained.item(), abs=1e-5)
-    assert figures["critic/loss"] == pytest.approx(output.loss.item())
-    assert figures["critic/clip_fraction"] == 0
+    assert metrics["critic/explained_variance"] == pytest.approx(explained.item(), abs=1e-5)
+    assert metrics["critic/loss"] == pytest.approx(output.loss.item())
+    assert metrics["critic/clip_fraction"] == 0
 
 
 def test_returns_that_do_not_vary_are_not_explained():
     sums = {"loss": 0.0, "tokens": 4.0, "value": 0.0, "return": 2.0, "return_squared": 1.0}
     sums |= {"error": 2.0, "error_squared": 1.0, "clip_fraction": 0.0}
-    assert value_figures([sums])["critic/explained_variance"] == 0
+    assert value_metrics([sums])["critic/explained_variance"] == 0

@@ -12,7 +12,7 @@ from meter import Memory, Span, measured
 from torch.utils.flop_counter import FlopCounterMode
 from training import check_agreement
 from training_figures import RATIOS, summary, verdict
-from training_sides import Figures, Setting, run_step, start
+from training_sides import Metrics, Setting, run_step, start
 from training_work import Work, equal_work, growth, padding_waste, rollout_work, training_flops
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def figures(seconds: float = 1.0, loss: float = 2.0, grad_norm: float = 3.0) -> Figures:
+def metrics(seconds: float = 1.0, loss: float = 2.0, grad_norm: float = 3.0) -> Metrics:
     memory = Memory(before_bytes=10, peak_bytes=30)
-    return Figures(loss, grad_norm, Span(seconds, seconds), memory, Span(0.1, 0.1))
+    return Metrics(loss, grad_norm, Span(seconds, seconds), memory, Span(0.1, 0.1))
 
 
 def test_all_sides_have_the_same_loss_and_gradient(model: Path):
@@ -59,17 +59,17 @@ def test_all_sides_have_the_same_loss_and_gradient(model: Path):
         assert all(one.span.seconds > 0 and one.memory.work_bytes >= 0 for one in seen.values())
 
 
-@pytest.mark.parametrize("other", [figures(loss=2.001), figures(grad_norm=2.99), figures(loss=float("nan"))])
-def test_sides_that_compute_otherwise_are_not_compared(other: Figures):
-    check_agreement({"nemorl": figures(), "megatron": figures(loss=2.0001)}, 1e-4)
+@pytest.mark.parametrize("other", [metrics(loss=2.001), metrics(grad_norm=2.99), metrics(loss=float("nan"))])
+def test_sides_that_compute_otherwise_are_not_compared(other: Metrics):
+    check_agreement({"nemorl": metrics(), "megatron": metrics(loss=2.0001)}, 1e-4)
     with pytest.raises(RuntimeError, match=r"megatron has the .* cannot be compared"):
-        check_agreement({"nemorl": figures(), "megatron": other}, 1e-4)
+        check_agreement({"nemorl": metrics(), "megatron": other}, 1e-4)
 
 
 def test_ratios_say_how_much_longer_the_others_take():
     work = equal_work(2, 10, 20, VOCABULARY)
-    ours = [figures(1.0), figures(2.0), figures(1.0)]
-    theirs = [figures(2.0), figures(3.0), figures(3.0)]
+    ours = [metrics(1.0), metrics(2.0), metrics(1.0)]
+    theirs = [metrics(2.0), metrics(3.0), metrics(3.0)]
     seen = summary("transformers", theirs, ours, work, flops=300.0, peak=1000.0)
     assert seen["seconds_over_ours"] == 2.0
     assert seen["seconds_over_ours_range"] == [1.5, 3.0]

@@ -70,7 +70,7 @@ class Trainer:
         return SimpleNamespace(
             model=experiment.policy.model_path,
             origin=self.origin,
-            figures={"validation/reward": 0.75},
+            metrics={"validation/reward": 0.75},
             samples=Path("samples.jsonl"),
         )
 

@@ -10,8 +10,8 @@ from threading import Thread
 
 import pytest
 
-from nemorl.slurm.meeting import Plan
 from nemorl.slurm.ports import Ports
+from nemorl.slurm.rendezvous import Plan
 from nemorl.slurm.submission import alone
 from tests.cli.conftest import Nemorl
 

@@ -128,7 +128,7 @@ def test_a_reward_in_the_current_folder_is_found(
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "mend"),
+    ("text", "reward", "fix"),
     [
         (
             "def close(prompt, answers): ...",
@@ -158,7 +158,7 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     text: str,
     reward: str,
-    mend: str,
+    fix: str,
 ) -> None:
     (tmp_path / "own.py").write_text(text, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "own", raising=False)
@@ -168,11 +168,11 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
 
     assert outcome.status == 2
     assert "rewards.0.function = own:clos" in outcome.err
-    assert mend in outcome.err
+    assert fix in outcome.err
 
 
 @pytest.mark.parametrize(
-    ("reward", "field", "mend"),
+    ("reward", "field", "fix"),
     [
         (
             "{function: overlong_penalty, arguments: {max_length: 8, buffer: 9}}",
@@ -198,12 +198,12 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
     ],
 )
 def test_built_in_rewards_and_keys_are_tried(
-    nemorl: Nemorl, experiment: Path, reward: str, field: str, mend: str
+    nemorl: Nemorl, experiment: Path, reward: str, field: str, fix: str
 ) -> None:
     outcome = nemorl("check", experiment, f"rewards=[{reward}]")
     assert outcome.status == 2
     assert field in outcome.err
-    assert mend in outcome.err
+    assert fix in outcome.err
     sound = "{function: overlong_penalty, arguments: {max_length: 8, buffer: 4}}"
     assert nemorl("check", experiment, f"rewards=[{sound}, {{function: repetition_penalty}}]").status == 0
 

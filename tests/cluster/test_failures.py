@@ -133,7 +133,7 @@ def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: St
 def test_a_deadline_does_not_wait_for_a_stopped_process(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting, "WHEREABOUTS_SECONDS", 0.5)
+    monkeypatch.setattr(waiting, "ACTIVITY_SECONDS", 0.5)
     group = start_fragile()
     pids = group.call("process", **LIMITS)
     os.kill(pids[1], signal.SIGSTOP)

@@ -42,14 +42,14 @@ def test_calls_of_a_rank_run_in_order_and_in_one_thread(policy: WorkerGroup):
 def test_a_call_beside_runs_while_another_is_not_done(policy: WorkerGroup):
     async def overlap() -> list[list[str]]:
         waiting = policy.call_async("wait_for_word", **LIMITS)
-        return await asyncio.gather(waiting, policy.call_beside_async("give_word", "go", **LIMITS))
+        return await asyncio.gather(waiting, policy.call_background_async("give_word", "go", **LIMITS))
 
     assert asyncio.run(overlap()) == [["go"] * 4, [None] * 4]
 
 
 def test_a_failed_call_beside_names_its_rank_and_leaves_the_group_alive(policy: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"policy rank 2 failed in stage 'testing'.*no disk"):
-        asyncio.run(policy.call_beside_async("fail_on", 2, "no disk", 0.0, **LIMITS))
+        asyncio.run(policy.call_background_async("fail_on", 2, "no disk", 0.0, **LIMITS))
     assert len(policy.call("process", **LIMITS)) == 4
 
 

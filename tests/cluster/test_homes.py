@@ -69,8 +69,8 @@ def test_a_death_names_its_node_and_a_lost_node_itself(monkeypatch: pytest.Monke
     assert str(lost).startswith(sentence)
     assert "\n" not in str(lost)
     other = NodeLost("rollout", 0, "shutdown rollout", "second", lost.tenants, LOG)
-    assert other.told_by(lost)
-    assert not other.told_by(death)
+    assert other.is_reported_in(lost)
+    assert not other.is_reported_in(death)
     assert str(pickle.loads(pickle.dumps(lost))) == str(lost)  # noqa: S301 - our own
 
     assert " on node" not in str(typed_error(worker_on(None), "training", ActorDiedError())).split("\n")[0]

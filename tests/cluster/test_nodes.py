@@ -70,12 +70,12 @@ def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: p
     assert told["node second"].startswith("policy rank 0")  # its domain is the first by name
     assert told["node first"].startswith("policy rank 1")
     for ours, theirs in zip(lines(tmp_path / "apart"), lines(tmp_path / "together"), strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+        assert trained(ours) == pytest.approx(trained(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
         # Rounding and nothing else, which depends on what the engine happens to batch together.
         assert max(ours.values["logprob_gap/max"], theirs.values["logprob_gap/max"]) < 1e-5
 
 
-def learnt(metrics: StepMetrics) -> dict[str, float]:
+def trained(metrics: StepMetrics) -> dict[str, float]:
     """What is the same wherever it is computed."""
     return {name: value for name, value in timeless(metrics).items() if not name.startswith("logprob_gap/")}
 

@@ -33,7 +33,7 @@ def test_calls_beside_have_a_thread_of_their_own(start_fragile: StartFragile) ->
 
     async def beside() -> tuple[int, int]:
         blocked = asyncio.ensure_future(group.call_async("block", **LIMITS))
-        (thread,) = await group.call_beside_async("thread", **LIMITS)
+        (thread,) = await group.call_background_async("thread", **LIMITS)
         await group.workers[0].serving().call_async("release", **LIMITS)
         return thread, (await blocked)[0]
 

@@ -45,9 +45,9 @@ def violations_of(file: Path, *overrides: str) -> list[Violation]:
     return list(refused.value.violations)
 
 
-def refuses(file: Path, overrides: Sequence[str], field: str, value: object, mend: str) -> None:
+def refuses(file: Path, overrides: Sequence[str], field: str, value: object, fix: str) -> None:
     """That nothing but this is wrong with an experiment, and is told so."""
     violations = violations_of(file, *overrides)
     assert [violation.field for violation in violations] == [field]
     assert violations[0].value == value
-    assert mend in violations[0].mend
+    assert fix in violations[0].fix

@@ -120,18 +120,18 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "field", "mend"), WRONG.values(), ids=WRONG)
-def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, mend: str) -> None:
+@pytest.mark.parametrize(("overrides", "field", "fix"), WRONG.values(), ids=WRONG)
+def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, fix: str) -> None:
     (violation,) = violations_of(write(tmp_path), *overrides)
     assert violation.field == field
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_a_reward_model_does_not_score_where_the_policy_trains(tmp_path: Path) -> None:
     overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]  # which nothing takes yet
     (_, violation) = violations_of(write(tmp_path), *overrides)
     assert (violation.field, violation.value) == ("rewards.0.devices", "policy")
-    assert "answers are scored while the policy trains there: set it to own" in violation.mend
+    assert "answers are scored while the policy trains there: set it to own" in violation.fix
 
 
 @pytest.mark.parametrize("override", ["critic=null", "algorithm.name=ppo"], ids=["null", "left out"])

@@ -107,11 +107,11 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     violation = refused(tmp_path / "a.yaml")
 
     assert violation.field == "defaults"
-    assert f"{tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml" in violation.mend
+    assert f"{tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml" in violation.fix
 
 
 def test_a_file_that_is_its_own_parent_is_a_circle(tmp_path: Path) -> None:
-    assert "in a circle" in refused(write(tmp_path, "defaults: experiment.yaml\n")).mend
+    assert "in a circle" in refused(write(tmp_path, "defaults: experiment.yaml\n")).fix
 
 
 def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
@@ -120,27 +120,27 @@ def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
     violation = refused(file)
 
     assert (violation.field, violation.value) == ("defaults", str(tmp_path / "nowhere.yaml"))
-    assert violation.mend == f"there is no such file; `defaults` of {file} names it"
+    assert violation.fix == f"there is no such file; `defaults` of {file} names it"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     violation = refused(tmp_path / "nowhere.yaml")
 
-    assert (violation.value, violation.mend) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
+    assert (violation.value, violation.fix) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
 
 
 def test_a_folder_is_no_experiment(tmp_path: Path) -> None:
-    assert refused(tmp_path).mend == "the file cannot be read: Is a directory"
+    assert refused(tmp_path).fix == "the file cannot be read: Is a directory"
 
 
 def test_a_binary_file_is_no_experiment(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
 
-    assert "not UTF-8 text" in refused(tmp_path / "x.yaml").mend
+    assert "not UTF-8 text" in refused(tmp_path / "x.yaml").fix
 
 
 def test_defaults_are_paths(tmp_path: Path) -> None:
     violation = refused(write(tmp_path, "seed: 1\ndefaults: {a: b}\n"))
 
-    assert violation.mend == "a path or a list of paths is wanted, relative to this file"
+    assert violation.fix == "a path or a list of paths is wanted, relative to this file"
     assert violation.origin.endswith("experiment.yaml:2")

@@ -40,22 +40,22 @@ def test_an_unknown_reference_is_named_where_it_stands() -> None:
 
     assert (violation.field, violation.value) == ("policy.precision", "${polcy.dtype}")
     assert violation.origin == "x.yaml:3"
-    assert "`${polcy.dtype}` names nothing" in violation.mend
+    assert "`${polcy.dtype}` names nothing" in violation.fix
 
 
 def test_a_circle_is_named_at_each_of_its_places() -> None:
     violations = refused("a: ${b}\nb: ${c}\nc: ${a}\n")
 
     assert [violation.field for violation in violations] == ["a", "b", "c"]
-    assert "${b} -> ${c} -> ${a} -> ${b}" in violations[0].mend
+    assert "${b} -> ${c} -> ${a} -> ${b}" in violations[0].fix
 
 
 @pytest.mark.parametrize("inner", ["{x: 1}", "[1]", "null"])
 def test_a_section_cannot_stand_inside_a_text(inner: str) -> None:
     (violation,) = refused(f"a: {inner}\nb: runs/${{a}}\n")
 
-    assert violation.mend == "`${a}` is no single value, so it cannot stand inside a text"
+    assert violation.fix == "`${a}` is no single value, so it cannot stand inside a text"
 
 
 def test_an_empty_reference_is_unknown() -> None:
-    assert "names nothing" in refused("a: ${}\n")[0].mend
+    assert "names nothing" in refused("a: ${}\n")[0].fix

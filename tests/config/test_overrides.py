@@ -79,7 +79,7 @@ def test_the_document_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "mend"),
+    ("override", "fix"),
     [
         *(
             (word, "such as `algorithm.num_steps=20`")
@@ -90,11 +90,11 @@ def test_the_document_is_left_as_it_was() -> None:
         ("+policy/optimizer/lr=2", "write `policy.optimizer.lr=2`"),
     ],
 )
-def test_an_override_written_otherwise_is_refused(override: str, mend: str) -> None:
+def test_an_override_written_otherwise_is_refused(override: str, fix: str) -> None:
     violation = refused(override)
 
     assert violation.value == override
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_all_that_an_override_says_is_from_the_command_line() -> None:
@@ -110,7 +110,7 @@ def test_all_that_an_override_says_is_from_the_command_line() -> None:
 def test_a_place_that_a_list_does_not_have_is_refused() -> None:
     violation = refused("rewards.2.weight=1")
 
-    assert (violation.field, violation.mend) == (
+    assert (violation.field, violation.fix) == (
         "rewards.2",
         "the list has places 0 to 1: name one of them, or give the whole list as `[...]`",
     )

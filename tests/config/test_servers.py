@@ -19,7 +19,7 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "field", "mend"),
+    ("override", "field", "fix"),
     [
         (SERVER + ", token_ids: false}", "generation.token_ids", "text alone cannot be learnt from"),
         (SERVER + ", transport: gloo}", "generation.transport", "gets none: remove this"),
@@ -46,10 +46,10 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
         ),
     ],
 )
-def test_it_is_refused(sound: Path, override: str, field: str, mend: str) -> None:
+def test_it_is_refused(sound: Path, override: str, field: str, fix: str) -> None:
     found = {violation.field: violation for violation in violations_of(sound, override)}
     assert field in found
-    assert mend in found[field].mend
+    assert fix in found[field].fix
 
 
 def test_an_address_for_everyone_is_taken_with_a_key(sound: Path) -> None:

@@ -175,11 +175,11 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
 def test_it_is_refused_with_field_value_and_mend(
-    sound: Path, overrides: list[str], field: str, value: Any, mend: str
+    sound: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
-    refuses(sound, overrides, field, value, mend)
+    refuses(sound, overrides, field, value, fix)
 
 
 RIGHT: dict[str, list[str]] = {

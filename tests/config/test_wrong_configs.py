@@ -849,11 +849,11 @@ BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 WRONG = TYPES | RELATIONS | BY_ITSELF_WRONG
 
 
-@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
 def test_it_is_refused_with_field_value_and_mend(
-    sound: Path, overrides: list[str], field: str, value: Any, mend: str
+    sound: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
-    refuses(sound, overrides, field, value, mend)
+    refuses(sound, overrides, field, value, fix)
 
 
 def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
@@ -862,7 +862,7 @@ def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
     (violation,) = violations_of(file)
 
     assert (violation.field, violation.value) == ("data.train.name", ABSENT)
-    assert violation.mend.startswith("say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`, ")
+    assert violation.fix.startswith("say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`, ")
 
 
 # What looks like the mistakes above and is none.

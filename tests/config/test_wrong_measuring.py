@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.checks.metrics import figures
+from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment, to_yaml
 from tests.config.experiments import violations_of, write
 
@@ -155,11 +155,11 @@ RIGHT: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
-def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, value: Any, mend: str) -> None:
+@pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
+def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, value: Any, fix: str) -> None:
     found = {violation.field: violation for violation in violations_of(write(tmp_path), *overrides)}
     assert field in found, found
-    assert mend in found[field].mend
+    assert fix in found[field].fix
     if value is not None:
         assert found[field].value == value
 
@@ -173,7 +173,7 @@ def test_it_is_taken_and_read_again(tmp_path: Path, overrides: list[str]) -> Non
 
 def test_sets_have_figures_of_their_own(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path), [VOTES, SETS])
-    known = figures(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    known = metrics(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
     assert {
         "validation/hard/reward/exact_match",
         "validation/hard/cons@4_high",

@@ -161,11 +161,11 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "field", "value", "mend"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
 def test_it_is_refused_with_field_value_and_mend(
-    tmp_path: Path, overrides: list[str], field: str, value: Any, mend: str
+    tmp_path: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
-    refuses(write(tmp_path, EXPERIMENT), overrides, field, value, mend)
+    refuses(write(tmp_path, EXPERIMENT), overrides, field, value, fix)
 
 
 RIGHT: dict[str, list[str]] = {

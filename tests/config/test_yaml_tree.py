@@ -45,7 +45,7 @@ def test_every_value_has_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "origin", "mend"),
+    ("text", "origin", "fix"),
     [
         ("a: 1\nb:\n\tc: 2\n", "x.yaml:3", "a tab stands where YAML wants spaces: indent with spaces"),
         ("a: 1\n b: 2\n", "x.yaml:2", "a wrong indent"),
@@ -60,12 +60,12 @@ def test_every_value_has_its_line() -> None:
         ("- 1\n", "x.yaml:1", "sections such as `policy:` are wanted"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(text: str, origin: str, mend: str) -> None:
+def test_what_cannot_be_read_is_named_with_its_line(text: str, origin: str, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_document(text, "x.yaml")
 
     (violation,) = refused.value.violations
-    assert mend in violation.mend
+    assert fix in violation.fix
     assert violation.origin == origin
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nemorl.data.batches import STAND_IN_TOKENS, pack_examples, pack_trajectories
+from nemorl.data.batches import PLACEHOLDER_TOKENS, pack_examples, pack_trajectories
 from nemorl.data.examples import Example
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
@@ -44,7 +44,7 @@ def test_trajectories_lie_end_to_end():
 def test_one_untrained_token_stands_in_for_a_failed_trajectory(tokens):
     failed = replace(trajectory(tokens, [0] * len(tokens)), error="the environment did not answer")
     batch = pack_trajectories([failed, trajectory([8, 9], [0, 1])], [0.0, -1.0], weights=[0.0, 0.5])
-    assert batch.lengths == [STAND_IN_TOKENS, 2]
+    assert batch.lengths == [PLACEHOLDER_TOKENS, 2]
     assert batch.loss_mask.tolist() == [False, False, True]
     assert batch.weights.tolist() == [0, 0, 0.5]
 
@@ -53,7 +53,7 @@ def test_what_has_no_weight_becomes_a_stand_in():
     batch = pack_trajectories(
         [trajectory([5, 6, 7], [0, 1, 1]), trajectory([8, 9], [0, 1])], [0.0, -1.0], weights=[0.0, 0.5]
     )
-    assert batch.lengths == [STAND_IN_TOKENS, 2]
+    assert batch.lengths == [PLACEHOLDER_TOKENS, 2]
     assert batch.loss_mask.tolist() == [False, False, True]
 
 

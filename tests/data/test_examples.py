@@ -29,12 +29,12 @@ def test_plain_examples_keep_the_boundary_between_prompt_and_answer(tokenizer):
 
 def test_chat_examples_learn_the_answer_and_the_templates_end(tokenizer):
     example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99)
-    learnt = tokenizer.decode(example.tokens[example.loss_mask])
+    trained = tokenizer.decode(example.tokens[example.loss_mask])
     given = tokenizer.decode(example.tokens[~example.loss_mask])
-    assert learnt == "2<|im_end|>"
+    assert trained == "2<|im_end|>"
     assert example.tokens[-1] == IM_END
     assert given == "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
-    assert example.num_learnt == 2
+    assert example.num_trained == 2
     assert example.num_prompt_tokens == example.num_tokens - 2
 
 
@@ -80,7 +80,7 @@ def test_mismatched_prompts_and_completions(tokenizer):
     others = mismatched(examples, 9)
     assert [tokenizer.decode(e.tokens) for e in others] == ["a2 2" + end, "b b3" + end, "c1" + end]
     assert [e.num_prompt_tokens for e in others] == [e.num_prompt_tokens for e in examples]
-    assert [e.num_learnt for e in others] == [4, 2, 2]
+    assert [e.num_trained for e in others] == [4, 2, 2]
     assert [e.num_tokens for e in mismatched(examples, 4)] == [4, 4, 3]
 
 

@@ -172,9 +172,9 @@ def test_a_lost_replicas_request_goes_on_elsewhere_with_what_it_has():
         answer = await router.generate(asked, told.append)
         assert router.living == ["replica 1"]
         assert router.lost == {"replica 0": "killed by a test"}
-        figures = router.take_figures()
-        assert (figures.moved_requests, figures.kept_tokens, figures.failed_requests) == (1, 3, 0)
-        assert router.take_figures().moved_requests == 0
+        metrics = router.take_metrics()
+        assert (metrics.moved_requests, metrics.kept_tokens, metrics.failed_requests) == (1, 3, 0)
+        assert router.take_metrics().moved_requests == 0
         await router.generate(request("next", "conversation"))
         assert router.outstanding_tokens == [0]
         return answer
@@ -246,7 +246,7 @@ def test_a_request_that_two_replicas_did_not_survive_kills_no_third():
         router = router_of(replicas)
         answer = await router.generate(request("poison", new=9))
         assert router.living == ["replica 2"]
-        assert router.take_figures().failed_requests == 1
+        assert router.take_metrics().failed_requests == 1
         return answer
 
     answer = run(main())
@@ -367,9 +367,9 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
         finally:
             for each in workers:
                 each.close()
-        figures = router.take_figures()
-        assert (figures.moved_requests, figures.failed_requests) == (3, 0)
-        assert figures.kept_tokens >= 3 * 3 * 3
+        metrics = router.take_metrics()
+        assert (metrics.moved_requests, metrics.failed_requests) == (3, 0)
+        assert metrics.kept_tokens >= 3 * 3 * 3
         return moved, whole
 
     for moved, whole in zip(*run(main()), strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemorl.megatron.checkpoint_files import Shard, write_state
-from nemorl.megatron.checkpoint_store import CheckpointStore, DamagedCheckpoint, verify
+from nemorl.megatron.checkpoint_store import CheckpointStore, CorruptCheckpoint, verify
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_records_of_the_writers_are_taken_and_held_against_the_files(store):
     folder = store.begin(2)
     record = write_state(folder, "weight", 0, {"w": Shard(0, torch.rand(10))})
     truncate(folder / record.path)
-    with pytest.raises(DamagedCheckpoint, match=r"bytes where \d+ were written"):
+    with pytest.raises(CorruptCheckpoint, match=r"bytes where \d+ were written"):
         store.commit(2, {}, [record])
     assert store.latest_valid().step == 1
 
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(store):
     write(store, 4)
     truncate(write(store, 6) / "policy" / "weight_00000.safetensors")
     assert store.latest_valid().step == 4
-    assert store.damaged() == ["step_00000006.damaged"]
+    assert store.corrupt() == ["step_00000006.damaged"]
     write(store, 5)
     store.prune(keep=1)
     assert store.latest_valid().step == 5
@@ -142,7 +142,7 @@ def test_a_manifest_that_is_missing_or_broken_is_damage(store, content):
     (path / "manifest.json").unlink()
     if content is not None:
         (path / "manifest.json").write_text(content)
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(path)
     assert store.latest_valid() is None
 

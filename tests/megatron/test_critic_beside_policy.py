@@ -124,13 +124,13 @@ def group(folder: Path, where: LayoutConfig, tokens: int, **fields: str) -> Poli
 
 def test_values_advantages_and_the_critics_step_are_those_of_one_process(pool, model, folder):
     alone, lm = layout(), model("llama")[1]
-    values, returns, learnt = step(pool, group(folder, alone, 160, head="scalar"), group(lm, alone, 160))
+    values, returns, trained = step(pool, group(folder, alone, 160, head="scalar"), group(lm, alone, 160))
     split = step(pool, group(folder, layout(tp=2, sp=True), 64, head="scalar"), group(lm, layout(dp=2), 48))
     for ours, theirs in zip((values, returns), split[:2], strict=True):
         for row, its in zip(ours, theirs, strict=True):
             torch.testing.assert_close(torch.tensor(its), torch.tensor(row), atol=1e-5, rtol=1e-5)
     assert torch.cat([torch.tensor(row) for row in values]).std() > 0.1
-    assert split[2].grad_norm == pytest.approx(learnt.grad_norm, rel=1e-4)
-    assert split[2].sums == pytest.approx(learnt.sums, rel=1e-4)
-    assert learnt.sums["clip_fraction"] == 0  # the values of a first update are the old ones
-    assert learnt.grad_norm > 0.01
+    assert split[2].grad_norm == pytest.approx(trained.grad_norm, rel=1e-4)
+    assert split[2].sums == pytest.approx(trained.sums, rel=1e-4)
+    assert trained.sums["clip_fraction"] == 0  # the values of a first update are the old ones
+    assert trained.grad_norm > 0.01

@@ -209,7 +209,7 @@ def test_what_the_routers_chose_is_returned_and_replayed(
         assert stats.sums == pytest.approx(without.sums, rel=1e-4, abs=1e-6)
         assert stats.experts is not None
         assert without.experts is not None
-        assert stats.experts.figures() == pytest.approx(without.experts.figures())
+        assert stats.experts.metrics() == pytest.approx(without.experts.metrics())
 
 
 def test_replay_takes_the_gap_that_rounding_makes_of_choices(pool: Pool, model: Model) -> None:

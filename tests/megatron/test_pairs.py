@@ -8,7 +8,7 @@ import pytest
 from nemorl.algorithms.pair_losses import PreferenceLoss
 from nemorl.config.algorithm.losses import LogisticLossConfig
 from nemorl.data.batches import pack_examples
-from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.micro_batches import plan_batch
 from nemorl.data.packed import Compared
 from nemorl.megatron.stats import Evaluation, TrainStats
@@ -41,7 +41,7 @@ def sequences() -> tuple[list[Example], list[Compared]]:
             examples.append(Example(tokens, np.arange(length) >= prompt))
             compared.append(Compared(unit, label))
     for unit in (4, 5):
-        examples.append(STAND_IN)
+        examples.append(PLACEHOLDER)
         compared.append(Compared(unit))
     return examples, compared
 
@@ -52,7 +52,7 @@ def imported(rank, world_size, rendezvous):
 
 def learn(rank, world_size, rendezvous, config, micro_batch_tokens):
     examples, compared = sequences()
-    chosen = sum(e.num_learnt for e, c in zip(examples, compared, strict=True) if c.label > 0)
+    chosen = sum(e.num_trained for e, c in zip(examples, compared, strict=True) if c.label > 0)
     sizes = config.layout
     plan = plan_batch(
         [e.num_tokens for e in examples],

@@ -19,18 +19,18 @@ from tests.megatron.te_cases import (
     resume_with_fused_adam,
 )
 
-STAND_IN = Path(__file__).parent / "transformer_engine_stand_in"
+PLACEHOLDER = Path(__file__).parent / "transformer_engine_stand_in"
 FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v3"]
 
 
 @pytest.fixture(scope="module")
 def engine_pool() -> Iterator[Pool]:
     """A process of its own: Megatron looks for the library when it is imported."""
-    sys.path.insert(0, str(STAND_IN))
+    sys.path.insert(0, str(PLACEHOLDER))
     try:
         pool = Pool(1)
     finally:
-        sys.path.remove(str(STAND_IN))
+        sys.path.remove(str(PLACEHOLDER))
     yield pool
     pool.close()
 

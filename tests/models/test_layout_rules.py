@@ -37,7 +37,7 @@ def layout(**sizes: int | bool | None) -> LayoutConfig:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "field", "mend"),
+    ("shape", "sizes", "field", "fix"),
     [
         (DENSE, {"tensor_parallel_size": 3}, "tensor_parallel_size", "8 attention heads: 1, 2, 4, 8 do"),
         (
@@ -122,12 +122,12 @@ def layout(**sizes: int | bool | None) -> LayoutConfig:
     ],
 )
 def test_a_rule_names_field_and_mend(
-    shape: ModelShape, sizes: dict[str, int | bool], field: str, mend: str
+    shape: ModelShape, sizes: dict[str, int | bool], field: str, fix: str
 ) -> None:
     wanted = layout(**sizes)
     found = [v for v in layout_violations(shape, wanted, "cpu") if v.field == f"policy.layout.{field}"]
     assert {v.value for v in found} == {getattr(wanted, field)}
-    assert any(mend in v.mend for v in found), found
+    assert any(fix in v.fix for v in found), found
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
     wanted = layout(tensor_parallel_size=8)
     assert list(layout_violations(DENSE, wanted, "cpu")) == []
     (violation,) = layout_violations(DENSE, wanted, "cpu", adapters=True)
-    assert "adapters want them whole" in violation.mend
+    assert "adapters want them whole" in violation.fix
 
 
 def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
@@ -163,7 +163,7 @@ def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "recompute", "field", "mend"),
+    ("shape", "recompute", "field", "fix"),
     [
         (DENSE, FullRecompute(name="full", num_layers=4), "num_layers", "must divide the 2 and 5 layers"),
         (DENSE, FullRecompute(name="full", method="block", num_layers=6), "num_layers", "take 5 or fewer"),
@@ -184,13 +184,13 @@ def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
     ],
 )
 def test_recomputation_that_cannot_be(
-    shape: ModelShape, recompute: FullRecompute | SelectiveRecompute, field: str, mend: str
+    shape: ModelShape, recompute: FullRecompute | SelectiveRecompute, field: str, fix: str
 ) -> None:
     """Stages of 2, 5 and 5 layers."""
     stages = layout(pipeline_parallel_size=3, layers_in_first_stage=2)
     (violation,) = recompute_violations(shape, stages, recompute)
     assert violation.field == f"policy.recompute.{field}"
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_layers_of_uneven_and_interleaved_stages_follow_one_another() -> None:

@@ -62,7 +62,7 @@ def vllm(**fields):
 def test_who_does_not_tell_what_it_chose(generation, gpus, field, sentence):
     (found,) = moe_violations(EXPERTS, REPLAY, generation, gpus=gpus)
     assert found.field == field
-    assert re.search(sentence, found.mend)
+    assert re.search(sentence, found.fix)
     assert not list(moe_violations(EXPERTS, MoeConfig(), generation, gpus=gpus))
 
 

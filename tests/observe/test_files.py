@@ -11,7 +11,7 @@ from nemorl.observe.files import (
     WriteError,
     keep_json_lines,
     read_json_lines,
-    write_whole,
+    write_atomically,
 )
 from tests.full_disk import files_end_at
 
@@ -56,9 +56,9 @@ def test_a_full_disk_leaves_whole_lines_and_a_sentence(tmp_path):
 
 def test_a_full_disk_keeps_the_file_that_was_to_be_replaced(tmp_path):
     path = tmp_path / "config.yaml"
-    write_whole(path, "seed: 1\n")
+    write_atomically(path, "seed: 1\n")
     with files_end_at(100), pytest.raises(WriteError, match=r"config\.yaml could not be written"):
-        write_whole(path, "x" * 200)
+        write_atomically(path, "x" * 200)
     assert path.read_text() == "seed: 1\n"
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 

@@ -27,26 +27,26 @@ def test_addresses_of_this_machine_are_taken(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "mend"),
+    ("host", "fix"),
     [
         ("nowhere.invalid", "this machine finds no such address"),
         ("a..b", "it is no name of a machine"),
         ("192.0.2.7", "this machine cannot listen there"),  # an address for documentation
     ],
 )
-def test_other_addresses_are_refused(host: str, mend: str) -> None:
+def test_other_addresses_are_refused(host: str, fix: str) -> None:
     (violation,) = found(host)
 
     assert (violation.field, violation.value) == ("generation.endpoint.host", host)
-    assert mend in violation.mend
-    assert "127.0.0.1" in violation.mend
+    assert fix in violation.fix
+    assert "127.0.0.1" in violation.fix
 
 
 def test_a_port_in_use_is_refused(taken: int) -> None:
     (violation,) = found("127.0.0.1", taken)
 
     assert (violation.field, violation.value) == ("generation.endpoint.port", taken)
-    assert violation.mend == "another program listens there: name another port, or 0 for a free one"
+    assert violation.fix == "another program listens there: name another port, or 0 for a free one"
 
 
 def test_a_server_whose_name_nobody_knows_is_refused() -> None:
@@ -55,4 +55,4 @@ def test_a_server_whose_name_nobody_knows_is_refused() -> None:
     (violation,) = address_violations(config, None)
 
     assert violation.field == "generation.base_url"
-    assert "finds no address of nowhere.invalid" in violation.mend
+    assert "finds no address of nowhere.invalid" in violation.fix

@@ -38,7 +38,7 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "value", "mend"),
+    ("overrides", "field", "value", "fix"),
     [
         (
             ["policy.layout.tensor_parallel_size=16"],
@@ -112,12 +112,12 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
     ],
 )
 def test_it_is_refused_with_field_value_and_mend(
-    configure: Configure, overrides: list[str], field: str, value: Any, mend: str
+    configure: Configure, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
     violation = only_violation(configure, *overrides)
 
     assert (violation.field, violation.value) == (field, value)
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
@@ -143,7 +143,7 @@ def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
     violation = only_violation(configure, "policy.model_path=nowhere")
 
     assert (violation.field, violation.value) == ("policy.model_path", "nowhere")
-    assert violation.mend.startswith("there is no such folder")
+    assert violation.fix.startswith("there is no such folder")
 
 
 def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> 
     violation = only_violation(configure, f"policy.model_path={folder}")
 
     assert violation.field == "policy.model_path"
-    assert "FalconForCausalLM" in violation.mend
+    assert "FalconForCausalLM" in violation.fix
 
 
 def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path
     assert plan_run(configure(*experiment, "policy.max_sequence_length=512"), ROOMY).violations == ()
     violation = only_violation(configure, *experiment, "policy.max_sequence_length=513")
     assert (violation.field, violation.value) == ("generation.backend", "torch")
-    assert "Llama-like models only, and this one has sliding windows" in violation.mend
+    assert "Llama-like models only, and this one has sliding windows" in violation.fix
 
 
 def test_an_adapter_may_be_as_wide_as_its_matrix(configure: Configure) -> None:
@@ -190,7 +190,7 @@ def test_sinks_want_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> N
     on_gpu = configure(*model, "cluster.gpus_per_node=1")
     (violation,) = plan_run(on_gpu, ROOMY).violations
     assert (violation.field, violation.value) == ("policy.precision", "float32")
-    assert "the kernel for attention sinks" in violation.mend
+    assert "the kernel for attention sinks" in violation.fix
     assert plan_run(configure(*model, "cluster.gpus_per_node=1", "policy.precision=bfloat16"), ROOMY)
 
 
@@ -201,14 +201,14 @@ def test_norms_that_are_computed_with_matrices_cannot_be_recomputed(configure: C
     violation = only_violation(configure, selective, *engine)
 
     assert (violation.field, violation.value) == ("policy.recompute.modules", ["core_attn", "layernorm"])
-    assert "remove layernorm" in violation.mend
+    assert "remove layernorm" in violation.fix
     assert plan_run(configure(selective, "cluster.gpus_per_node=2"), ROOMY).violations == ()
 
 
 def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
     (model / "model.safetensors").unlink()
 
-    assert "the folder holds no weights" in only_violation(configure).mend
+    assert "the folder holds no weights" in only_violation(configure).fix
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
@@ -224,7 +224,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
 
 
 @pytest.mark.parametrize(
-    ("line", "field", "mend"),
+    ("line", "field", "fix"),
     [
         ('{"prompt": "1+1=", "answer": "2"}', None, ""),
         ('\n{"prompt": "1+1=", "answer": "2"}', None, ""),
@@ -236,7 +236,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
     ],
 )
 def test_the_first_task_shows_wrong_files_and_keys(
-    configure: Configure, tmp_path: Path, line: str, field: str | None, mend: str
+    configure: Configure, tmp_path: Path, line: str, field: str | None, fix: str
 ) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text(line + "\n", encoding="utf-8")
@@ -244,7 +244,7 @@ def test_the_first_task_shows_wrong_files_and_keys(
     violations = plan_run(configure(f"data.train={{name: jsonl, path: {file}}}"), ROOMY).violations
 
     assert [violation.field for violation in violations] == ([field] if field else [])
-    assert all(mend in violation.mend for violation in violations)
+    assert all(fix in violation.fix for violation in violations)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "value", "mend"),
+    ("overrides", "field", "value", "fix"),
     [
         (
             ["generation.replicas=8"],
@@ -313,13 +313,13 @@ SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, 
     ],
 )
 def test_more_memory_than_there_is(
-    configure: Configure, overrides: list[str], field: str, value: object, mend: str
+    configure: Configure, overrides: list[str], field: str, value: object, fix: str
 ) -> None:
     violations = plan_run(configure(*overrides), SMALL).violations
-    violation = next(found for found in violations if "this machine has 3.0 GB" in found.mend)
+    violation = next(found for found in violations if "this machine has 3.0 GB" in found.fix)
 
     assert (violation.field, violation.value) == (field, value)
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_buckets_larger_than_there_is_room_for(configure: Configure) -> None:
@@ -339,7 +339,7 @@ def test_more_threads_than_cores(configure: Configure, field: str) -> None:
     violation = only_violation(configure, f"{field}=4000")
 
     assert (violation.field, violation.value) == (field, 4000)
-    assert violation.mend == "this machine has 8 cores: take no more than that, or leave it out"
+    assert violation.fix == "this machine has 8 cores: take no more than that, or leave it out"
     assert plan_run(configure(f"{field}=8"), ROOMY).violations == ()
 
 
@@ -359,8 +359,8 @@ def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
 
     violation = only_violation(configure, *gpu_run, machine=tiny_gpu)
 
-    assert "a policy process needs about" in violation.mend
-    assert "the Tiny 1000 has 1.0 GB" in violation.mend
+    assert "a policy process needs about" in violation.fix
+    assert "the Tiny 1000 has 1.0 GB" in violation.fix
     assert (violation.field, violation.value) == ("policy.micro_batch_tokens", 100000)
 
 
@@ -386,8 +386,8 @@ def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure:
     (on_cpu,) = memory_violations(configure(), [process], SMALL)
     (on_gpu,) = memory_violations(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
 
-    assert "12.0 GB of it are for the optimizer on host of the policy processes" in on_cpu.mend
-    assert "2.0 GB of it are for the weights of the policy processes" in on_gpu.mend
+    assert "12.0 GB of it are for the optimizer on host of the policy processes" in on_cpu.fix
+    assert "2.0 GB of it are for the weights of the policy processes" in on_gpu.fix
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:
@@ -449,4 +449,4 @@ def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest
     violation = only_violation(configure, "logger.tensorboard=true")
 
     assert (violation.field, violation.value) == ("logger.tensorboard", True)
-    assert "pip install 'nemorl[trackers]'" in violation.mend
+    assert "pip install 'nemorl[trackers]'" in violation.fix

@@ -41,7 +41,7 @@ def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Config
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "mend"),
+    ("overrides", "field", "fix"),
     [
         (
             ["critic={layout: {tensor_parallel_size: 3}}"],
@@ -55,18 +55,18 @@ def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Config
     ],
 )
 def test_what_does_not_fit_their_models_is_refused(
-    configure: Configure, overrides: list[str], field: str, mend: str
+    configure: Configure, overrides: list[str], field: str, fix: str
 ) -> None:
     violations = plan_run(configure(*PPO, *overrides), ROOMY).violations
     assert violations[0].field == field
-    assert mend in violations[0].mend
+    assert fix in violations[0].fix
 
 
 def test_a_critic_reads_the_policys_tokens(configure: Configure, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=900)
     (violation,) = plan_run(configure(*PPO, f"critic={{model_path: {other}}}"), ROOMY).violations
     assert violation.field == "critic.model_path"
-    assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in violation.mend
+    assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in violation.fix
 
 
 def vocabulary(*tokens: str, special: int = 0) -> str:
@@ -98,8 +98,8 @@ def test_models_beside_the_policy_spell_its_tokens(
     assert [violation.field for violation in violations] == [f"{section}.model_path"] * (not sound)
     if not sound:
         assert violations[0].value == str(other)
-        assert "token 2 is '!' there and '1' in" in violations[0].mend
-        assert "name a model with the policy's tokenizer" in violations[0].mend
+        assert "token 2 is '!' there and '1' in" in violations[0].fix
+        assert "name a model with the policy's tokenizer" in violations[0].fix
 
 
 def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure: Configure) -> None:
@@ -110,7 +110,7 @@ def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure:
     small = replace(ROOMY, gpus=(Gpu("Tiny 1000", policy.on_device + kept - 1),))
     (violation,) = plan_run(configure(*PPO, *shared), small).violations
     assert (violation.field, violation.value) == ("critic.devices", "policy")
-    assert "while the policy computes" in violation.mend
+    assert "while the policy computes" in violation.fix
     leaving = [*shared, "critic.offload={weights: true, optimizer: true}"]
     assert plan_run(configure(*PPO, *leaving), small).violations == ()
 
@@ -131,11 +131,11 @@ def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp
     os.truncate(other / "model.safetensors", 100_000)
     broken = plan_run(configure(*ppo), ROOMY).violations
     assert sorted(violation.field for violation in broken) == ["critic.model_path", "reference.model_path"]
-    assert all("has 100000 bytes of" in violation.mend for violation in broken)
+    assert all("has 100000 bytes of" in violation.fix for violation in broken)
 
 
 @pytest.mark.parametrize(
-    ("labels", "spoilt", "mend"),
+    ("labels", "spoilt", "fix"),
     [
         (1, None, ""),
         (2, None, "score.weight has the shape [2, 128], and one label wants [1, 128]"),
@@ -144,7 +144,7 @@ def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp
     ],
 )
 def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
-    configure: Configure, tmp_path: Path, labels: int, spoilt: str | None, mend: str
+    configure: Configure, tmp_path: Path, labels: int, spoilt: str | None, fix: str
 ) -> None:
     taste = write_reward_model(tmp_path / "taste", labels)
     if spoilt == "tokenizer.json":
@@ -152,8 +152,8 @@ def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
     elif spoilt is not None:
         write_weights(taste / spoilt, hf_tensors(ModelShape.from_config(CONFIG, "config.json")))
     found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).violations
-    assert [v.field for v in found] == (["rewards.0.model_path"] if mend else [])
-    assert all(mend in violation.mend for violation in found)
+    assert [v.field for v in found] == (["rewards.0.model_path"] if fix else [])
+    assert all(fix in violation.fix for violation in found)
 
 
 def test_a_reward_model_finds_room_beside_engines_that_are_awake(
@@ -174,4 +174,4 @@ def test_a_reward_model_finds_room_beside_engines_that_are_awake(
         machine = replace(ROOMY, gpus=(Gpu("Tiny 1000", wanted - short),))
         found = [v for v in plan_run(experiment, machine).violations if v.field != "generation.backend"]
         assert [violation.field for violation in found] == fields
-    assert "while the reward_0 computes" in found[0].mend
+    assert "while the reward_0 computes" in found[0].fix

@@ -37,24 +37,24 @@ def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "mend"),
+    ("override", "fix"),
     [
         ("tensor_parallel_size=3", "it must divide the model's 8 attention heads: 1, 2, 4, 8 do"),
         ("pipeline_parallel_size=7", "the model has 6 layers, and each stage needs one: take no more"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(
-    configure: Configure, override: str, mend: str
+    configure: Configure, override: str, fix: str
 ) -> None:
     (violation,) = violations(configure, f"generation.{override}", GPUS)
     assert violation.field == f"generation.{override.partition('=')[0]}"
-    assert violation.mend == mend
+    assert violation.fix == fix
 
 
 def test_an_engine_that_is_not_installed_is_refused(configure: Configure) -> None:
     (violation,) = violations(configure, version=None)
     assert (violation.field, violation.value) == ("generation.backend", "vllm")
-    assert "vLLM is not installed here" in violation.mend
+    assert "vLLM is not installed here" in violation.fix
 
 
 def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Configure) -> None:
@@ -83,7 +83,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "mend"),
+    ("overrides", "field", "fix"),
     [
         (
             ["generation.vllm_kwargs={max_model_len: 5}"],
@@ -146,13 +146,13 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    configure: Configure, overrides: list[str], field: str, mend: str
+    configure: Configure, overrides: list[str], field: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         configure(VLLM, *overrides)
     (violation,) = refused.value.violations
     assert violation.field == field
-    assert mend in violation.mend
+    assert fix in violation.fix
 
 
 def test_each_rank_of_an_engine_has_a_gpu(configure: Configure) -> None:

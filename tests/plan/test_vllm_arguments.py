@@ -12,7 +12,7 @@ from tests.vllm_there import require_vllm
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "mend"),
+    ("name", "value", "fix"),
     [
         ("sed", 1, "have no such argument; did you mean seed?"),
         ("qqqqqqqq", 1, "have no such argument: leave it out"),
@@ -21,11 +21,11 @@ from tests.vllm_there import require_vllm
         ("block_size", True, "vLLM wants int | None here"),
     ],
 )
-def test_what_vllm_does_not_take_is_refused(name: str, value: object, mend: str) -> None:
+def test_what_vllm_does_not_take_is_refused(name: str, value: object, fix: str) -> None:
     require_vllm()
     (violation,) = argument_violations({name: value})
     assert (violation.field, violation.value) == (f"generation.vllm_kwargs.{name}", value)
-    assert violation.mend.endswith(mend)
+    assert violation.fix.endswith(fix)
 
 
 def test_what_vllm_takes_passes() -> None:

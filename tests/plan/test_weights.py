@@ -31,7 +31,7 @@ def test_the_plan_names_the_field_and_the_folder(configure: Configure, model: Pa
     (violation,) = plan_run(configure(), ROOMY).violations
 
     assert (violation.field, violation.value) == ("policy.model_path", str(model))
-    assert violation.mend.startswith("9 of the model's 66 tensors are missing, first model.layers.6.")
+    assert violation.fix.startswith("9 of the model's 66 tensors are missing, first model.layers.6.")
 
 
 def test_weights_of_another_shape_are_of_another_model(model: Path) -> None:
@@ -86,4 +86,4 @@ def test_a_tokenizer_that_cannot_be_read_is_told_of(configure: Configure, model:
     (violation,) = plan_run(configure(), ROOMY).violations
 
     assert (violation.field, violation.value) == ("policy.model_path", str(model))
-    assert "its tokenizer.json is not what the tokenizers library writes" in violation.mend
+    assert "its tokenizer.json is not what the tokenizers library writes" in violation.fix

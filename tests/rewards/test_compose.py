@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nemorl.algorithms.recorder import samples_of
-from nemorl.algorithms.rollout_metrics import rollout_figures
+from nemorl.algorithms.rollout_metrics import rollout_metrics
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.rewards import service
 from nemorl.rewards.compose import Rewards
@@ -143,8 +143,8 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
     # One token of the prompt and two sampled in each, in the lost one too.
     members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
     group = GroupSummary(0, 0, None, members, texts=(SampleText(1, "2 + 3 =", "5"),))
-    figures = rollout_figures([group])
-    assert (figures["length/mean"], figures["tokens/generated"], figures["errors"]) == (2, 6, 1)
+    metrics = rollout_metrics([group])
+    assert (metrics["length/mean"], metrics["tokens/generated"], metrics["errors"]) == (2, 6, 1)
     (sample,) = samples_of(1, [group], "training")
     assert (sample.prompt_tokens, sample.sampled_tokens) == (1, 2)
 

@@ -14,13 +14,13 @@ from nemorl.commands.serve import has_chat_template
 from nemorl.config.environment import ModelRewardConfig
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.examples import STAND_IN, Example
+from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
-from nemorl.session.models import DeviceTurns
+from nemorl.session.models import DeviceScheduler
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model
@@ -43,7 +43,7 @@ def tokens_of(text: str, tokenizer) -> list[int]:
 
 
 def of_length(n: int) -> Example:
-    return Example(STAND_IN.tokens.repeat(n), STAND_IN.loss_mask.repeat(n))
+    return Example(PLACEHOLDER.tokens.repeat(n), PLACEHOLDER.loss_mask.repeat(n))
 
 
 def served(tokenizer, score, **options) -> ServedRewards:
@@ -165,8 +165,8 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
         async def values(self):
             pass
 
-        async def sequence_figures(self, figure):
-            assert isinstance(figure, LastValue)
+        async def sequence_metrics(self, metric):
+            assert isinstance(metric, LastValue)
             return [float(place.num_tokens) for place in self.places]
 
         async def leave(self):
@@ -176,7 +176,7 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
             self.settled = True
 
     async def scored(group):
-        turns = DeviceTurns([])
+        turns = DeviceScheduler([])
         turns.join(group)
         scores = asyncio.create_task(RewardScorer(group, units=4, turns=turns).score([of_length(3)] * 5))
         await asyncio.sleep(0)

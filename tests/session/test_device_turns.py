@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nemorl.session.models import DeviceTurns
+from nemorl.session.models import DeviceScheduler
 
 
 class Group:
@@ -27,7 +27,7 @@ class Group:
 def test_others_leave_before_one_settles() -> None:
     log: list[str] = []
     policy, critic = Group("policy", log), Group("critic", log)
-    turns = DeviceTurns([policy, critic])
+    turns = DeviceScheduler([policy, critic])
 
     async def steps() -> None:
         await turns.give_to(policy)
@@ -50,11 +50,11 @@ def test_others_leave_before_one_settles() -> None:
 def test_a_reward_model_answers_in_generations_turn_and_keeps_it_until_then() -> None:
     log: list[str] = []
     policy, taste = Group("policy", log), Group("taste", log)
-    turns = DeviceTurns([policy])
+    turns = DeviceScheduler([policy])
     turns.join(taste)
 
     async def score(number: int) -> None:
-        async with turns.lent_by_generation(taste):
+        async with turns.borrow_during_generation(taste):
             log.append(f"score {number} begins")
             await asyncio.sleep(0)
             log.append(f"score {number} ends")

@@ -49,29 +49,29 @@ class Pool:
         return self.losses.pop(0) > 0
 
 
-def hand_over(exchange: Exchange, pool: Pool, version: int = 3) -> tuple[Session, dict[str, float]]:
+def update_weights(exchange: Exchange, pool: Pool, version: int = 3) -> tuple[Session, dict[str, float]]:
     session = Session(exchange=exchange, pool=pool)  # type: ignore[arg-type]
-    return session, asyncio.run(session.hand_over(version))
+    return session, asyncio.run(session.update_weights(version))
 
 
 def test_a_refit_that_lost_engines_is_done_again_without_them() -> None:
     exchange, pool = Exchange(failures=2), Pool([1, 2])
-    session, figures = hand_over(exchange, pool)
+    session, metrics = update_weights(exchange, pool)
     assert exchange.versions == [3, 3, 3]
-    assert (session.version, figures["refit/gigabytes"]) == (3, 1.0)
+    assert (session.version, metrics["refit/gigabytes"]) == (3, 1.0)
     assert pool.around == ["begins", "ends"]
 
 
 def test_a_refit_that_fails_with_all_engines_alive_ends_the_run() -> None:
     exchange = Exchange(failures=9)
     with pytest.raises(RefitFailed, match="generation rank 1 died"):
-        hand_over(exchange, Pool([1, 0]))
+        update_weights(exchange, Pool([1, 0]))
     assert exchange.versions == [3, 3]
 
 
 def test_where_no_engine_is_left_the_refit_says_what_it_failed_of() -> None:
     with pytest.raises(NoReplicaLeft) as caught:
-        hand_over(Exchange(failures=9), Pool([]))
+        update_weights(Exchange(failures=9), Pool([]))
     assert caught.value.__notes__ == ["The refit to version 3 ended with: generation rank 1 died"]
 
 
@@ -82,5 +82,5 @@ def test_a_death_that_the_error_tells_of_is_not_told_again_in_its_note() -> None
 
     death = WorkerDied("generation", 1, "refit", "killed", Path("generation-1.log"), ())
     with pytest.raises(NoReplicaLeft) as caught:
-        hand_over(Exchange(failures=9, error=death), Bereft([]))
+        update_weights(Exchange(failures=9, error=death), Bereft([]))
     assert not hasattr(caught.value, "__notes__")

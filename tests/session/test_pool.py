@@ -14,7 +14,7 @@ from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
-from nemorl.generation.router import Router, RouterFigures
+from nemorl.generation.router import Router, RouterMetrics
 from nemorl.generation.types import EngineHealth, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.worker import ray_replica
@@ -33,8 +33,8 @@ class RouterHere:
     came: list[int] = field(default_factory=list)
 
     async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        if method == "take_router_figures":
-            return [self.router.take_figures(), RouterFigures(moved_requests=1)]  # as if there were two
+        if method == "take_router_metrics":
+            return [self.router.take_metrics(), RouterMetrics(moved_requests=1)]  # as if there were two
         if method == "lost_replicas":
             return [self.router.lost, {}]
         (engine,) = args
@@ -110,12 +110,12 @@ class Scene:
         assert "the process vanished" in self.router.lost["generation replica 0"]
         assert await self.pool.check() == 1
         assert [name for name, _ in self.pool.losses] == ["generation replica 0"]
-        figures = await self.pool.figures()
-        assert figures["generation/replicas"] == figures["generation/replicas_lost"] == 1
-        assert 1 < figures["generation/requests_moved"] <= 9
+        metrics = await self.pool.metrics()
+        assert metrics["generation/replicas"] == metrics["generation/replicas_lost"] == 1
+        assert 1 < metrics["generation/requests_moved"] <= 9
         await until_back(self.pool, 2)
         assert (self.here.came, self.router.lost) == ([0], {})
-        assert (await self.pool.figures())["generation/replicas_restarted"] == 1
+        assert (await self.pool.metrics())["generation/replicas_restarted"] == 1
 
     async def one_is_stopped(self) -> None:
         """It answers nothing: the pool gives it up, and the router goes on from what it has."""
@@ -242,7 +242,7 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
         await pool.check()
         assert [w.rank for w in group.workers] == ([1, 0] if comes else [1])
         group.workers = ()
-        assert (await pool.figures())["generation/restarts_failed"] == failures
+        assert (await pool.metrics())["generation/restarts_failed"] == failures
         assert pool.hopeless
         await pool.close()
 

@@ -145,11 +145,11 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
             for version, leaves in ((1, ["reward_0: offload"]), (2, ["policy: offload"])):
                 async with session.generating():
                     told.append("sampling")
-                    async with scorer.turns.lent_by_generation(scorer.model):
+                    async with scorer.turns.borrow_during_generation(scorer.model):
                         told.append("scoring")
                 samples = ["sampling", "reward_0: onload", "scoring"]
                 assert _since(told) == [*leaves, "engine: wake ()", *samples, "engine: sleep 1"]
-                await session.hand_over(version)
+                await session.update_weights(version)
                 # The engine's weights have room beside the policy, its cache has not.
                 refit = ["policy: onload", "engine: wake ('weights',)", f"refit {version}"]
                 assert _since(told) == ["reward_0: offload", *refit]

@@ -314,14 +314,14 @@ def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
         session = Session(exchange=exchange, pool=pool)
         for rank in policy:
             rank.train(1)
-        await session.hand_over(1)
+        await session.update_weights(1)
         in_flight = asyncio.create_task(sample(hosts[1], "in flight", tokens=2000))
         while hosts[1].health().running == 0:
             await asyncio.sleep(0.01)
         for rank in policy:
             rank.train(2)
         monkeypatch.setattr(SocketReceiver, "taken", kill_once_both_are_written_to)
-        await session.hand_over(2)
+        await session.update_weights(2)
 
         assert [name for name, _ in pool.losses] == ["generation replica 0"]
         assert [worker.rank for worker in group.workers] == [1]

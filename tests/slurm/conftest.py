@@ -10,7 +10,7 @@ import pytest
 from nemorl.models.create import create_arithmetic_model
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.configuration import missing
-from tests.slurm.jobs import Figures, Place, figures
+from tests.slurm.jobs import Figures, Place, metrics
 
 SHORTENED = Path(__file__).parent / "shortened.yaml"
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -48,7 +48,7 @@ def local_run(place: Place) -> Callable[[str], Figures]:
         if text not in known:
             config = place.config(f"local-{len(known)}", text)
             place.nemorl("train", config.name)
-            known[text] = figures(place.folder / "runs" / config.stem)
+            known[text] = metrics(place.folder / "runs" / config.stem)
         return known[text]
 
     return run

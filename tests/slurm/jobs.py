@@ -40,7 +40,7 @@ def within(seconds: float, reached: Callable[[], bool]) -> bool:
     return done
 
 
-def figures(run_dir: Path) -> Figures:
+def metrics(run_dir: Path) -> Figures:
     """Those of a run, without clocks."""
     return [
         (line.step, line.version, _without_clocks(line)) for line in read_metrics(run_dir / "metrics.jsonl")

@@ -38,8 +38,8 @@ def test_too_many_gpus_name_the_group_that_wants_most() -> None:
     (violation,) = fit_violations(wanted, rooms((64, 8), (64, 8)), "PACK", 8)
 
     assert violation.field == "generation.replicas"
-    assert "18 GPUs are wanted, and the job has 16" in violation.mend
-    assert "wanted: policy 2, generation 16; there: n1 8, n2 8" in violation.mend
+    assert "18 GPUs are wanted, and the job has 16" in violation.fix
+    assert "wanted: policy 2, generation 16; there: n1 8, n2 8" in violation.fix
 
 
 def test_too_many_processes_name_their_field() -> None:
@@ -48,14 +48,14 @@ def test_too_many_processes_name_their_field() -> None:
     )
 
     assert violation.field == "cluster.rollout_workers"
-    assert "9 CPUs are wanted, and the job has 8" in violation.mend
+    assert "9 CPUs are wanted, and the job has 8" in violation.fix
 
 
 def test_a_node_with_fewer_gpus_than_said_is_named() -> None:
     (violation,) = fit_violations(demands("policy", 2, gpus=1), rooms((8, 8), (8, 4)), "PACK", 8)
 
     assert violation.field == "cluster.gpus_per_node"
-    assert "n2 has 4" in violation.mend
+    assert "n2 has 4" in violation.fix
 
 
 def test_cpu_nodes_of_a_heterogeneous_job_need_no_gpus_and_others_do() -> None:
@@ -63,7 +63,7 @@ def test_cpu_nodes_of_a_heterogeneous_job_need_no_gpus_and_others_do() -> None:
 
     assert not list(fit_violations(wanted, rooms((8, 8), (8, 0), part="cpu"), "PACK", 8))
     (violation,) = fit_violations(wanted, rooms((8, 8), (8, 0)), "PACK", 8)
-    assert "n2 has 0" in violation.mend
+    assert "n2 has 0" in violation.fix
 
 
 def test_an_engine_wants_its_gpus_on_one_node() -> None:
@@ -71,7 +71,7 @@ def test_an_engine_wants_its_gpus_on_one_node() -> None:
     (violation,) = fit_violations(demands("generation", 3, gpus=5), rooms((8, 8), (8, 8)), "PACK", 8)
 
     assert violation.field == "generation.replicas"
-    assert "no node has room for one of the generation processes (1 CPUs and 5 GPUs)" in violation.mend
+    assert "no node has room for one of the generation processes (1 CPUs and 5 GPUs)" in violation.fix
 
 
 def test_strict_pack_is_one_node() -> None:
@@ -97,7 +97,7 @@ def test_labels_choose_among_the_nodes() -> None:
     (violation,) = fit_violations(wanted, rooms((8, 8), (2, 0), part="cpu"), "PACK", 8)
 
     assert violation.field == "cluster.rollout_workers"
-    assert "no node with nemorl.io/part=cpu has room" in violation.mend
+    assert "no node with nemorl.io/part=cpu has room" in violation.fix
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_group_with_a_topology_fits_into_one_domain() -> None:
     (violation,) = fit_violations(eight, in_domains("a", "b", "c"), "PACK", 4)
     assert violation.field == "cluster.topology.policy"
     assert violation.value == DOMAIN
-    assert "a has 4 GPUs and 8 CPUs; b has 4" in violation.mend
+    assert "a has 4 GPUs and 8 CPUs; b has 4" in violation.fix
 
 
 def test_a_group_with_a_topology_is_apart_from_the_others() -> None:

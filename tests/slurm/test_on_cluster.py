@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.slurm.jobs import figures
+from tests.slurm.jobs import metrics
 
 APART = """\
 cluster:
@@ -27,7 +27,7 @@ def test_policy_on_one_node_and_generation_on_the_other_as_on_one_machine(place,
     assert job.starts("policy", 2) == ["n1", "n1"]
     assert job.starts("generation", 1) == ["n2"]
     assert job.ends() == "COMPLETED", job.output
-    assert figures(job.run_dir) == local_run("")
+    assert metrics(job.run_dir) == local_run("")
     job.leaves_nothing()
 
 

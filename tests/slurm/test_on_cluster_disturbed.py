@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.slurm.jobs import NODE_LOST, figures, until
+from tests.slurm.jobs import NODE_LOST, metrics, until
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ def test_a_policy_over_both_nodes_as_on_one_machine(place, local_run):
     job = place.submit(place.config("spread", SPREAD), "--nodes", "2")
     assert sorted(job.starts("policy", 2)) == ["n1", "n2"]
     assert job.ends() == "COMPLETED", job.output
-    assert figures(job.run_dir) == local_run("")
+    assert metrics(job.run_dir) == local_run("")
 
 
 def test_rollout_workers_on_nodes_for_cpus(place, local_run):
@@ -27,14 +27,14 @@ def test_rollout_workers_on_nodes_for_cpus(place, local_run):
     assert job.starts("policy", 2) == ["n1", "n1"]
     assert job.starts("rollout", 1) == ["n2"]
     assert job.ends() == "COMPLETED", job.output
-    assert figures(job.run_dir) == local_run("")
+    assert metrics(job.run_dir) == local_run("")
 
 
 def test_a_sweep_runs_its_tasks_beside_each_other(place, local_run):
     """Each on a node of its own; they share the machine and its ports."""
     job = place.submit(place.config("sweep", ""), "--nodes", "1", "--sweep", "policy.optimizer.lr=5e-5,1e-3")
     until(lambda: not place.slurm.run("squeue", "--noheader", "--jobs", job.number), "end of the sweep")
-    found = {run_dir.name: figures(run_dir) for run_dir in sorted(job.run_dir.glob("0*"))}
+    found = {run_dir.name: metrics(run_dir) for run_dir in sorted(job.run_dir.glob("0*"))}
     assert list(found) == ["00_lr=5e-5", "01_lr=1e-3"]
     assert found["00_lr=5e-5"] == local_run("")
     assert found["01_lr=1e-3"] == local_run("policy: {optimizer: {lr: 1e-3}}")
@@ -50,7 +50,7 @@ def test_pre_empted_it_is_queued_again_and_learns_the_same(place, local_run, par
     job.is_queued_again()
     assert job.ends() == "COMPLETED", job.output
     assert job.restarts == 1
-    assert figures(job.run_dir) == local_run(LONGER)
+    assert metrics(job.run_dir) == local_run(LONGER)
 
 
 def test_the_daemon_of_a_node_is_killed(place, local_run):
@@ -65,7 +65,7 @@ def test_the_daemon_of_a_node_is_killed(place, local_run):
         place.slurm.revive()
     assert job.ends() == "COMPLETED", job.output
     assert NODE_LOST.search(job.output), job.output
-    assert figures(job.run_dir) == local_run(LONGEST)
+    assert metrics(job.run_dir) == local_run(LONGEST)
 
 
 def test_ray_dies_on_a_node(place, local_run):
@@ -75,7 +75,7 @@ def test_ray_dies_on_a_node(place, local_run):
     job.is_queued_again()
     assert job.ends() == "COMPLETED", job.output
     assert "node n2 is lost: Ray ended there" in job.output
-    assert figures(job.run_dir) == local_run(LONGER)
+    assert metrics(job.run_dir) == local_run(LONGER)
 
 
 def test_before_the_time_limit_it_saves_and_goes_on_in_the_next_start(place, local_run):
@@ -86,4 +86,4 @@ def test_before_the_time_limit_it_saves_and_goes_on_in_the_next_start(place, loc
     job.may_run(60)
     assert job.ends() == "COMPLETED", job.output
     assert "stopped before the time limit" in job.output
-    assert figures(job.run_dir) == local_run(LONGEST)
+    assert metrics(job.run_dir) == local_run(LONGEST)

@@ -65,7 +65,7 @@ def test_memory_is_that_of_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = violations(tmp_path, cards(4, 4, gigabytes=0))
 
     assert set(found) == {"policy.layout", "generation.replicas"}
-    assert "the Card 1 has 0.0 GB" in found["policy.layout"].mend
+    assert "the Card 1 has 0.0 GB" in found["policy.layout"].fix
 
 
 def test_threads_and_rooms_are_those_of_the_nodes(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_threads_and_rooms_are_those_of_the_nodes(tmp_path: Path) -> None:
     )
 
     assert set(found) == {"cluster.rollout_workers", "cluster.policy_threads"}
-    assert "a node of the job has 2 cores" in found["cluster.policy_threads"].mend
+    assert "a node of the job has 2 cores" in found["cluster.policy_threads"].fix
 
 
 def test_the_endpoint_is_on_the_head(tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ def test_the_endpoint_is_on_the_head(tmp_path: Path) -> None:
 
     assert set(found) == {"policy.layout"}
     problem = "no node with nemorl.io/node=n1 has room for one of the endpoint processes (1 CPUs)"
-    assert problem in found["policy.layout"].mend
+    assert problem in found["policy.layout"].fix
     assert not violations(tmp_path / "two", cards(0, 0, cores=4), *words[1:])

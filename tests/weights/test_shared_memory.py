@@ -62,10 +62,10 @@ def shared_kilobytes(rank: Remote) -> int:
 @pytest.mark.parametrize("engine", [torch.float32, torch.bfloat16], indirect=True)
 def test_weights_cross_processes_bit_for_bit(policy: list[Remote], engine: Remote) -> None:
     named = shared_files()
-    hand_over = exchange(policy, engine)
+    update_weights = exchange(policy, engine)
     for seed in (1, 2):
         train(policy, seed)
-        stats = hand_over.refit(version=seed)
+        stats = update_weights.refit(version=seed)
         version, weights = engine.call("state")
         assert version == seed
         for name, tensor in model(seed).items():
@@ -76,13 +76,13 @@ def test_weights_cross_processes_bit_for_bit(policy: list[Remote], engine: Remot
 
 
 def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(policy: list[Remote], engine: Remote) -> None:
-    hand_over = exchange(policy, engine, deadline_seconds=60.0)
+    update_weights = exchange(policy, engine, deadline_seconds=60.0)
     train(policy, seed=1)
-    hand_over.refit(1)
+    update_weights.refit(1)
     before = shared_files()
     engine.call("die_at_bucket", 3)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
-        hand_over.refit(2)
+        update_weights.refit(2)
     said = [str(caught.value), *caught.value.__notes__]
     assert any("generation rank 0 closed its connection" in line for line in said), said
     assert shared_files() == before
@@ -92,13 +92,13 @@ def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(policy: list[Remo
 def test_a_killed_sender_is_named_at_once_and_the_old_version_stays(engine: Remote) -> None:
     policy = [Remote(functools.partial(PolicySide, PolicyRank(TP2, rank))) for rank in range(2)]
     try:
-        hand_over = exchange(policy, engine)
+        update_weights = exchange(policy, engine)
         train(policy, seed=1)
-        hand_over.refit(1)
+        update_weights.refit(1)
         policy[1].process.kill()
         policy[1].process.join()
         with pytest.raises(WorkerGone, match="ended during exchange"):
-            hand_over.refit(2)
+            update_weights.refit(2)
         version, weights = engine.call("state")
         assert version == 1
         assert torch.equal(weights["model.norm.weight"], model(1)["model.norm.weight"])

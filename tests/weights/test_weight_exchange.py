@@ -367,7 +367,7 @@ def test_messages_survive_json() -> None:
     for message in (
         receiver.describe(),
         receiver._part,
-        RefitSession(3, "gloo", "127.0.0.1:29", 1.5, meeting=2),
+        RefitSession(3, "gloo", "127.0.0.1:29", 1.5, rendezvous=2),
         ReceiveReport({"w": 2**64 - 1}, 12),
     ):
         adapter = TypeAdapter(type(message))

@@ -24,7 +24,7 @@ class DistillationLossBase(Config):
         return None
 
     @property
-    def figures(self) -> frozenset[str]:
+    def metrics(self) -> frozenset[str]:
         """What is measured of it."""
         raise NotImplementedError
 
@@ -35,7 +35,7 @@ class ReverseKlLossConfig(DistillationLossBase):
     name: Literal["reverse_kl"] = "reverse_kl"
 
     @property
-    def figures(self) -> frozenset[str]:
+    def metrics(self) -> frozenset[str]:
         """The estimate."""
         return frozenset({"distillation/reverse_kl"})
 
@@ -54,7 +54,7 @@ class TopLossBase(DistillationLossBase):
         return self.tokens
 
     @property
-    def figures(self) -> frozenset[str]:
+    def metrics(self) -> frozenset[str]:
         """Divergence, the share of the teacher's probability that is looked at, and the loss."""
         return frozenset({"distillation/forward_kl", "distillation/covered"})
 
@@ -76,9 +76,9 @@ class JsdLossConfig(TopLossBase):
     """Divided by `beta (1 - beta)` it goes to the forward KL as beta goes to 0, to the reverse for 1."""
 
     @property
-    def figures(self) -> frozenset[str]:
+    def metrics(self) -> frozenset[str]:
         """And itself."""
-        return super().figures | {"distillation/jsd"}
+        return super().metrics | {"distillation/jsd"}
 
 
 TopLossConfig = Annotated[ForwardKlLossConfig | JsdLossConfig, Field(discriminator="name")]

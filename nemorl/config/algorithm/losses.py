@@ -32,7 +32,7 @@ class PolicyLossBase(Config):
     has_ratio: ClassVar[bool] = True  # it compares the policy with the one before the updates
     selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
     whole_sequences: ClassVar[bool] = False  # its formula has one advantage for a sequence
-    figures: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # what it writes beside `loss/policy`
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # what it writes beside `loss/policy`
 
     @property
     def selects_by_entropy(self) -> bool:
@@ -51,7 +51,7 @@ class ClipLossConfig(PolicyLossBase):
     dual_clip: float | None = Field(None, gt=1)
     """Where the advantage is negative, the ratio counts up to this at most (Ye et al. 2020, 1912.09729)."""
 
-    figures: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"clip_fraction/dual"}
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"clip_fraction/dual"}
 
 
 class GspoLossConfig(PolicyLossBase):
@@ -115,7 +115,7 @@ class SapoLossConfig(PolicyLossBase):
     temperature_negative: float = Field(1.05, gt=0)
     """The same elsewhere; larger ones let the gradient fade faster with distance."""
 
-    figures: ClassVar[frozenset[str]] = _RATIO
+    metrics: ClassVar[frozenset[str]] = _RATIO
 
 
 class ReinforceLossConfig(PolicyLossBase):
@@ -124,7 +124,7 @@ class ReinforceLossConfig(PolicyLossBase):
     name: Literal["reinforce"]
 
     has_ratio: ClassVar[bool] = False
-    figures: ClassVar[frozenset[str]] = frozenset()
+    metrics: ClassVar[frozenset[str]] = frozenset()
 
 
 class ClipCovLossConfig(PolicyLossBase):
@@ -143,7 +143,7 @@ class ClipCovLossConfig(PolicyLossBase):
     """Only tokens whose covariance of logprob and advantage is at most this are left out."""
 
     selects_tokens: ClassVar[bool] = True
-    figures: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
 
 
 class KlCovLossConfig(PolicyLossBase):
@@ -156,7 +156,7 @@ class KlCovLossConfig(PolicyLossBase):
     """Weight of their distance from the old policy."""
 
     selects_tokens: ClassVar[bool] = True
-    figures: ClassVar[frozenset[str]] = _RATIO | {"selected_fraction"}
+    metrics: ClassVar[frozenset[str]] = _RATIO | {"selected_fraction"}
 
 
 class CustomLossConfig(PolicyLossBase):
@@ -168,7 +168,7 @@ class CustomLossConfig(PolicyLossBase):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""
 
-    figures: ClassVar[frozenset[str]] = _RATIO
+    metrics: ClassVar[frozenset[str]] = _RATIO
 
 
 PolicyLossConfig = Annotated[

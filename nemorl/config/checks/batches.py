@@ -50,8 +50,8 @@ def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> I
     """Every data-parallel rank takes equally many sequences of every optimizer step."""
     size = policy.layout.data_parallel_size
     if isinstance(algorithm, OfflineBase) and algorithm.batch_size % size:
-        mend = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
-        yield Violation("algorithm.batch_size", algorithm.batch_size, mend)
+        fix = f"policy.layout.data_parallel_size, {size}, must divide it: change one of the two"
+        yield Violation("algorithm.batch_size", algorithm.batch_size, fix)
     if not isinstance(algorithm, OnlineConfig):  # what is picked of samples is filled up
         return
     per_minibatch, rest = divmod(algorithm.trajectories_per_step, algorithm.num_minibatches)
@@ -82,19 +82,19 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 def aggregation_has_its_length(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """One aggregation divides by a fixed length, and only that one."""
     if isinstance(algorithm, SftConfig | DistillationAlgorithm) and algorithm.aggregation == _FIXED_LENGTH:
-        mend = (
+        fix = (
             f"`{algorithm.name}` has no fixed length to divide by: take `seq-mean-token-mean` or `token-mean`"
         )
-        yield Violation("algorithm.aggregation", algorithm.aggregation, mend)
+        yield Violation("algorithm.aggregation", algorithm.aggregation, fix)
     if not isinstance(algorithm, OnlineConfig):
         return
     loss = algorithm.loss
     if loss.aggregation == _FIXED_LENGTH and loss.aggregation_length is None:
-        mend = f"`{_FIXED_LENGTH}` divides by this length: give it, such as generation.max_new_tokens"
-        yield Violation("algorithm.loss.aggregation_length", ABSENT, mend)
+        fix = f"`{_FIXED_LENGTH}` divides by this length: give it, such as generation.max_new_tokens"
+        yield Violation("algorithm.loss.aggregation_length", ABSENT, fix)
     if loss.aggregation != _FIXED_LENGTH and loss.aggregation_length is not None:
-        mend = f"`{loss.aggregation}` does not use it: remove it, or take the aggregation `{_FIXED_LENGTH}`"
-        yield Violation("algorithm.loss.aggregation_length", loss.aggregation_length, mend)
+        fix = f"`{loss.aggregation}` does not use it: remove it, or take the aggregation `{_FIXED_LENGTH}`"
+        yield Violation("algorithm.loss.aggregation_length", loss.aggregation_length, fix)
 
 
 def _trajectories(algorithm: OnlineConfig) -> str:

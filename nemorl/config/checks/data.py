@@ -21,7 +21,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Violation
 
-from .metrics import figures
+from .metrics import metrics
 
 
 def template_holds_prompt(data: DataConfig) -> Iterator[Violation]:
@@ -38,11 +38,11 @@ def chat_parts_want_chat(data: DataConfig, policy: PolicyConfig) -> Iterator[Vio
     """Plain text has no messages and no template."""
     if data.chat:
         return
-    mend = "data.chat is false, so prompts are plain text: remove this, or set data.chat to true"
+    fix = "data.chat is false, so prompts are plain text: remove this, or set data.chat to true"
     if data.system_prompt is not None:
-        yield Violation("data.system_prompt", data.system_prompt, mend)
+        yield Violation("data.system_prompt", data.system_prompt, fix)
     if policy.tokenizer.chat_template is not None:
-        yield Violation("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), mend)
+        yield Violation("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
 
 
 def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
@@ -68,8 +68,8 @@ def slips_are_wrong(data: DataConfig) -> Iterator[Violation]:
         around = 2 * 10**dataset.digits
         for place, slip in enumerate(dataset.slips):
             if slip % around == 0:
-                mend = f"an answer off by that is right, since answers go round at {around}: take another"
-                yield Violation(f"{path}.slips.{place}", slip, mend)
+                fix = f"an answer off by that is right, since answers go round at {around}: take another"
+                yield Violation(f"{path}.slips.{place}", slip, fix)
 
 
 def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -79,8 +79,8 @@ def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[V
         and isinstance(data.train, JsonlDataset)
         and data.train.answer_key is None
     ):
-        mend = "SFT learns the answers: name the key that holds them"
-        yield Violation("data.train.answer_key", None, mend)
+        fix = "SFT learns the answers: name the key that holds them"
+        yield Violation("data.train.answer_key", None, fix)
 
 
 def answers_to_compare(env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -89,8 +89,8 @@ def answers_to_compare(env: EnvConfig, data: DataConfig, algorithm: AlgorithmCon
         return
     for path, dataset in acted_on(data, algorithm):
         if isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
-            mend = f"the environment `{env.name}` compares with the task's answer: name the key that holds it"
-            yield Violation(f"{path}.answer_key", None, mend)
+            fix = f"the environment `{env.name}` compares with the task's answer: name the key that holds it"
+            yield Violation(f"{path}.answer_key", None, fix)
 
 
 def reasoning_gym_belongs_together(
@@ -101,8 +101,8 @@ def reasoning_gym_belongs_together(
         return
     for path, dataset in acted_on(data, algorithm):
         if not isinstance(dataset, ReasoningGymDataset):
-            mend = "the environment `reasoning_gym` scores tasks of `reasoning_gym` datasets only: change one"
-            yield Violation(f"{path}.name", dataset.name, mend)
+            fix = "the environment `reasoning_gym` scores tasks of `reasoning_gym` datasets only: change one"
+            yield Violation(f"{path}.name", dataset.name, fix)
 
 
 def chained_sums_begin_with_one(
@@ -113,8 +113,8 @@ def chained_sums_begin_with_one(
         return
     for path, dataset in acted_on(data, algorithm):
         if not isinstance(dataset, ArithmeticDataset):
-            mend = "the environment `chained_sums` goes on from `arithmetic` datasets only: change one"
-            yield Violation(f"{path}.name", dataset.name, mend)
+            fix = "the environment `chained_sums` goes on from `arithmetic` datasets only: change one"
+            yield Violation(f"{path}.name", dataset.name, fix)
 
 
 def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
@@ -122,8 +122,8 @@ def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
     train_file = getattr(data.train, "path", None)
     for path, dataset in held_out(data):
         if train_file is not None and train_file == getattr(dataset, "path", None):
-            mend = "training reads the same file: take another"
-            yield Violation(f"{path}.path", str(train_file), mend)
+            fix = "training reads the same file: take another"
+            yield Violation(f"{path}.path", str(train_file), fix)
         match data.train, dataset:
             case ArithmeticDataset() as train, ArithmeticDataset() as other if train.digits == other.digits:
                 yield from _shared_sums(train, other, path)
@@ -134,16 +134,16 @@ def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
 def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, path: str) -> Iterator[Violation]:
     """One seed is one order of all pairs; two orders share tasks wherever they are cut."""
     if train.seed != held_out.seed:
-        mend = (
+        fix = (
             "another order of the same pairs shares tasks with training: take the seed of data.train, "
             f"{train.seed}, and an offset"
         )
-        yield Violation(f"{path}.seed", held_out.seed, mend)
+        yield Violation(f"{path}.seed", held_out.seed, fix)
         return
     end = train.offset + train.size
     if held_out.offset < end and train.offset < held_out.offset + held_out.size:
-        mend = f"training takes tasks {train.offset} to {end - 1} of the same order: begin at {end}"
-        yield Violation(f"{path}.offset", held_out.offset, mend)
+        fix = f"training takes tasks {train.offset} to {end - 1} of the same order: begin at {end}"
+        yield Violation(f"{path}.offset", held_out.offset, fix)
 
 
 def _shared_puzzles(
@@ -154,11 +154,11 @@ def _shared_puzzles(
         return
     end = train.seed + train.size
     if held_out.seed < end and train.seed < held_out.seed + held_out.size:
-        mend = (
+        fix = (
             f"task i is made from seed + i, and training takes {train.seed} to {end - 1}: take {end} or more "
             "to share no task"
         )
-        yield Violation(f"{path}.seed", held_out.seed, mend)
+        yield Violation(f"{path}.seed", held_out.seed, fix)
 
 
 _WITH_CHECKS_OF_THEIR_OWN = {"metric", "higher_is_better", "save_hf"}
@@ -168,8 +168,8 @@ def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterato
     """A validation needs tasks. The other way round is fine: `nemorl eval` uses them."""
     sampled = bool(data.validation_sets) and algorithm.generates
     if algorithm.validation.scheduled and data.validation is None and not sampled:
-        mend = "algorithm.validation asks for it: name a dataset, or take period, at_start and at_end away"
-        yield Violation("data.validation", ABSENT, mend)
+        fix = "algorithm.validation asks for it: name a dataset, or take period, at_start and at_end away"
+        yield Violation("data.validation", ABSENT, fix)
 
 
 def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -177,8 +177,8 @@ def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Viola
     wanted, dataset = algorithm.validation.num_prompts, data.validation
     size = getattr(dataset, "size", None)  # files have as many as they have
     if wanted is not None and size is not None and wanted > size:
-        mend = f"data.validation has {size} tasks: lower this, or raise data.validation.size"
-        yield Violation("algorithm.validation.num_prompts", wanted, mend)
+        fix = f"data.validation has {size} tasks: lower this, or raise data.validation.size"
+        yield Violation("algorithm.validation.num_prompts", wanted, fix)
 
 
 def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -199,25 +199,25 @@ def _too_large(validation: ValidationConfig, field: str, ks: Sequence[int], what
     samples = validation.num_generations_per_prompt
     for k in ks:
         if k > samples:
-            mend = (
+            fix = (
                 f"{what.format(k=k)}, and there are {samples}: raise "
                 "algorithm.validation.num_generations_per_prompt, or leave this k out"
             )
-            yield Violation(f"algorithm.validation.{field}", list(ks), mend)
+            yield Violation(f"algorithm.validation.{field}", list(ks), fix)
 
 
 def sets_are_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Further sets have no loss of their own: they are there to be sampled."""
     if data.validation_sets and algorithm.validation.scheduled and not algorithm.generates:
-        mend = f"`{algorithm.name}` samples nothing here: remove this, or set algorithm.validation.generate"
-        yield Violation("data.validation_sets", sorted(data.validation_sets), mend)
+        fix = f"`{algorithm.name}` samples nothing here: remove this, or set algorithm.validation.generate"
+        yield Violation("data.validation_sets", sorted(data.validation_sets), fix)
 
 
 def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
     """The Hugging Face folder is made of the last checkpoint."""
     if checkpointing.save_hf and not checkpointing.enabled:
-        mend = "the folder is made from the last checkpoint: set checkpointing.enabled to true"
-        yield Violation("checkpointing.save_hf", True, mend)
+        fix = "the folder is made from the last checkpoint: set checkpointing.enabled to true"
+        yield Violation("checkpointing.save_hf", True, fix)
 
 
 def best_checkpoint_is_measured(
@@ -231,14 +231,14 @@ def best_checkpoint_is_measured(
     metric = checkpointing.metric
     if metric is None:
         if not checkpointing.higher_is_better:
-            mend = "it belongs to checkpointing.metric, which is not given: give it, or remove this"
-            yield Violation("checkpointing.higher_is_better", False, mend)
+            fix = "it belongs to checkpointing.metric, which is not given: give it, or remove this"
+            yield Violation("checkpointing.higher_is_better", False, fix)
         return
     if not checkpointing.enabled:
-        mend = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
-        yield Violation("checkpointing.metric", metric, mend)
+        fix = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
+        yield Violation("checkpointing.metric", metric, fix)
         return
-    yield from _is_measured("checkpointing.metric", metric, algorithm, figures(algorithm, env, rewards, data))
+    yield from _is_measured("checkpointing.metric", metric, algorithm, metrics(algorithm, env, rewards, data))
 
 
 def early_stop_is_measured(
@@ -246,7 +246,7 @@ def early_stop_is_measured(
 ) -> Iterator[Violation]:
     """What ends a run is a figure that the run has."""
     if algorithm.early_stop is not None:
-        known = figures(algorithm, env, rewards, data)
+        known = metrics(algorithm, env, rewards, data)
         yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
 
 
@@ -254,12 +254,12 @@ def _is_measured(
     field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]
 ) -> Iterator[Violation]:
     if metric.startswith("validation/") and algorithm.validation.period is None:
-        mend = "it is measured by validation only: give algorithm.validation.period"
-        yield Violation(field, metric, mend)
+        fix = "it is measured by validation only: give algorithm.validation.period"
+        yield Violation(field, metric, fix)
     elif metric not in known:
         close = difflib.get_close_matches(metric, known, n=1)
-        mend = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(known))}"
-        yield Violation(field, metric, f"the run has no such figure: {mend}")
+        fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(known))}"
+        yield Violation(field, metric, f"the run has no such figure: {fix}")
 
 
 def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
@@ -269,5 +269,5 @@ def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Viol
     for name in sorted(CheckpointingConfig.model_fields.keys() - {"enabled", *_WITH_CHECKS_OF_THEIR_OWN}):
         value = getattr(checkpointing, name)
         if value != CheckpointingConfig.model_fields[name].default:
-            mend = "checkpointing.enabled is false, so no checkpoint is written: remove one of the two"
-            yield Violation(f"checkpointing.{name}", value, mend)
+            fix = "checkpointing.enabled is false, so no checkpoint is written: remove one of the two"
+            yield Violation(f"checkpointing.{name}", value, fix)

@@ -54,8 +54,8 @@ def vllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]
     """What a field of ours decides is not given twice."""
     if isinstance(generation, VllmGenerationConfig):
         for name in sorted(VLLM_OWN_ARGUMENTS & generation.vllm_kwargs.keys()):
-            mend = "this follows from other fields of the experiment (docs/vllm.md): leave it out"
-            yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], mend)
+            fix = "this follows from other fields of the experiment (docs/vllm.md): leave it out"
+            yield Violation(f"generation.vllm_kwargs.{name}", generation.vllm_kwargs[name], fix)
 
 
 def vllm_stages_want_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
@@ -63,8 +63,8 @@ def vllm_stages_want_gpus(generation: GenerationConfig, cluster: ClusterConfig) 
     if not isinstance(generation, VllmGenerationConfig) or cluster.gpus_per_node:
         return
     if generation.pipeline_parallel_size > 1:
-        mend = "vLLM's pipeline stages fail on a CPU: set it to 1, and use tensor_parallel_size"
-        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, mend)
+        fix = "vLLM's pipeline stages fail on a CPU: set it to 1, and use tensor_parallel_size"
+        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
 
 
 def vllm_reads_prompts_whole(
@@ -75,8 +75,8 @@ def vllm_reads_prompts_whole(
         return
     tokens, length = generation.max_num_batched_tokens, policy.max_sequence_length
     if tokens is not None and tokens < length:
-        mend = f"on a CPU prompts are read whole: give it policy.max_sequence_length, {length}, or more"
-        yield Violation("generation.max_num_batched_tokens", tokens, mend)
+        fix = f"on a CPU prompts are read whole: give it policy.max_sequence_length, {length}, or more"
+        yield Violation("generation.max_num_batched_tokens", tokens, fix)
 
 
 def vllm_quantises_by_reload(generation: GenerationConfig) -> Iterator[Violation]:
@@ -84,8 +84,8 @@ def vllm_quantises_by_reload(generation: GenerationConfig) -> Iterator[Violation
     if not isinstance(generation, VllmGenerationConfig) or generation.quantization is None:
         return
     if generation.update not in ("auto", "reload") and generation.adapters == "merged":
-        mend = "generation.quantization is set, and vLLM's loader makes such weights: set it to reload"
-        yield Violation("generation.update", generation.update, mend)
+        fix = "generation.quantization is set, and vLLM's loader makes such weights: set it to reload"
+        yield Violation("generation.update", generation.update, fix)
 
 
 def vllm_computes_adapters(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
@@ -93,14 +93,14 @@ def vllm_computes_adapters(generation: GenerationConfig, policy: PolicyConfig) -
     if not isinstance(generation, VllmGenerationConfig) or generation.adapters == "merged":
         return
     if policy.lora is None:
-        mend = "policy.lora is null, and whole weights are trained: set it to merged, or train adapters"
-        yield Violation("generation.adapters", generation.adapters, mend)
+        fix = "policy.lora is null, and whole weights are trained: set it to merged, or train adapters"
+        yield Violation("generation.adapters", generation.adapters, fix)
     elif policy.lora.rank > ADAPTER_RANKS[-1]:
-        mend = f"vLLM takes at most {ADAPTER_RANKS[-1]}: lower it, or set generation.adapters to merged"
-        yield Violation("policy.lora.rank", policy.lora.rank, mend)
+        fix = f"vLLM takes at most {ADAPTER_RANKS[-1]}: lower it, or set generation.adapters to merged"
+        yield Violation("policy.lora.rank", policy.lora.rank, fix)
     if generation.update not in ("auto", "staged"):
-        mend = "with generation.adapters separate, adapters arrive beside those in use: leave it out"
-        yield Violation("generation.update", generation.update, mend)
+        fix = "with generation.adapters separate, adapters arrive beside those in use: leave it out"
+        yield Violation("generation.update", generation.update, fix)
 
 
 def vllm_takes_turns(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -108,8 +108,8 @@ def vllm_takes_turns(generation: GenerationConfig, algorithm: AlgorithmConfig) -
     if not isinstance(generation, VllmGenerationConfig) or not generation.colocated:
         return
     if isinstance(algorithm, OnlineBase) and algorithm.max_staleness:
-        mend = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
-        yield Violation("generation.colocated", True, mend)
+        fix = "with algorithm.max_staleness engines sample while the policy trains: set it to false"
+        yield Violation("generation.colocated", True, fix)
 
 
 def vllm_shares_gpus(
@@ -139,21 +139,21 @@ def vllm_shares_gpus(
             stay |= _offloads(f"rewards.{place}", reward, ("weights",))
     for field, leaves in stay.items():
         if not leaves:
-            mend = "generation.colocated is true, and engines need the memory that this takes: set it to true"
-            yield Violation(field, False, mend)
+            fix = "generation.colocated is true, and engines need the memory that this takes: set it to true"
+            yield Violation(field, False, fix)
     ranks, there = generation.ranks_per_replica, policy.layout.world_size
     if generation.replicas * ranks > there:
-        mend = (
+        fix = (
             f"with generation.colocated, engines of {ranks} GPU{'s' * (ranks > 1)} share those of the "
             f"{there} policy processes: take no more than {there // ranks}"
             if ranks <= there
             else f"an engine of {ranks} GPUs cannot share those of the {there} policy processes: lower "
             "generation.tensor_parallel_size or pipeline_parallel_size, or set generation.colocated to false"
         )
-        yield Violation("generation.replicas", generation.replicas, mend)
+        yield Violation("generation.replicas", generation.replicas, fix)
     if generation.transport == "nccl":
-        mend = "NCCL connects no two processes of one GPU, as generation.colocated has them: set this to auto"
-        yield Violation("generation.transport", "nccl", mend)
+        fix = "NCCL connects no two processes of one GPU, as generation.colocated has them: set this to auto"
+        yield Violation("generation.transport", "nccl", fix)
 
 
 def _offloads(name: str, model: ModelGroupConfig | None, parts: Iterable[str]) -> dict[str, bool]:
@@ -168,8 +168,8 @@ def vllm_quantises_on_gpus(generation: GenerationConfig, cluster: ClusterConfig)
     if not isinstance(generation, VllmGenerationConfig) or generation.quantization is None:
         return
     if cluster.gpus_per_node == 0:
-        mend = "quantising while loading wants GPUs, and cluster.gpus_per_node is 0: leave it out"
-        yield Violation("generation.quantization", generation.quantization, mend)
+        fix = "quantising while loading wants GPUs, and cluster.gpus_per_node is 0: leave it out"
+        yield Violation("generation.quantization", generation.quantization, fix)
 
 
 # Arguments of AsyncLLM that follow from other fields.
@@ -194,8 +194,8 @@ TRTLLM_OWN_ARGUMENTS = frozenset(
 def trtllm_wants_gpus(cluster: ClusterConfig, generation: GenerationConfig) -> Iterator[Violation]:
     """It has no CPU path."""
     if isinstance(generation, TrtllmGenerationConfig) and cluster.gpus_per_node == 0:
-        mend = "TensorRT-LLM computes on GPUs only, and cluster.gpus_per_node is 0: take torch or vllm"
-        yield Violation("generation.backend", generation.backend, mend)
+        fix = "TensorRT-LLM computes on GPUs only, and cluster.gpus_per_node is 0: take torch or vllm"
+        yield Violation("generation.backend", generation.backend, fix)
 
 
 def trtllm_step_holds_prompt(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
@@ -234,28 +234,26 @@ def trtllm_updates_in_flight(generation: GenerationConfig) -> Iterator[Violation
         return
     if not generation.in_flight_updates:
         if generation.recompute_kv_cache:
-            mend = "nothing is in flight at an update: set it to false, or in_flight_updates to true"
-            yield Violation("generation.recompute_kv_cache", True, mend)
+            fix = "nothing is in flight at an update: set it to false, or in_flight_updates to true"
+            yield Violation("generation.recompute_kv_cache", True, fix)
         return
     if generation.pipeline_parallel_size > 1:
-        mend = (
-            "stages hold micro-batches between two steps, whose tokens have no one version: set it to false"
-        )
-        yield Violation("generation.in_flight_updates", True, mend)
+        fix = "stages hold micro-batches between two steps, whose tokens have no one version: set it to false"
+        yield Violation("generation.in_flight_updates", True, fix)
     if generation.prefix_caching and not generation.recompute_kv_cache:
-        mend = (
+        fix = (
             "sequences that end after an update leave cache of the old weights for others to reuse: set "
             "it to false, or recompute_kv_cache to true"
         )
-        yield Violation("generation.prefix_caching", True, mend)
+        yield Violation("generation.prefix_caching", True, fix)
 
 
 def trtllm_arguments_are_free(generation: GenerationConfig) -> Iterator[Violation]:
     """What a field of ours decides is not given twice."""
     if isinstance(generation, TrtllmGenerationConfig):
         for name in sorted(TRTLLM_OWN_ARGUMENTS & generation.trtllm_kwargs.keys()):
-            mend = "this follows from other fields of the experiment (docs/trtllm.md): leave it out"
-            yield Violation(f"generation.trtllm_kwargs.{name}", generation.trtllm_kwargs[name], mend)
+            fix = "this follows from other fields of the experiment (docs/trtllm.md): leave it out"
+            yield Violation(f"generation.trtllm_kwargs.{name}", generation.trtllm_kwargs[name], fix)
 
 
 _OR = "or take another generation.backend"
@@ -267,16 +265,14 @@ def policy_can_sample(policy: PolicyConfig, generation: GenerationConfig) -> Ite
         return
     layout, field = policy.layout, "policy.layout"
     if layout.context_parallel_size > 1:
-        mend = f"generation.backend megatron decodes whole sequences on each process: set it to 1, {_OR}"
-        yield Violation(f"{field}.context_parallel_size", layout.context_parallel_size, mend)
+        fix = f"generation.backend megatron decodes whole sequences on each process: set it to 1, {_OR}"
+        yield Violation(f"{field}.context_parallel_size", layout.context_parallel_size, fix)
     if layout.virtual_pipeline_parallel_size > 1:
-        mend = f"generation.backend megatron decodes with one run of layers a stage: set it to 1, {_OR}"
-        yield Violation(
-            f"{field}.virtual_pipeline_parallel_size", layout.virtual_pipeline_parallel_size, mend
-        )
+        fix = f"generation.backend megatron decodes with one run of layers a stage: set it to 1, {_OR}"
+        yield Violation(f"{field}.virtual_pipeline_parallel_size", layout.virtual_pipeline_parallel_size, fix)
     if policy.offload.weights:
-        mend = f"generation.backend is megatron, which samples with these weights: set it to false, {_OR}"
-        yield Violation("policy.offload.weights", True, mend)
+        fix = f"generation.backend is megatron, which samples with these weights: set it to false, {_OR}"
+        yield Violation("policy.offload.weights", True, fix)
 
 
 def policy_samples_as_it_is(policy: PolicyConfig, generation: GenerationConfig) -> Iterator[Violation]:
@@ -306,11 +302,11 @@ def samples_can_be_learnt(algorithm: AlgorithmConfig, generation: GenerationConf
     if not isinstance(generation, OpenAIGenerationConfig) or generation.token_ids:
         return
     if algorithm.online:
-        mend = (
+        fix = (
             "samples that come as text alone cannot be learnt from: take a server that returns token ids and "
             "logprobs (vLLM's, `nemorl serve`) and set it to true, or use this one with `nemorl eval`"
         )
-        yield Violation("generation.token_ids", False, mend)
+        yield Violation("generation.token_ids", False, fix)
 
 
 def servers_are_used_as_they_are(generation: GenerationConfig) -> Iterator[Violation]:
@@ -333,18 +329,18 @@ def server_address_is_whole(generation: GenerationConfig) -> Iterator[Violation]
     """Requests go to paths below it."""
     if not isinstance(generation, OpenAIGenerationConfig):
         return
-    url, mend = generation.base_url, None
+    url, fix = generation.base_url, None
     whole = url.startswith(("http://", "https://")) and generation.host and not re.search(r"\s", url)
     if not whole:
-        mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
+        fix = "an address such as http://127.0.0.1:8000/v1 is wanted"
     elif not urlsplit(url).path.strip("/"):
-        mend = (
+        fix = (
             f"requests would go to {url.rstrip('/')}/completions, which servers do not know: end it with /v1"
         )
     elif url.rstrip("/").endswith("/completions"):
-        mend = "/completions is added to it with each request: let it end with /v1"
-    if mend is not None:
-        yield Violation("generation.base_url", url, mend)
+        fix = "/completions is added to it with each request: let it end with /v1"
+    if fix is not None:
+        yield Violation("generation.base_url", url, fix)
 
 
 def servers_are_reached_from_all_nodes(
@@ -367,11 +363,11 @@ def servers_are_reached_from_all_nodes(
             asked[f"rewards.{place}.url"] = reward.url
     for field, url in asked.items():
         if is_loopback(_host(url)):
-            mend = (
+            fix = (
                 f"cluster.num_nodes is {cluster.num_nodes}, and on each of them this address is another "
                 "machine: name the one by which all reach the server"
             )
-            yield Violation(field, url, mend)
+            yield Violation(field, url, fix)
 
 
 def _host(url: str) -> str:
@@ -385,8 +381,8 @@ def endpoint_has_a_key(generation: GenerationConfig) -> Iterator[Violation]:
     """Who is reached from other machines does not make up the key."""
     endpoint = generation.endpoint
     if endpoint is not None and not endpoint.on_this_machine_only and endpoint.api_key_env is None:
-        mend = (
+        fix = (
             "other machines reach this address, so the key must be yours: name its environment variable in "
             "generation.endpoint.api_key_env, or listen on 127.0.0.1"
         )
-        yield Violation("generation.endpoint.host", endpoint.host, mend)
+        yield Violation("generation.endpoint.host", endpoint.host, fix)

@@ -54,20 +54,20 @@ def divergence_has_a_gradient(algorithm: AlgorithmConfig) -> Iterator[Violation]
     kl = algorithm.kl
     has_gradient = kl.straight_through or kl.importance_weighted
     if kl.placement == "loss" and kl.estimator == "k1" and not has_gradient:
-        mend = (
+        fix = (
             "in the loss k1 has no gradient but noise: take k2 or k3, set algorithm.kl.straight_through to "
             "true, or take algorithm.kl.placement `reward`"
         )
-        yield Violation("algorithm.kl.estimator", kl.estimator, mend)
+        yield Violation("algorithm.kl.estimator", kl.estimator, fix)
     if kl.placement == "reward" and kl.estimator != "k1":
-        mend = (
+        fix = (
             "in the reward only k1 pulls towards the reference, others have next to no gradient near it: "
             "take k1, or algorithm.kl.placement `loss`"
         )
-        yield Violation("algorithm.kl.estimator", kl.estimator, mend)
+        yield Violation("algorithm.kl.estimator", kl.estimator, fix)
     if kl.straight_through and kl.estimator == "k2":
-        mend = "k2 has this gradient already: remove it, or take the value of k1 or k3"
-        yield Violation("algorithm.kl.straight_through", True, mend)
+        fix = "k2 has this gradient already: remove it, or take the value of k1 or k3"
+        yield Violation("algorithm.kl.straight_through", True, fix)
 
 
 def divergence_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -81,11 +81,11 @@ def divergence_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violati
         if value == of_preset.get(name, KLConfig.model_fields[name].default):
             continue
         if kl.coefficient == 0:
-            mend = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
-            yield Violation(f"algorithm.kl.{name}", value, mend)
+            fix = "algorithm.kl.coefficient is 0, so nothing is estimated: raise it, or remove this"
+            yield Violation(f"algorithm.kl.{name}", value, fix)
         elif kl.placement == "reward" and name in _IN_LOSS:
-            mend = "a reward has no gradient: take algorithm.kl.placement `loss`, or remove this"
-            yield Violation(f"algorithm.kl.{name}", value, mend)
+            fix = "a reward has no gradient: take algorithm.kl.placement `loss`, or remove this"
+            yield Violation(f"algorithm.kl.{name}", value, fix)
 
 
 def loss_can_act(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -94,15 +94,15 @@ def loss_can_act(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         return
     loss = algorithm.loss
     if isinstance(loss, ClipCovLossConfig) and loss.covariance_low >= loss.covariance_high:
-        mend = f"it must be less than algorithm.loss.covariance_high, {loss.covariance_high:g}"
-        yield Violation("algorithm.loss.covariance_low", loss.covariance_low, mend)
+        fix = f"it must be less than algorithm.loss.covariance_high, {loss.covariance_high:g}"
+        yield Violation("algorithm.loss.covariance_low", loss.covariance_low, fix)
     held = isinstance(loss, KlCovLossConfig) and algorithm.correction.form == "decoupled"
     if held and algorithm.updates_per_step == 1:
-        mend = (
+        fix = (
             "kl_cov holds tokens near the policy before the first update of a step, which a single update "
             "does not leave: take 2 or more"
         )
-        yield Violation("algorithm.num_minibatches", algorithm.num_minibatches, mend)
+        yield Violation("algorithm.num_minibatches", algorithm.num_minibatches, fix)
 
 
 def loss_fits_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -110,11 +110,11 @@ def loss_fits_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineConfig) or not algorithm.loss.whole_sequences:
         return
     if algorithm.estimates_tokens or isinstance(algorithm.advantage, TurnAdvantageConfig):
-        mend = (
+        fix = (
             f"its formula has one advantage for a sequence, and `{algorithm.advantage.name}` gives several: "
             "take `gspo_token`, or a loss of tokens such as `clip`"
         )
-        yield Violation("algorithm.loss.name", algorithm.loss.name, mend)
+        yield Violation("algorithm.loss.name", algorithm.loss.name, fix)
 
 
 def likelihood_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -122,8 +122,8 @@ def likelihood_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violati
     if not isinstance(algorithm, OnlineConfig) or algorithm.likelihood.coefficient > 0:
         return
     if algorithm.likelihood.min_reward != LikelihoodConfig().min_reward:
-        mend = "algorithm.likelihood.coefficient is 0, so nothing is imitated: raise it, or remove this"
-        yield Violation("algorithm.likelihood.min_reward", algorithm.likelihood.min_reward, mend)
+        fix = "algorithm.likelihood.coefficient is 0, so nothing is imitated: raise it, or remove this"
+        yield Violation("algorithm.likelihood.min_reward", algorithm.likelihood.min_reward, fix)
 
 
 def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -132,8 +132,8 @@ def entropy_settings_agree(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         return
     entropy = algorithm.entropy
     if isinstance(entropy, AdaptiveEntropyConfig) and entropy.initial > entropy.max_coefficient:
-        mend = f"it must be at most algorithm.entropy.max_coefficient, {entropy.max_coefficient:g}"
-        yield Violation("algorithm.entropy.initial", entropy.initial, mend)
+        fix = f"it must be at most algorithm.entropy.max_coefficient, {entropy.max_coefficient:g}"
+        yield Violation("algorithm.entropy.initial", entropy.initial, fix)
 
 
 def correction_has_bounds(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -143,13 +143,13 @@ def correction_has_bounds(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     correction = algorithm.correction
     low = 0.0 if isinstance(correction, MaskedCorrectionConfig) else correction.low
     if low >= correction.high:
-        mend = f"it must be less than algorithm.correction.high, {correction.high:g}"
-        yield Violation("algorithm.correction.low", low, mend)
+        fix = f"it must be less than algorithm.correction.high, {correction.high:g}"
+        yield Violation("algorithm.correction.low", low, fix)
     elif low > 1:
         yield Violation("algorithm.correction.low", low, "it is at most 1, the weight of a token seen alike")
     elif correction.high < 1:
-        mend = "it is at least 1, the weight of a token seen alike"
-        yield Violation("algorithm.correction.high", correction.high, mend)
+        fix = "it is at least 1, the weight of a token seen alike"
+        yield Violation("algorithm.correction.high", correction.high, fix)
 
 
 def correction_fits_the_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -158,16 +158,16 @@ def correction_fits_the_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         return
     correction, loss = algorithm.correction, algorithm.loss
     if isinstance(correction, TruncatedCorrectionConfig) and loss.has_ratio:
-        mend = (
+        fix = (
             f"the bypass form takes the ratio of `{loss.name}` against the engine, which weighs each token "
             "already: take `mis` or `icepop`, which then only leave out, or algorithm.correction.form "
             "`decoupled`"
         )
-        yield Violation("algorithm.correction.name", correction.name, mend)
+        yield Violation("algorithm.correction.name", correction.name, fix)
     masks = correction.sequence_mask is not None or correction.off_policy_threshold is not None
     if isinstance(correction, NoCorrectionConfig) and not loss.has_ratio and not masks:
-        mend = f"`{loss.name}` has no ratio, so nothing is taken against the engine: remove it, or take `tis`"
-        yield Violation("algorithm.correction.form", correction.form, mend)
+        fix = f"`{loss.name}` has no ratio, so nothing is taken against the engine: remove it, or take `tis`"
+        yield Violation("algorithm.correction.form", correction.form, fix)
 
 
 def divisor_differs(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -176,17 +176,17 @@ def divisor_differs(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         return
     correction, field = algorithm.correction, "algorithm.correction.divisor"
     if correction.form == "bypass":
-        mend = (
+        fix = (
             "in the bypass form an update finds only by its own logprobs what it leaves out: take `all`, or "
             "algorithm.correction.form `decoupled`"
         )
-        yield Violation(field, "kept", mend)
+        yield Violation(field, "kept", fix)
     elif not correction.leaves_out:
-        mend = (
+        fix = (
             f"`{correction.name}` keeps every token: remove this, take `mis` or `icepop`, or give "
             "algorithm.correction.sequence_mask"
         )
-        yield Violation(field, "kept", mend)
+        yield Violation(field, "kept", fix)
 
 
 _WITHIN_A_GROUP = (
@@ -221,16 +221,16 @@ def advantage_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violatio
         return
     advantage, field = algorithm.advantage, "algorithm.advantage"
     if isinstance(advantage, _SCALED_WHERE_ASKED) and not advantage.normalize and _set(advantage, "epsilon"):
-        mend = f"{field}.normalize is false, so nothing is divided: set it to true, or remove this"
-        yield Violation(f"{field}.epsilon", advantage.epsilon, mend)
+        fix = f"{field}.normalize is false, so nothing is divided: set it to true, or remove this"
+        yield Violation(f"{field}.epsilon", advantage.epsilon, fix)
     if isinstance(advantage, ReinforceAdvantageConfig):
         how = advantage.normalization
         if how != "whiten" and _set(advantage, "epsilon"):
-            mend = f"{field}.normalization is `{how}`, so nothing is divided: take `whiten`, or remove this"
-            yield Violation(f"{field}.epsilon", advantage.epsilon, mend)
+            fix = f"{field}.normalization is `{how}`, so nothing is divided: take `whiten`, or remove this"
+            yield Violation(f"{field}.epsilon", advantage.epsilon, fix)
         if how == "none" and _set(advantage, "over"):
-            mend = f"{field}.normalization is `none`, so no mean is taken: take `mean`, or remove this"
-            yield Violation(f"{field}.over", advantage.over, mend)
+            fix = f"{field}.normalization is `none`, so no mean is taken: take `mean`, or remove this"
+            yield Violation(f"{field}.over", advantage.over, fix)
 
 
 def passing_sets_differ(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -239,11 +239,11 @@ def passing_sets_differ(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         return
     k, members = algorithm.advantage.k, algorithm.num_generations_per_prompt
     if 1 < members <= k:
-        mend = (
+        fix = (
             f"all sets of {k} are paid alike in a group of {members} trajectories: take a smaller k, or "
             "raise algorithm.num_generations_per_prompt"
         )
-        yield Violation("algorithm.advantage.k", k, mend)
+        yield Violation("algorithm.advantage.k", k, fix)
 
 
 def rewards_to_decouple(
@@ -254,8 +254,8 @@ def rewards_to_decouple(
         return
     names = list(reward_names(env, rewards))
     if len(names) == 1:
-        mend = f"it keeps several rewards apart, and there is only `{names[0]}`: add one, or take `group`"
-        yield Violation("algorithm.advantage.name", "gdpo", mend)
+        fix = f"it keeps several rewards apart, and there is only `{names[0]}`: add one, or take `group`"
+        yield Violation("algorithm.advantage.name", "gdpo", fix)
 
 
 def turns_to_compare(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Violation]:
@@ -263,11 +263,11 @@ def turns_to_compare(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Vio
     if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
         return
     if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
-        mend = "no turn before the last one is paid for: give env.call_weight, or take the advantage `group`"
-        yield Violation("algorithm.advantage.name", "turn", mend)
+        fix = "no turn before the last one is paid for: give env.call_weight, or take the advantage `group`"
+        yield Violation("algorithm.advantage.name", "turn", fix)
     if isinstance(env, _ONE_TURN):
-        mend = f"conversations in `{env.name}` have one turn: take another env, or the advantage `group`"
-        yield Violation("algorithm.advantage.name", "turn", mend)
+        fix = f"conversations in `{env.name}` have one turn: take another env, or the advantage `group`"
+        yield Violation("algorithm.advantage.name", "turn", fix)
 
 
 def divergence_reaches_advantages(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -280,14 +280,14 @@ def divergence_reaches_advantages(algorithm: AlgorithmConfig) -> Iterator[Violat
             if isinstance(algorithm.advantage, GdpoAdvantageConfig)
             else "counts who passes"
         )
-        mend = f"the advantage `{algorithm.advantage.name}` {why}: set it to loss, or take another advantage"
-        yield Violation("algorithm.kl.placement", "reward", mend)
+        fix = f"the advantage `{algorithm.advantage.name}` {why}: set it to loss, or take another advantage"
+        yield Violation("algorithm.kl.placement", "reward", fix)
     if algorithm.filters.drop_truncated and not algorithm.estimates_tokens:
-        mend = (
+        fix = (
             "the divergence of what is left out is not computed, so it would be missing in the rewards that "
             "the group is compared with: set algorithm.kl.placement to loss, or remove this"
         )
-        yield Violation("algorithm.filters.drop_truncated", True, mend)
+        yield Violation("algorithm.filters.drop_truncated", True, fix)
 
 
 def _set(
@@ -306,17 +306,15 @@ def filters_have_something_to_do(algorithm: AlgorithmConfig) -> Iterator[Violati
         return
     filters = algorithm.filters
     if filters.refill is not None and not filters.drops_groups:
-        mend = f"no group is dropped that another could replace: set one of {_DROPPING}, or remove this"
-        yield Violation("algorithm.filters.refill", filters.refill.model_dump(), mend)
+        fix = f"no group is dropped that another could replace: set one of {_DROPPING}, or remove this"
+        yield Violation("algorithm.filters.refill", filters.refill.model_dump(), fix)
     if filters.reward is not None and not filters.drops_groups and filters.keep_most_varied is None:
-        mend = f"no group is dropped by it: set one of {_DROPPING} or keep_most_varied, or remove this"
-        yield Violation("algorithm.filters.reward", filters.reward, mend)
+        fix = f"no group is dropped by it: set one of {_DROPPING} or keep_most_varied, or remove this"
+        yield Violation("algorithm.filters.reward", filters.reward, fix)
     low, high = filters.min_mean_reward, filters.max_mean_reward
     if low is not None and high is not None and low > high:
-        mend = (
-            f"algorithm.filters.max_mean_reward is {high:g}, so no group would be left: take less than that"
-        )
-        yield Violation("algorithm.filters.min_mean_reward", low, mend)
+        fix = f"algorithm.filters.max_mean_reward is {high:g}, so no group would be left: take less than that"
+        yield Violation("algorithm.filters.min_mean_reward", low, fix)
 
 
 def groups_can_vary(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -324,11 +322,11 @@ def groups_can_vary(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if not isinstance(algorithm, OnlineBase) or algorithm.num_generations_per_prompt > 1:
         return
     filters = algorithm.filters
-    mend = "in a group of one no reward differs: raise algorithm.num_generations_per_prompt, or remove this"
+    fix = "in a group of one no reward differs: raise algorithm.num_generations_per_prompt, or remove this"
     if filters.drop_equal_rewards:
-        yield Violation("algorithm.filters.drop_equal_rewards", True, mend)
+        yield Violation("algorithm.filters.drop_equal_rewards", True, fix)
     if filters.keep_most_varied is not None:
-        yield Violation("algorithm.filters.keep_most_varied", filters.keep_most_varied, mend)
+        yield Violation("algorithm.filters.keep_most_varied", filters.keep_most_varied, fix)
 
 
 def filtered_reward_is_paid(
@@ -340,5 +338,5 @@ def filtered_reward_is_paid(
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        mend = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'no rewards'}"
-        yield Violation("algorithm.filters.reward", name, f"no reward is called so: {mend}")
+        fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'no rewards'}"
+        yield Violation("algorithm.filters.reward", name, f"no reward is called so: {fix}")

@@ -38,27 +38,27 @@ _STEPS = {"loss/total", "accuracy", "score/margin"}
 _SCORES = {*_STEPS, "loss/preference", "loss/center", "score/chosen", "score/rejected"}
 
 
-def offline_figures(algorithm: OfflineBase) -> set[str]:
+def offline_metrics(algorithm: OfflineBase) -> set[str]:
     """Names of what such a run writes beside what every run does."""
-    learnt = _learnt(algorithm)
-    names = learnt | {"epoch"}
+    trained = _trained(algorithm)
+    names = trained | {"epoch"}
     if algorithm.validation.scheduled:
-        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in learnt)
-        measured = learnt - {whole, "kl/reference"}
+        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in trained)
+        measured = trained - {whole, "kl/reference"}
         names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
     return names
 
 
-def picked_figures(algorithm: PickedBase) -> set[str]:
+def picked_metrics(algorithm: PickedBase) -> set[str]:
     """Names of what a run writes of samples that it picked."""
-    learnt = _PAIRS if isinstance(algorithm, IterativePreferenceConfig) else {"loss/sft", "nll"}
-    return {"picked", "logprob_gap/mean", "logprob_gap/max", *learnt}
+    trained = _PAIRS if isinstance(algorithm, IterativePreferenceConfig) else {"loss/sft", "nll"}
+    return {"picked", "logprob_gap/mean", "logprob_gap/max", *trained}
 
 
-def _learnt(algorithm: OfflineBase) -> set[str]:
+def _trained(algorithm: OfflineBase) -> set[str]:
     match algorithm:
         case DistillationConfig():
-            return {"loss/total", "entropy"} | algorithm.loss.figures
+            return {"loss/total", "entropy"} | algorithm.loss.metrics
         case SftConfig():
             return {"loss/sft", "nll"}
         case KtoConfig():
@@ -81,7 +81,7 @@ _UPDATES = {
 _PACKING = {f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")}
 # Of models with experts; which model it is stands in a folder that the checks of a config do not open.
 _EXPERTS = {"experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"}
-_HANDING_OVER = {"refit/gigabytes", "refit/gigabytes_per_second", "time/refit"}
+_UPDATING_WEIGHTS = {"refit/gigabytes", "refit/gigabytes_per_second", "time/refit"}
 _SAMPLING = {
     *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
     *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
@@ -99,7 +99,7 @@ _POLICY_LOSS = {
 _STAGES = {"time/step", "time/training", "time/checkpoint"}
 
 
-def figures(
+def metrics(
     algorithm: AlgorithmConfig,
     env: EnvConfig,
     rewards: tuple[RewardConfig, ...],
@@ -110,13 +110,13 @@ def figures(
     paid = {f"reward/{name}" for name in reward_names(env, rewards)}
     scored = set(_of_rewards(env, rewards))
     if isinstance(algorithm, OnlineBase):
-        names = names | _SAMPLING | _HANDING_OVER | paid | scored | set(_filters(algorithm.filters))
+        names = names | _SAMPLING | _UPDATING_WEIGHTS | paid | scored | set(_filters(algorithm.filters))
     if isinstance(algorithm, OnPolicyDistillationConfig):
-        names |= (_POLICY_LOSS - {"loss/policy"}) | algorithm.loss.figures | {"time/teachers"}
+        names |= (_POLICY_LOSS - {"loss/policy"}) | algorithm.loss.metrics | {"time/teachers"}
     if isinstance(algorithm, PickedBase):
-        names |= picked_figures(algorithm)
+        names |= picked_metrics(algorithm)
     if isinstance(algorithm, OnlineConfig):
-        names |= _POLICY_LOSS | algorithm.loss.figures | set(_of_correction(algorithm))
+        names |= _POLICY_LOSS | algorithm.loss.metrics | set(_of_correction(algorithm))
         if algorithm.greedy_baseline:
             names |= {"reward/of_greedy"}
         if algorithm.kl.coefficient > 0:
@@ -125,11 +125,11 @@ def figures(
         if isinstance(algorithm.entropy, AdaptiveEntropyConfig):
             names |= {"entropy/coefficient"}
     if isinstance(algorithm, OfflineBase):
-        names = names | offline_figures(algorithm)
+        names = names | offline_metrics(algorithm)
     if algorithm.early_stop is not None:
         names |= {"early_stop/waited"}
     if algorithm.validation.scheduled and algorithm.generates:
-        names |= _HANDING_OVER | {"time/validation"}
+        names |= _UPDATING_WEIGHTS | {"time/validation"}
         sets = [] if data is None else [f"validation/{name}" for name in data.validation_sets]
         if data is None or data.validation is not None:
             sets = ["validation", *sets]
@@ -143,7 +143,7 @@ def _of_rewards(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[s
     for name in reward_names(env, rewards):
         yield from (f"reward_std/{name}", f"reward_absent/{name}")
     for reward in rewards:
-        yield from (f"reward_{figure}/{reward.metric}" for figure in ("errors", "seconds", "waiting"))
+        yield from (f"reward_{metric}/{reward.metric}" for metric in ("errors", "seconds", "waiting"))
         if not isinstance(reward, FunctionRewardConfig):
             yield f"reward_retries/{reward.metric}"
 

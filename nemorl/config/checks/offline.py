@@ -35,8 +35,8 @@ def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator
     what, known = _wanted(algorithm)
     for path, dataset in datasets(data):
         if dataset.name not in known:
-            mend = f"`{algorithm.name}` learns from {what}: take a dataset `{'`, `'.join(known)}`"
-            yield Violation(f"{path}.name", dataset.name, mend)
+            fix = f"`{algorithm.name}` learns from {what}: take a dataset `{'`, `'.join(known)}`"
+            yield Violation(f"{path}.name", dataset.name, fix)
 
 
 def _wanted(algorithm: OfflineBase) -> tuple[str, tuple[str, ...]]:
@@ -54,11 +54,11 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> It
     """A reward model gives numbers; what samples or imitates gives tokens."""
     scores = isinstance(algorithm, RewardModelConfig)
     if policy.head != "lm" and not scores:
-        mend = (
+        fix = (
             f"`{algorithm.name}` samples or imitates tokens: set it to lm (a scalar head is for critics and "
             "reward models)"
         )
-        yield Violation("policy.head", policy.head, mend)
+        yield Violation("policy.head", policy.head, fix)
     if policy.head != "scalar" and scores:
         yield Violation("policy.head", policy.head, "a reward model gives one number: set it to scalar")
 
@@ -69,8 +69,8 @@ def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> 
         return
     longest = 2 * policy.max_sequence_length
     if policy.max_sequence_length <= policy.micro_batch_tokens < longest:
-        mend = f"one pass must hold both answers of a pair: give it twice max_sequence_length, {longest}"
-        yield Violation("policy.micro_batch_tokens", policy.micro_batch_tokens, mend)
+        fix = f"one pass must hold both answers of a pair: give it twice max_sequence_length, {longest}"
+        yield Violation("policy.micro_batch_tokens", policy.micro_batch_tokens, fix)
 
 
 def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -84,44 +84,44 @@ def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -
     for path, dataset in datasets(data):
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
         if scale and key is None:
-            mend = f"{path} says nothing of margins: name their key in {path}.margin_key, or remove this"
-            yield Violation("algorithm.loss.margin_scale", scale, mend)
+            fix = f"{path} says nothing of margins: name their key in {path}.margin_key, or remove this"
+            yield Violation("algorithm.loss.margin_scale", scale, fix)
         elif key is not None and not scale:
-            mend = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
-            yield Violation(f"{path}.margin_key", key, mend)
+            fix = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
+            yield Violation(f"{path}.margin_key", key, fix)
 
 
 def preferences_teach(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """Odds ratios hold nothing by themselves; of judged answers some have to count."""
     if isinstance(algorithm, PreferenceConfig | IterativePreferenceConfig):
         if isinstance(algorithm.loss, OddsRatioLossConfig) and algorithm.sft_coefficient == 0:
-            mend = (
+            fix = (
                 "the odds ratio has no reference, and compares two answers that may both become unlikely: "
                 "give it a cross entropy beside it, as ORPO's 1, or take another loss"
             )
-            yield Violation("algorithm.sft_coefficient", 0.0, mend)
+            yield Violation("algorithm.sft_coefficient", 0.0, fix)
     elif isinstance(algorithm, KtoConfig) and algorithm.desirable_weight == algorithm.undesirable_weight == 0:
-        mend = (
+        fix = (
             "algorithm.undesirable_weight is 0 too, so no answer counts: give at least one of them a weight, "
             "as the default 1"
         )
-        yield Violation("algorithm.desirable_weight", 0.0, mend)
+        yield Violation("algorithm.desirable_weight", 0.0, fix)
 
 
 def _live_reference_is_asked(algorithm: PreferenceConfig) -> Iterator[Violation]:
     if not algorithm.loss.keeps_reference:
-        mend = f"the loss `{algorithm.loss.name}` has no reference here: remove this"
-        yield Violation("algorithm.reference", "live", mend)
+        fix = f"the loss `{algorithm.loss.name}` has no reference here: remove this"
+        yield Violation("algorithm.reference", "live", fix)
 
 
 def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     """How to sample says nothing to a validation that computes the loss only."""
     if not isinstance(algorithm, OfflineBase) or algorithm.validation.generate:
         return
-    mend = "algorithm.validation.generate is false, so nothing is sampled: set it to true, or remove this"
+    fix = "algorithm.validation.generate is false, so nothing is sampled: set it to true, or remove this"
     if isinstance(algorithm, RewardModelConfig):
-        mend = "a reward model samples nothing: remove this"
+        fix = "a reward model samples nothing: remove this"
     for name in _OF_SAMPLING:
         value = getattr(algorithm.validation, name)
         if value != ValidationConfig.model_fields[name].default:
-            yield Violation(f"algorithm.validation.{name}", value, mend)
+            yield Violation(f"algorithm.validation.{name}", value, fix)

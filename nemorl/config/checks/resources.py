@@ -47,8 +47,8 @@ from .batches import (
 def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
     """Transformer Engine has kernels for GPUs only."""
     if policy.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
-        mend = "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto"
-        yield Violation("policy.kernels", policy.kernels, mend)
+        fix = "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto"
+        yield Violation("policy.kernels", policy.kernels, fix)
 
 
 def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
@@ -74,8 +74,8 @@ def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -
     """The policy leaves its device to generation, so there has to be some."""
     for field in ("weights", "optimizer"):
         if getattr(policy.offload, field) and not generates(algorithm):
-            mend = "this run never generates, so nothing would leave the device: set it to false"
-            yield Violation(f"policy.offload.{field}", True, mend)
+            fix = "this run never generates, so nothing would leave the device: set it to false"
+            yield Violation(f"policy.offload.{field}", True, fix)
 
 
 def gpus_for_all_processes(
@@ -142,19 +142,19 @@ def labels_name_groups(
     for field, groups in (("labels", cluster.labels), ("topology", cluster.topology)):
         for group, wanted in groups.items():
             if group not in own:
-                mend = f"this run has no such group of workers: name one of {', '.join(own)}"
-                yield Violation(f"cluster.{field}.{group}", wanted, mend)
+                fix = f"this run has no such group of workers: name one of {', '.join(own)}"
+                yield Violation(f"cluster.{field}.{group}", wanted, fix)
             elif not own[group]:
-                mend = f"it lives where the policy does: name the nodes in cluster.{field}.policy"
-                yield Violation(f"cluster.{field}.{group}", wanted, mend)
+                fix = f"it lives where the policy does: name the nodes in cluster.{field}.policy"
+                yield Violation(f"cluster.{field}.{group}", wanted, fix)
 
 
 def domains_are_labels(cluster: ClusterConfig) -> Iterator[Violation]:
     """A domain is of several nodes, else it is a matter of the strategy."""
     for group, label in cluster.topology.items():
         if label == _NODE_LABEL:
-            mend = "every node is alone with its value of it: set cluster.placement to STRICT_PACK instead"
-            yield Violation(f"cluster.topology.{group}", label, mend)
+            fix = "every node is alone with its value of it: set cluster.placement to STRICT_PACK instead"
+            yield Violation(f"cluster.topology.{group}", label, fix)
 
 
 def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
@@ -232,16 +232,16 @@ def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) ->
         if needs and algorithm.critic is None:
             of_name = "critic" in presets()[algorithm.name].settings  # without the null there would be one
             change = "remove this null" if of_name else "set `algorithm.critic: {}`, or take `name: ppo`"
-            mend = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
-            yield Violation("algorithm.critic", None, f"{mend}, or take `token_returns` or `group`")
+            fix = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
+            yield Violation("algorithm.critic", None, f"{fix}, or take `token_returns` or `group`")
             return
         if not needs and algorithm.critic is not None:
-            mend = f"the advantage `{advantage.name}` asks for no values: set this to null, or take `gae`"
-            yield Violation("algorithm.critic", _given(algorithm.critic), mend)
+            fix = f"the advantage `{advantage.name}` asks for no values: set this to null, or take `gae`"
+            yield Violation("algorithm.critic", _given(algorithm.critic), fix)
             return
     if critic is not None and not algorithm.keeps_critic:
-        mend = f"`{algorithm.name}` has no critic: remove this section, or take an algorithm such as `ppo`"
-        yield Violation("critic", _given(critic), mend)
+        fix = f"`{algorithm.name}` has no critic: remove this section, or take an algorithm such as `ppo`"
+        yield Violation("critic", _given(critic), fix)
 
 
 def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig | None) -> Iterator[Violation]:
@@ -250,8 +250,8 @@ def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig |
         return
     if isinstance(algorithm, OnlineConfig):
         if not algorithm.keeps_reference:
-            mend = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
-            yield Violation("reference", _given(reference), mend)
+            fix = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
+            yield Violation("reference", _given(reference), fix)
         return
     precomputes = isinstance(algorithm, OfflineBase) and algorithm.precomputes_reference
     looks = "keeps its reference in the policy's processes"
@@ -266,21 +266,19 @@ def teachers_are_wanted(
     """Distillation has teachers, and of several it knows which sequence is whose."""
     if not isinstance(algorithm, DistillationAlgorithm):
         if teachers:
-            mend = (
-                f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
-            )
-            yield Violation("teachers", sorted(teachers), mend)
+            fix = f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
+            yield Violation("teachers", sorted(teachers), fix)
     elif not teachers:
-        mend = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
-        yield Violation("teachers", {}, mend)
+        fix = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
+        yield Violation("teachers", {}, fix)
     elif len(teachers) > 1 and algorithm.teacher_key is None:
-        mend = (
+        fix = (
             f"there are {len(teachers)} teachers: give the column of the tasks that names the teacher of each"
         )
-        yield Violation("algorithm.teacher_key", None, mend)
+        yield Violation("algorithm.teacher_key", None, fix)
     elif len(teachers) == 1 and algorithm.teacher_key is not None:
-        mend = "there is one teacher, of all tasks: remove this, or name more in teachers"
-        yield Violation("algorithm.teacher_key", algorithm.teacher_key, mend)
+        fix = "there is one teacher, of all tasks: remove this, or name more in teachers"
+        yield Violation("algorithm.teacher_key", algorithm.teacher_key, fix)
 
 
 def teachers_can_be_asked(
@@ -292,13 +290,13 @@ def teachers_can_be_asked(
         if isinstance(teacher, ModelTeacherConfig):
             continue
         if not is_address(teacher.base_url):
-            mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
-            yield Violation(f"teachers.{name}.base_url", teacher.base_url, mend)
+            fix = "an address such as http://127.0.0.1:8000/v1 is wanted"
+            yield Violation(f"teachers.{name}.base_url", teacher.base_url, fix)
         if algorithm.online and temperature != 1:
-            mend = (
+            fix = (
                 f"the server of teachers.{name} tells logprobs at temperature 1: take 1, or a teacher `model`"
             )
-            yield Violation("generation.sampling.temperature", temperature, mend)
+            yield Violation("generation.sampling.temperature", temperature, fix)
 
 
 def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
@@ -309,11 +307,11 @@ def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     if isinstance(advantage, GaeConfig):
         adapts = advantage.length_adaptive_alpha is not None
         if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
-            mend = "length_adaptive_alpha stands in for it: remove this, or set that to null"
-            yield Violation("algorithm.advantage.lam", advantage.lam, mend)
+            fix = "length_adaptive_alpha stands in for it: remove this, or set that to null"
+            yield Violation("algorithm.advantage.lam", advantage.lam, fix)
     if critic is not None and critic.warmup_steps >= algorithm.num_steps:
-        mend = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
-        yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, mend)
+        fix = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
+        yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, fix)
 
 
 def groups_have_devices(
@@ -328,13 +326,13 @@ def groups_have_devices(
         if group.devices == "own":
             for part in ("weights", "optimizer"):
                 if getattr(group.offload, part):
-                    mend = f"{name}.devices is `own`, so nobody waits for them: set it to false"
-                    yield Violation(f"{name}.offload.{part}", True, mend)
+                    fix = f"{name}.devices is `own`, so nobody waits for them: set it to false"
+                    yield Violation(f"{name}.offload.{part}", True, fix)
             continue
         size, places = group.worker_config(policy).layout.world_size, policy.layout.world_size
         if size > places:
-            mend = f"the policy has devices for {places} processes: take a smaller layout, or `own` devices"
-            yield Violation(f"{name}.layout", f"{size} processes", mend)
+            fix = f"the policy has devices for {places} processes: take a smaller layout, or `own` devices"
+            yield Violation(f"{name}.layout", f"{size} processes", fix)
 
 
 def groups_are_as_sound_as_policies(
@@ -368,10 +366,10 @@ def groups_are_as_sound_as_policies(
             section, _, field = problem.field.partition(".")
             own = [part for part in type(group).model_fields if getattr(group, part) is not None]
             if section == "policy" and field.partition(".")[0] in own:
-                mend = problem.mend
+                fix = problem.fix
                 for part in own:
-                    mend = mend.replace(f"policy.{part}", f"{name}.{part}")
-                yield replace(problem, field=f"{name}.{field}", mend=mend)
+                    fix = fix.replace(f"policy.{part}", f"{name}.{part}")
+                yield replace(problem, field=f"{name}.{field}", fix=fix)
 
 
 def reward_models_are_asked_while_sampling(
@@ -382,10 +380,10 @@ def reward_models_are_asked_while_sampling(
         return
     for place, reward in enumerate(rewards):
         if isinstance(reward, LocalModelRewardConfig) and reward.devices == "policy":
-            mend = (
+            fix = (
                 "with algorithm.max_staleness answers are scored while the policy trains there: set it to own"
             )
-            yield Violation(f"rewards.{place}.devices", "policy", mend)
+            yield Violation(f"rewards.{place}.devices", "policy", fix)
 
 
 def _sections(

@@ -18,7 +18,7 @@ from nemorl.errors import Violation
 
 from .metrics import reward_names
 
-_FIGURES = ("mean", "std", "of_greedy")
+_METRICS = ("mean", "std", "of_greedy")
 
 
 def something_is_rewarded(
@@ -29,8 +29,8 @@ def something_is_rewarded(
     if not isinstance(env, SingleTurnEnvConfig) or not generates(algorithm) or unpaid:
         return
     if rewards and not any(reward.weight for reward in rewards):
-        mend = "all weights are 0, so every reward would be 0: give one of them another"
-        yield Violation("rewards.0.weight", rewards[0].weight, mend)
+        fix = "all weights are 0, so every reward would be 0: give one of them another"
+        yield Violation("rewards.0.weight", rewards[0].weight, fix)
     elif not rewards:
         yield Violation(
             "rewards",
@@ -45,12 +45,12 @@ def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> It
     taken = set(reward_names(env, ()))
     for place, reward in enumerate(rewards):
         name = reward.metric
-        if name in _FIGURES:
-            mend = f"the metric reward/{name} is of all rewards together: give it another `name`"
-            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
+        if name in _METRICS:
+            fix = f"the metric reward/{name} is of all rewards together: give it another `name`"
+            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
         if name in taken:
-            mend = f"another reward is named `{name}` already: remove one, or give it another `name`"
-            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), mend)
+            fix = f"another reward is named `{name}` already: remove one, or give it another `name`"
+            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
         taken.add(name)
 
 
@@ -58,16 +58,16 @@ def reward_addresses_are_whole(rewards: tuple[RewardConfig, ...]) -> Iterator[Vi
     """Requests go to paths below them."""
     for place, reward in enumerate(rewards):
         if isinstance(reward, ServiceRewardBase) and not is_address(reward.url):
-            mend = "an address such as http://127.0.0.1:8000/v1 is wanted"
-            yield Violation(f"rewards.{place}.url", reward.url, mend)
+            fix = "an address such as http://127.0.0.1:8000/v1 is wanted"
+            yield Violation(f"rewards.{place}.url", reward.url, fix)
 
 
 def judges_can_be_understood(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
     """A judge is shown what it judges, and what it says can be read."""
     for place, reward in enumerate(rewards):
         if isinstance(reward, JudgeRewardConfig):
-            for field, mend in _of_judge(reward):
-                yield Violation(f"rewards.{place}.{field}", getattr(reward, field), mend)
+            for field, fix in _of_judge(reward):
+                yield Violation(f"rewards.{place}.{field}", getattr(reward, field), fix)
 
 
 def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
@@ -97,5 +97,5 @@ def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
 def calculator_wants_chat(env: EnvConfig, data: DataConfig) -> Iterator[Violation]:
     """The calculator answers with messages of a tool, which plain text cannot tell from the policy's own."""
     if isinstance(env, CalculatorEnvConfig) and not data.chat:
-        mend = "the environment `calculator` answers in messages of its own: set data.chat to true"
-        yield Violation("data.chat", False, mend)
+        fix = "the environment `calculator` answers in messages of its own: set data.chat to true"
+        yield Violation("data.chat", False, fix)

@@ -196,11 +196,11 @@ def test_figures(replica):
     replica.loop.run(take())
     requests = group("counted", count=3, max_new_tokens=5)
     replica.serve(requests)
-    figures = replica.loop.run(take())
-    assert figures.tokens_generated == 15
-    assert figures.prompt_tokens == sum(len(one.prompt) for one in requests)
-    assert figures.peak_batch == 3
-    assert figures.seconds_busy > 0
+    metrics = replica.loop.run(take())
+    assert metrics.tokens_generated == 15
+    assert metrics.prompt_tokens == sum(len(one.prompt) for one in requests)
+    assert metrics.peak_batch == 3
+    assert metrics.seconds_busy > 0
 
 
 def test_memory_is_given_back_and_taken_again(replica):

@@ -25,7 +25,7 @@ from tests.generation.vllm_engine.rank_refits import TRANSPORTS
 PACKED = ("llama", "qwen3")  # whose heads are tied, and not
 
 
-def main(rank: int, meeting: Path, folders: list[Path]) -> None:
+def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401 - turns calls for an accelerator into nothing, as workers do
     from vllm.config import set_current_vllm_config
 
@@ -34,7 +34,7 @@ def main(rank: int, meeting: Path, folders: list[Path]) -> None:
     import nemorl.session.vllm_worker as worker
 
     if rank == 0:
-        with ranks_of_one_engine(0, 1, meeting.with_name("alone")):
+        with ranks_of_one_engine(0, 1, rendezvous.with_name("alone")):
             for folder in folders:
                 config, model = loaded(folder, 1)
                 with set_current_vllm_config(config):
@@ -44,7 +44,7 @@ def main(rank: int, meeting: Path, folders: list[Path]) -> None:
                     config, model = loaded(folder, 1)
                     with set_current_vllm_config(config):
                         tell(packed_report(folder, config, model), 1, 0)
-    with ranks_of_one_engine(rank, 2, meeting):
+    with ranks_of_one_engine(rank, 2, rendezvous):
         for folder in folders:
             config, model = loaded(folder, 2)
             learned = worker._learned["model"]
@@ -78,13 +78,13 @@ def loaded(folder: Path, ranks: int) -> tuple[Any, Any]:
 
 
 @contextmanager
-def ranks_of_one_engine(rank: int, ranks: int, meeting: Path) -> Iterator[None]:
+def ranks_of_one_engine(rank: int, ranks: int, rendezvous: Path) -> Iterator[None]:
     """The groups of vLLM's processes."""
     from vllm.distributed import init_distributed_environment
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    os.environ["VLLM_DIST_IDENT"] = meeting.name  # names what the ranks share
-    init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
+    os.environ["VLLM_DIST_IDENT"] = rendezvous.name  # names what the ranks share
+    init_distributed_environment(ranks, rank, f"file://{rendezvous}", rank, "gloo")
     yield
     destroy_model_parallel()
     destroy_distributed_environment()

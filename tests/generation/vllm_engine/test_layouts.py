@@ -107,8 +107,8 @@ def _reports(program: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("REPORT ")) for line in lines if line.startswith("REPORT ")]
 
 
-def _start(rank: int, meeting: Path, folders: list[Path]) -> "subprocess.Popen[str]":
-    words = [sys.executable, "-m", "tests.generation.vllm_engine.loading", rank, meeting, *folders]
+def _start(rank: int, rendezvous: Path, folders: list[Path]) -> "subprocess.Popen[str]":
+    words = [sys.executable, "-m", "tests.generation.vllm_engine.loading", rank, rendezvous, *folders]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         list(map(str, words)), cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
