@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint format bench bench-algorithms clean
+.PHONY: help quickstart test test-slow lint format house bench bench-algorithms clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ lint: .venv/ready-dev  ## Check style, format and types
 format: .venv/ready-dev  ## Mend style and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+house: .venv/ready-dev  ## Print the structure of the code in figures: size, coupling, cycles, the GRPO path
+	@$(BIN)/python tools/house.py
 
 bench: .venv/ready-bench models/smollm2  ## Measure on SmolLM2: a GRPO step beside TRL's, a training step beside others'
 	@$(BIN)/python benchmarks/step.py
