@@ -317,11 +317,16 @@ def step_graph(modules: Mapping[str, Module]) -> CallGraph:
 
 
 def stale(modules: Mapping[str, Module]) -> list[str]:
-    """Return the names in the tables of the path that match no definition, so that a rename is noticed."""
+    """Return the names in the tables that nothing has, so that a rename is noticed."""
     stops = [pattern for patterns in STOPS.values() for pattern in patterns]
     names = [*ROOTS, *HOSTED, *CHOSEN, *filter(None, CHOSEN.values()), *stops]
     keys = step_graph(modules).definitions()
-    return sorted({name for name in names if not any(matches(name, key) for key in keys)})
+    words = " ".join(word for module in modules.values() for word in named_in_code(module))
+    examples = [example for several in EXTENSIONS.values() for example in several]
+    return [
+        *sorted({name for name in names if not any(matches(name, key) for key in keys)}),
+        *(example for example in examples if example.replace("_", "") not in words),
+    ]
 
 
 def is_inner(name: str) -> bool:
