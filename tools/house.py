@@ -43,12 +43,12 @@ ROOTS = (
 HOSTED = ("PolicyHost", "GenerationHost", "RayRolloutWorker")
 # Of an interface or base class with several implementations, the one that this step uses; "" for none.
 CHOSEN = {
-    "Learns": "Learning",
+    "Update": "PolicyGradientUpdate",
     "Loss": "PolicyLoss",
     "UpdateLoss": "PolicyLoss",
     "CandidateLoss": "",
     "TokenEstimator": "",
-    "SequenceFigure": "",
+    "SequenceMetric": "",
     "EnvironmentFactory": "SingleTurnFactory",
     "Environment": "SingleTurnEnvironment",
     "Prompts": "ChatPrompts",
@@ -71,13 +71,13 @@ CHOSEN = {
 }
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
-    "after the step: records, checkpoints, validation": ("Bookkeeper",),
+    "after the step: records, checkpoints, validation": ("RunRecorder",),
     "a lost engine": ("Restarts", "HealthChecks"),
-    "models that share devices": ("DeviceTurns",),
-    "a critic": ("PolicyHost.estimate", "PolicyHost.share", "PolicyHost.take", "value_figures", "ScalarHead"),
-    "a teacher": ("topk_head:logprobs_at",),
+    "models that share devices": ("DeviceScheduler",),
+    "a critic": ("PolicyHost.estimate", "PolicyHost.share", "PolicyHost.take", "value_metrics", "ScalarHead"),
+    "a teacher": ("head:logprobs_at",),
     "the policy that samples by itself": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
-    "a function of the user's": ("own_advantages", "custom:called"),
+    "a function of the user's": ("own_advantages", "policy_losses:called"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
