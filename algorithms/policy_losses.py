@@ -375,7 +375,8 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
     """Call a function as training would, on a batch of two sequences.
 
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    figures [N] of other names than those `taken` by figures of the run. Raises CustomFunctionError when it cannot be
+    figures [N] of other names than those `taken` by figures of the run. Raises
+    CustomFunctionError when it cannot be
     found or called, fails, or does not answer so.
     """
     batch = _tiny_batch()
@@ -401,7 +402,7 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
 def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:
     """The loss of a batch; `tensors` are logprobs, old and advantages, [N] each.
 
-    Raises CustomFunctionError where the function does not answer with tensors of that shape, or calls for the end.
+    Raises CustomFunctionError where the function does not return tensors of that shape, or raises SystemExit.
     """
     try:
         found = own_loss(config)(batch, *tensors, **config.arguments)
