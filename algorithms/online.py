@@ -85,7 +85,7 @@ class OnlineLoop:
     recorder: RunRecorder
 
     async def run(self) -> None:
-        """Run all remaining steps. Raises RunError when a limit of the config is passed, and StepCancelled."""
+        """Run all remaining steps. Raises RunError if a limit of the config is passed, and StepCancelled."""
         await self.session.update_weights(self.recorder.done)
         await self.recorder.open()
         try:
