@@ -1,0 +1,45 @@
+"""The deny list of words finds identifiers, comments, strings and Markdown, and nothing else."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "tools" / "words.py"
+spec = importlib.util.spec_from_file_location("words", PATH)
+assert spec is not None
+assert spec.loader is not None
+words = importlib.util.module_from_spec(spec)
+sys.modules["words"] = words
+spec.loader.exec_module(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("def whereabouts(): ...", ["whereabouts"]),
+        ("is_told_by = 1", ["told"]),
+        ("class TornFile: ...", ["Torn"]),
+        ('raise ValueError("an integer is wanted")', ["wanted"]),
+        ("x = 1  # begins anew", ["anew"]),
+        ("stand_in = standalone = 1  # a stand-in", []),
+        ("import told  # words: allow", []),
+        ("understanding = wanton = unfigured = 1", []),
+    ],
+)
+def test_denied_words_of_python(tmp_path: Path, line: str, found: list[str]) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(f'"""Docstring."""\n\n{line}\n', encoding="utf-8")
+
+    assert [(one.line, one.word) for one in words.search(file)] == [(3, word) for word in found]
+
+
+def test_markdown_is_searched_line_by_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("A sentence.\nThe behaviour of a run that goes on.\n", encoding="utf-8")
+
+    assert [(one.line, one.word, one.better) for one in words.search(page)] == [
+        (2, "behaviour", "US spelling"),
+        (2, "goes on", "continues"),
+    ]
