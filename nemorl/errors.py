@@ -33,7 +33,7 @@ ABSENT = Absent.ABSENT
 
 
 @dataclass(frozen=True)
-class Violation:
+class Problem:
     """One thing that is wrong in a configuration."""
 
     field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
@@ -54,16 +54,20 @@ class Violation:
 class ConfigError(NemorlError):
     """A configuration that is refused, with everything found wrong in it."""
 
-    def __init__(self, source: str, violations: Sequence[Violation]) -> None:
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         """`source` is the file, as the user named it."""
-        super().__init__(source, tuple(violations))
+        super().__init__(source, tuple(problems))
         self.source = source
-        self.violations = tuple(violations)
+        self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        count = f"{len(self.violations)} violations" if len(self.violations) > 1 else "1 violation"
-        listed = "\n".join(indent(str(violation), "  ") for violation in self.violations)
-        return f"{self.source} is refused: {count}\n{listed}"
+        count = (
+            f"{len(self.problems)} configuration errors"
+            if len(self.problems) > 1
+            else "1 configuration error"
+        )
+        listed = "\n".join(indent(str(problem), "  ") for problem in self.problems)
+        return f"{self.source}: {count}\n{listed}"
 
 
 _SHOWN_CHARACTERS = 80

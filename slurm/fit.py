@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Demand:
     topology: str | None = None  # a label of which all nodes of the group must have the same value
 
 
-def fit_violations(
+def fit_problems(
     demands: Sequence[Demand], rooms: Sequence[Room], strategy: str, gpus_per_node: int
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Why the processes cannot be placed; nothing where they can.
 
     A label that none of the nodes is known to have may be one that Ray gives, and is left to it.
@@ -40,7 +40,7 @@ def fit_violations(
     if short:
         have = ", ".join(f"{room.node} has {room.gpus}" for room in short)
         fix = f"{have}: ask Slurm for as many (--gpus-per-node), or set it to what is there"
-        yield Violation("cluster.gpus_per_node", gpus_per_node, fix)
+        yield Problem("cluster.gpus_per_node", gpus_per_node, fix)
         return
     for name, field in (("gpus", "GPUs"), ("cpus", "CPUs")):
         wanted = sum(getattr(demand, name) for demand in demands)
@@ -60,14 +60,14 @@ def fit_violations(
         size = f"{left.cpus:g} CPUs" + (f" and {left.gpus:g} GPUs" if left.gpus else "")
         problem = f"no node{where} has room for one of the {left.group} processes ({size}) after the others"
         if unplaced(together, rooms, "PACK") is None:
-            yield Violation(
+            yield Problem(
                 "cluster.placement", strategy, f"{problem}: take auto, PACK or SPREAD, or larger nodes"
             )
         else:
             yield _too_many(demands, rooms, "gpus" if left.gpus else "cpus", problem)
 
 
-def _divided(demands: Sequence[Demand], rooms: Sequence[Room], strategy: str) -> Iterator[Violation]:
+def _divided(demands: Sequence[Demand], rooms: Sequence[Room], strategy: str) -> Iterator[Problem]:
     """Groups that want one domain and find room in none."""
     for group, label in {d.group: d.topology for d in demands if d.topology is not None}.items():
         own = [demand for demand in demands if demand.group == group]
@@ -81,7 +81,7 @@ def _divided(demands: Sequence[Demand], rooms: Sequence[Room], strategy: str) ->
         )
         wanted = f"{sum(d.gpus for d in own):g} GPUs and {sum(d.cpus for d in own):g} CPUs"
         fix = f"the {group} processes want {wanted} in one, and no domain has room for them ({each})"
-        yield Violation(
+        yield Problem(
             f"cluster.topology.{group}", label, f"{fix}: take fewer processes, or leave the topology out"
         )
 
@@ -123,7 +123,7 @@ def selects(selector: str, value: str | None) -> bool:
     return (value in [name.strip() for name in listed.split(",")]) != bool(found[1])
 
 
-def _too_many(demands: Sequence[Demand], rooms: Sequence[Room], name: str, problem: str) -> Violation:
+def _too_many(demands: Sequence[Demand], rooms: Sequence[Room], name: str, problem: str) -> Problem:
     """The group that asks for the most of what is short decides which field is named."""
     wanted: dict[str, float] = {}
     for demand in demands:
@@ -135,4 +135,4 @@ def _too_many(demands: Sequence[Demand], rooms: Sequence[Room], name: str, probl
     each = ", ".join(f"{room.node} {getattr(room, name):g}" for room in rooms)
     more = "--nodes, --gpus-per-node" if name == "gpus" else "--nodes"
     fix = f"{problem} (wanted: {groups}; there: {each}): take fewer processes, or ask Slurm for more ({more})"
-    return Violation(field, f"{wanted[most]:g} {name}", fix)
+    return Problem(field, f"{wanted[most]:g} {name}", fix)

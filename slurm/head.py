@@ -22,7 +22,7 @@ from .network import reachable
 from .processes import Child
 from .ray_node import HURRIED_SECONDS, TOGETHER_SECONDS, RayNode, object_store_bytes
 from .records import REQUEUE, TERMINATED, Record, newest_step
-from .wanted import violations_of, words_for
+from .wanted import problems_of, words_for
 
 # After a node is lost: what runs on the others cannot finish a step, and may wait in a collective for long.
 LOST_SECONDS = 60.0
@@ -153,7 +153,7 @@ class Head:
         """The experiment on these nodes, and the words that make it so. Raises `NemorlError`."""
         given = "gpus_per_node" in self._experiment.cluster.model_fields_set
         words = [*self._overrides, *words_for(cards, gpus_given=given)]
-        return load_experiment(self._config, words, lambda found: violations_of(found, cards)), words
+        return load_experiment(self._config, words, lambda found: problems_of(found, cards)), words
 
     def _planned(self, cards: Mapping[str, Card]) -> Plan:
         hosts = {node: card.host for node, card in cards.items()}

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from nemorl.cluster.placement import wanted_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.problems import plan_run
 
 from .errors import SlurmError
-from .fit import PART, Demand, Room, fit_violations
+from .fit import PART, Demand, Room, fit_problems
 from .jobs import most_cpus
 from .meeting import Card
 from .ray_node import NODE, labels
@@ -87,13 +87,13 @@ def demands_of(experiment: Experiment, head: str) -> list[Demand]:
     ]
 
 
-def no_room(experiment: Experiment, rooms: Sequence[Room]) -> Iterator[Violation]:
+def no_room(experiment: Experiment, rooms: Sequence[Room]) -> Iterator[Problem]:
     """Why the processes of an experiment do not find room on these nodes, of which the first is the head."""
     cluster, demands = experiment.cluster, demands_of(experiment, rooms[0].node)
-    yield from fit_violations(demands, rooms, cluster.strategy, cluster.gpus_per_node)
+    yield from fit_problems(demands, rooms, cluster.strategy, cluster.gpus_per_node)
 
 
-def violations_of(experiment: Experiment, cards: Mapping[str, Card]) -> Iterator[Violation]:
+def problems_of(experiment: Experiment, cards: Mapping[str, Card]) -> Iterator[Problem]:
     """What speaks against an experiment on these nodes: model, files, memory, and room for its processes."""
-    yield from plan_run(experiment, machine_of(cards)).violations
+    yield from plan_run(experiment, machine_of(cards)).problems
     yield from no_room(experiment, rooms_of(cards))

@@ -26,17 +26,17 @@ from nemorl.config.facts import acted_on
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
-from nemorl.errors import ABSENT, ConfigError, NemorlError, Violation
+from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, is_this_machine, read_machine
-from nemorl.plan.problems import Plan, address_violations, node_violations, plan_run
+from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run
 from nemorl.rewards.find import GIVEN, FoundReward, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
 
 from .terminal import ExitCode, complain, notes, plan_table, say
 
 
-def custom_function_problems(experiment: Experiment) -> Iterator[Violation]:
+def custom_function_problems(experiment: Experiment) -> Iterator[Problem]:
     """Advantages and losses that are not there, cannot be called, or do not answer as they must."""
     algorithm = experiment.algorithm
     if not isinstance(algorithm, OnlineConfig):
@@ -47,7 +47,7 @@ def custom_function_problems(experiment: Experiment) -> Iterator[Violation]:
         try:
             smoke_test_advantage(algorithm.advantage, reward_names(experiment.env, experiment.rewards))
         except NemorlError as error:
-            yield Violation("algorithm.advantage.function", algorithm.advantage.function, str(error))
+            yield Problem("algorithm.advantage.function", algorithm.advantage.function, str(error))
     if isinstance(algorithm.loss, CustomLossConfig):
         from nemorl.algorithms.policy_losses import smoke_test_loss as try_out_loss  # brings torch as well
 
@@ -55,13 +55,13 @@ def custom_function_problems(experiment: Experiment) -> Iterator[Violation]:
             taken = metrics(algorithm, experiment.env, experiment.rewards, experiment.data)
             try_out_loss(algorithm.loss, taken)
         except NemorlError as error:
-            yield Violation("algorithm.loss.function", algorithm.loss.function, str(error))
+            yield Problem("algorithm.loss.function", algorithm.loss.function, str(error))
 
 
 _TRIED = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
 
 
-def reward_violations(experiment: Experiment) -> Iterator[Violation]:
+def reward_problems(experiment: Experiment) -> Iterator[Problem]:
     """Functions that are not there, or that ask for columns which the tasks do not have."""
     for place, config in enumerate(experiment.rewards):
         if not isinstance(config, FunctionRewardConfig):
@@ -70,7 +70,7 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
         try:
             found = find_reward(config)
         except RewardError as error:
-            yield Violation(field, config.function, str(error))
+            yield Problem(field, config.function, str(error))
             continue
         yield from _tried(config, found, f"rewards.{place}.arguments")
         for path, dataset in acted_on(experiment.data, experiment.algorithm):
@@ -85,10 +85,10 @@ def reward_violations(experiment: Experiment) -> Iterator[Violation]:
                     f"{', '.join(sorted(given | columns))}: give it a default, or bind it in "
                     f"rewards.{place}.arguments"
                 )
-                yield Violation(field, config.function, fix)
+                yield Problem(field, config.function, fix)
 
 
-def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iterator[Violation]:
+def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iterator[Problem]:
     """A built-in reward is called once, which shows whether it can do with its arguments."""
     if config.function not in BUILT_IN or not found.needs <= _TRIED.keys():
         return
@@ -96,7 +96,7 @@ def _tried(config: FunctionRewardConfig, found: FoundReward, field: str) -> Iter
     try:
         found.function(**given | config.arguments)
     except (TypeError, ValueError) as error:
-        yield Violation(field, config.arguments, f"`{config.function}` cannot do with this: {error}")
+        yield Problem(field, config.arguments, f"`{config.function}` cannot do with this: {error}")
 
 
 def _columns(dataset: DatasetConfig) -> set[str] | None:
@@ -141,43 +141,43 @@ def prepare(
     """
     plans: list[Plan] = []
 
-    def further_checks(experiment: Experiment) -> Iterator[Violation]:
+    def further_checks(experiment: Experiment) -> Iterator[Problem]:
         plans.append(plan_run(experiment, machine, training=training))
-        yield from plans[0].violations
-        yield from reward_violations(experiment)
+        yield from plans[0].problems
+        yield from reward_problems(experiment)
         yield from custom_function_problems(experiment)
         yield from _run_folder(experiment, new_run)
         if starts:
-            yield from node_violations(experiment.cluster)
+            yield from node_problems(experiment.cluster)
         if resumes:
             yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
-            yield from address_violations(experiment.generation, listening)
+            yield from address_problems(experiment.generation, listening)
         data = experiment.data
         if measuring and not training and data.validation is None and not data.validation_sets:
             fix = "an evaluation measures on these tasks: name a dataset"
-            yield Violation("data.validation", ABSENT, fix)
+            yield Problem("data.validation", ABSENT, fix)
         if measuring and not training and experiment.policy.head == "scalar":
             fix = "an evaluation samples, and this model says numbers: let algorithm.validation measure it"
-            yield Violation("policy.head", "scalar", fix)
+            yield Problem("policy.head", "scalar", fix)
 
     experiment = load_experiment(path, overrides, further_checks)
     return Ready(experiment, plans[0])
 
 
-def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Violation]:
+def _run_folder(experiment: Experiment, new_run: bool) -> Iterator[Problem]:
     run_dir = experiment.run_dir
     if run_dir.exists() and not run_dir.is_dir():
-        yield Violation("run_dir", str(run_dir), "this is a file: name a folder, which need not exist yet")
+        yield Problem("run_dir", str(run_dir), "this is a file: name a folder, which need not exist yet")
     elif new_run and RunPaths(run_dir).has_steps:
         fix = "the folder holds a run already: go on with --resume, or name another folder"
-        yield Violation("run_dir", str(run_dir), fix)
+        yield Problem("run_dir", str(run_dir), fix)
     elif (problem := _not_writable(run_dir)) is not None:
-        yield Violation("run_dir", str(run_dir), problem)
+        yield Problem("run_dir", str(run_dir), problem)
 
 
-def _other_algorithm(experiment: Experiment) -> Iterator[Violation]:
+def _other_algorithm(experiment: Experiment) -> Iterator[Problem]:
     """Another algorithm than the one that wrote the checkpoints would leave models of theirs behind."""
     paths, algorithm = RunPaths(experiment.run_dir), experiment.algorithm
     if not any(paths.checkpoints.glob("step_*")):  # the run begins anew
@@ -190,10 +190,10 @@ def _other_algorithm(experiment: Experiment) -> Iterator[Violation]:
     fix = "or begin a new run in another run_dir from an export of its weights (`nemorl models export`)"
     if name != algorithm.name:
         there = f"the run in {paths.root} was trained with `{name}`, and goes on with it only"
-        yield Violation("algorithm.name", algorithm.name, f"{there}: set `{name}`, {fix}")
+        yield Problem("algorithm.name", algorithm.name, f"{there}: set `{name}`, {fix}")
     elif had_critic and not algorithm.keeps_critic:
         there = f"the run in {paths.root} was trained with a critic, and goes on with one only"
-        yield Violation("algorithm.critic", None, f"{there}: set the advantage back, {fix}")
+        yield Problem("algorithm.critic", None, f"{there}: set the advantage back, {fix}")
 
 
 def _not_writable(run_dir: Path) -> str | None:
@@ -236,6 +236,6 @@ def run(arguments: Namespace) -> int:
             complain(str(error))
             refused += 1
             continue
-        say(f"{path} is sound")
+        say(f"{path}: OK")
         notes().print(plan_table(ready.plan))
     return ExitCode.REFUSED if refused else ExitCode.WELL

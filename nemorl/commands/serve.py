@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from nemorl.commands.terminal import say
-from nemorl.errors import ConfigError, Violation
+from nemorl.errors import ConfigError, Problem
 from nemorl.plan.machine import read_machine
-from nemorl.plan.problems import head_violations
+from nemorl.plan.problems import head_problems
 
 from .check import Ready, prepare
 from .terminal import add_overrides
@@ -71,7 +71,7 @@ def _prepare(path: Path, overrides: list[str]) -> Ready:
     generation = ready.experiment.generation
     if not generation.has_engines:
         fix = "a policy that samples by itself serves nobody else: name a back end that has engines"
-        raise ConfigError(str(path), [Violation("generation.backend", generation.backend, fix)])
+        raise ConfigError(str(path), [Problem("generation.backend", generation.backend, fix)])
     return ready
 
 
@@ -79,10 +79,10 @@ def _prepare_reward(path: Path, overrides: list[str]) -> Ready:
     ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
     if ready.experiment.policy.head != "scalar":
         fix = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
-        raise ConfigError(str(path), [Violation("policy.head", ready.experiment.policy.head, fix)])
-    violations = list(head_violations(ready.experiment.policy.model_path))
-    if violations:
-        raise ConfigError(str(path), violations)
+        raise ConfigError(str(path), [Problem("policy.head", ready.experiment.policy.head, fix)])
+    problems = list(head_problems(ready.experiment.policy.model_path))
+    if problems:
+        raise ConfigError(str(path), problems)
     return ready
 
 
@@ -114,7 +114,7 @@ def _tree(model: Path) -> dict[str, Any]:
     config = model / "config.json"
     if not config.is_file():
         fix = "this folder has no config.json: name a model's folder, or an experiment file"
-        raise ConfigError(str(model), [Violation("", str(model), fix)])
+        raise ConfigError(str(model), [Problem("", str(model), fix)])
     known = json.loads(config.read_text(encoding="utf-8"))
     positions = known.get("max_position_embeddings", MAX_SEQUENCE_TOKENS)
     length = min(positions, MAX_SEQUENCE_TOKENS)

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from nemorl.errors import ABSENT, ConfigError, Violation
+from nemorl.errors import ABSENT, ConfigError, Problem
 
 from .base import Config
 from .checks import check_sections
@@ -67,49 +67,49 @@ _BOUNDS = {
 }
 
 
-def explain(error: ValidationError) -> list[Violation]:
-    """One violation for each thing pydantic found."""
-    return [_violation(details) for details in error.errors(include_url=False)]
+def explain(error: ValidationError) -> list[Problem]:
+    """One problem for each thing pydantic found."""
+    return [_problem(details) for details in error.errors(include_url=False)]
 
 
-def _violation(details: ErrorDetails) -> Violation:
+def _problem(details: ErrorDetails) -> Problem:
     path, sections = locate(details["loc"])
     field, kind, value = dotted(path), details["type"], details["input"]
     context = details.get("ctx", {})
     match kind:
         case "missing":
-            return Violation(field, ABSENT, f"this field is required{_help(details)}")
+            return Problem(field, ABSENT, f"this field is required{_help(details)}")
         case "extra_forbidden":
-            return Violation(field, value, _unknown_field(details["loc"], path))
+            return Problem(field, value, _unknown_field(details["loc"], path))
         case "union_tag_invalid":
             known = [name for section in sections for name in names(section)]
             where = f"{field}.{tag(sections[0])}"
-            return Violation(where, context["tag"], _describe_choice(str(context["tag"]), known))
+            return Problem(where, context["tag"], _describe_choice(str(context["tag"]), known))
         case "union_tag_not_found":
             known = [name for section in sections for name in names(section)]
             where = f"{field}.{tag(sections[0])}"
-            return Violation(where, ABSENT, f"say which one is meant: {_listed(known)}")
+            return Problem(where, ABSENT, f"say which one is meant: {_listed(known)}")
         case "literal_error":
-            return Violation(field, value, _describe_choice(str(value), _QUOTED.findall(context["expected"])))
+            return Problem(field, value, _describe_choice(str(value), _QUOTED.findall(context["expected"])))
         case "too_short":
-            return Violation(
+            return Problem(
                 field, value, f"a list of at least {context['min_length']} is wanted{_help(details)}"
             )
         case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
             fix = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
-            return Violation(dotted(path[:-2]), value, fix)
+            return Problem(dotted(path[:-2]), value, fix)
         case "string_pattern_mismatch":
-            return Violation(field, value, f"it is not written as it must be{_help(details)}")
+            return Problem(field, value, f"it is not written as it must be{_help(details)}")
         case _ if kind in _BOUNDS:
             words, bound = _BOUNDS[kind]
-            return Violation(field, value, f"a value {words} {context[bound]:g} is wanted")
+            return Problem(field, value, f"a value {words} {context[bound]:g} is wanted")
         case _ if value is None and kind.startswith("model") and _has_default(details):
             off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
             fix = f"this section cannot be null: leave it out to have its defaults{off}"
-            return Violation(field, value, fix + _help(details))
+            return Problem(field, value, fix + _help(details))
         case _:
             wanted = _WANTED.get(kind.split("_")[0], details["msg"])
-            return Violation(field, value, wanted + _help(details))
+            return Problem(field, value, wanted + _help(details))
 
 
 def _has_default(details: ErrorDetails) -> bool:
@@ -194,11 +194,11 @@ def _parsed(override: str) -> tuple[list[str], object]:
     field, equals, text = override.partition("=")
     path = field.strip().split(".")
     if not equals or not all(path):
-        raise ConfigError(ORIGIN, [Violation("", override, _how_to_write(override), ORIGIN)])
+        raise ConfigError(ORIGIN, [Problem("", override, _how_to_write(override), ORIGIN)])
     plain = _plain(field.strip())
     if plain != field.strip():
         fix = f"fields are named with dots, places in lists by their number: write `{plain}={text}`"
-        raise ConfigError(ORIGIN, [Violation("", override, fix, ORIGIN)])
+        raise ConfigError(ORIGIN, [Problem("", override, fix, ORIGIN)])
     return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
 
 
@@ -255,7 +255,7 @@ def _refuse_unknown_places(base: object, over: object, path: FieldPath) -> None:
         if isinstance(base, list) and not (key.isdecimal() and int(key) < len(base)):
             places = f"places 0 to {len(base) - 1}" if base else "no item"
             fix = f"the list has {places}: name one of them, or give the whole list as `[...]`"
-            raise ConfigError(ORIGIN, [Violation(dotted((*path, key)), value, fix, ORIGIN)])
+            raise ConfigError(ORIGIN, [Problem(dotted((*path, key)), value, fix, ORIGIN)])
         if isinstance(base, list):
             _refuse_unknown_places(base[int(key)], value, (*path, int(key)))
         elif isinstance(base, dict):
@@ -307,7 +307,7 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
     source = str(heirs[0]) if heirs else str(file)
     wanted_by = f"; `{DEFAULTS}` of {heirs[-1]} names it" if heirs else ""
     raise ConfigError(
-        source, [Violation(DEFAULTS if heirs else "", str(file), f"{problem}{wanted_by}", str(file))]
+        source, [Problem(DEFAULTS if heirs else "", str(file), f"{problem}{wanted_by}", str(file))]
     )
 
 
@@ -316,7 +316,7 @@ def _parents(document: Document, file: Path) -> list[Path]:
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         fix = "a path or a list of paths is wanted, relative to this file"
-        raise ConfigError(str(file), [Violation(DEFAULTS, named, fix, document.origins[(DEFAULTS,)])])
+        raise ConfigError(str(file), [Problem(DEFAULTS, named, fix, document.origins[(DEFAULTS,)])])
     return [file.parent / name for name in names]
 
 
@@ -324,7 +324,7 @@ def _refuse_circle(parent: Path, heirs: tuple[Path, ...]) -> None:
     if parent.resolve() in {heir.resolve() for heir in heirs}:
         circle = " -> ".join(map(str, (*heirs, parent)))
         fix = f"these files inherit in a circle, {circle}: take one of the links away"
-        raise ConfigError(str(heirs[0]), [Violation(DEFAULTS, str(parent), fix, str(heirs[-1]))])
+        raise ConfigError(str(heirs[0]), [Problem(DEFAULTS, str(parent), fix, str(heirs[-1]))])
 
 
 DEFAULT = "default"
@@ -333,7 +333,7 @@ DEFAULT = "default"
 def load_experiment(
     path: Path,
     overrides: Sequence[str] = (),
-    further_checks: Callable[[Experiment], Iterable[Violation]] | None = None,
+    further_checks: Callable[[Experiment], Iterable[Problem]] | None = None,
 ) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
@@ -341,18 +341,18 @@ def load_experiment(
     of the sections that are sound, and, where all types are right, what `further_checks` finds outside the
     configuration (see `nemorl.plan.problems`), of which nothing is looked at here.
     """
-    document, violations = interpolate(apply_overrides(read_document(path), overrides))
+    document, problems = interpolate(apply_overrides(read_document(path), overrides))
     experiment, refused = _typed(document.tree)
-    unresolved = {violation.field for violation in violations}
-    violations += [violation for violation in refused if violation.field not in unresolved]
-    if experiment and not violations:
+    unresolved = {problem.field for problem in problems}
+    problems += [problem for problem in refused if problem.field not in unresolved]
+    if experiment and not problems:
         sections = {name: getattr(experiment, name) for name in Experiment.model_fields}
-        violations += further_checks(experiment) if further_checks else ()
+        problems += further_checks(experiment) if further_checks else ()
     else:
-        sections = _sound_sections(document.tree, {_section(violation) for violation in violations})
-    violations += check_sections(sections)
-    if violations or experiment is None:
-        raise ConfigError(str(path), [_with_origin(violation, document) for violation in violations])
+        sections = _sound_sections(document.tree, {_section(problem) for problem in problems})
+    problems += check_sections(sections)
+    if problems or experiment is None:
+        raise ConfigError(str(path), [_with_origin(problem, document) for problem in problems])
     return experiment
 
 
@@ -376,7 +376,7 @@ def to_yaml(experiment: Experiment) -> str:
     return text.replace("${", "$${")
 
 
-def _typed(tree: Tree) -> tuple[Experiment | None, list[Violation]]:
+def _typed(tree: Tree) -> tuple[Experiment | None, list[Problem]]:
     try:
         return Experiment.model_validate(tree), []
     except ValidationError as error:
@@ -392,20 +392,20 @@ def _sound_sections(tree: Tree, broken: set[str]) -> dict[str, object]:
     return {name: getattr(values, name) for name in sound}
 
 
-def _section(violation: Violation) -> str:
-    return violation.field.partition(".")[0]
+def _section(problem: Problem) -> str:
+    return problem.field.partition(".")[0]
 
 
-def _with_origin(violation: Violation, document: Document) -> Violation:
+def _with_origin(problem: Problem, document: Document) -> Problem:
     """Say where the value was written: the line of the field, or of the section around it."""
-    if violation.origin or not violation.field:
-        return violation
-    path = field_path(violation.field)
-    if violation.value is not ABSENT and not _is_written(document.tree, path):
-        return replace(violation, origin=DEFAULT)
+    if problem.origin or not problem.field:
+        return problem
+    path = field_path(problem.field)
+    if problem.value is not ABSENT and not _is_written(document.tree, path):
+        return replace(problem, origin=DEFAULT)
     while path and not (path in document.origins and _is_written(document.tree, path)):
         path = path[:-1]
-    return replace(violation, origin=document.origins.get(path, ""))
+    return replace(problem, origin=document.origins.get(path, ""))
 
 
 def _is_written(tree: Tree, path: FieldPath) -> bool:

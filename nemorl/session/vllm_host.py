@@ -41,7 +41,7 @@ from .refit import RefittedEngine
 
 _OUTPUT = 2  # file descriptor
 _LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other
-_ERROR = re.compile(r"(?:\] |^)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Violation): .+)$")
+_ERROR = re.compile(r"(?:\] |^)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Problem): .+)$")
 _CONSEQUENCES = ("See root cause", "See stack trace", "EngineDeadError")
 
 

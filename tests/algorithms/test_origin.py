@@ -63,7 +63,7 @@ def test_a_config_of_an_older_version_is_refused_with_the_field_and_what_to_do(t
     with pytest.raises(RunError) as refusal:
         export_checkpoint(checkpoint, tmp_path / "out")
 
-    assert f"{config} is refused: 1 violation" in str(refusal.value)
+    assert f"{config}: 1 configuration error" in str(refusal.value)
     assert "policy.gradient_scale = 2" in str(refusal.value)
     assert "remove those that are no more) and export again" in str(refusal.value)
     assert not (tmp_path / "out").exists()

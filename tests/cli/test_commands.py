@@ -19,9 +19,9 @@ def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: P
     outcome = nemorl("check", broken, tmp_path / "nowhere.yaml", experiment)
 
     assert outcome.status == 2
-    assert outcome.out == f"{experiment} is sound\n"
-    assert f"{broken} is refused: 5 violations" in outcome.err
-    assert "nowhere.yaml is refused: 1 violation" in outcome.err
+    assert outcome.out == f"{experiment}: OK\n"
+    assert f"{broken}: 5 configuration errors" in outcome.err
+    assert "nowhere.yaml: 1 configuration error" in outcome.err
     assert "policy x 1" in outcome.err
 
 

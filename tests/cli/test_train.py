@@ -81,7 +81,7 @@ def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, exper
 
     assert (outcome.status, outcome.out) == (2, "")
     assert outcome.err.splitlines()[:3] == [
-        f"{experiment} is refused: 1 violation",
+        f"{experiment}: 1 configuration error",
         "  algorithm.num_steps = 0  (command line)",
         "      a value at least 1 is wanted",
     ]
@@ -108,7 +108,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
 
     assert outcome.status == 2
     for part in (
-        "6 violations",
+        "6 configuration errors",
         "policy.layout.tensor_parallel_size = 3",
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.load import load_experiment
-from nemorl.errors import ConfigError, Violation
+from nemorl.errors import ConfigError, Problem
 
 GRPO = """\
 run_dir: runs/sums
@@ -38,16 +38,16 @@ def write(folder: Path, text: str = GRPO, name: str = "experiment.yaml") -> Path
     return file
 
 
-def violations_of(file: Path, *overrides: str) -> list[Violation]:
+def problems_of(file: Path, *overrides: str) -> list[Problem]:
     """What is wrong with an experiment that must be refused."""
     with pytest.raises(ConfigError) as refused:
         load_experiment(file, overrides)
-    return list(refused.value.violations)
+    return list(refused.value.problems)
 
 
 def refuses(file: Path, overrides: Sequence[str], field: str, value: object, fix: str) -> None:
     """That nothing but this is wrong with an experiment, and is told so."""
-    violations = violations_of(file, *overrides)
-    assert [violation.field for violation in violations] == [field]
-    assert violations[0].value == value
-    assert fix in violations[0].fix
+    problems = problems_of(file, *overrides)
+    assert [problem.field for problem in problems] == [field]
+    assert problems[0].value == value
+    assert fix in problems[0].fix

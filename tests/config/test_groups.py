@@ -7,7 +7,7 @@ import pytest
 from nemorl.config.algorithm.presets import presets
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment, to_yaml
-from tests.config.experiments import violations_of, write
+from tests.config.experiments import problems_of, write
 
 PPO = ["algorithm.name=ppo"]
 REFERENCE = ["algorithm.kl.coefficient=0.1"]
@@ -122,16 +122,16 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
 
 @pytest.mark.parametrize(("overrides", "field", "fix"), WRONG.values(), ids=WRONG)
 def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, fix: str) -> None:
-    (violation,) = violations_of(write(tmp_path), *overrides)
-    assert violation.field == field
-    assert fix in violation.fix
+    (problem,) = problems_of(write(tmp_path), *overrides)
+    assert problem.field == field
+    assert fix in problem.fix
 
 
 def test_a_reward_model_does_not_score_where_the_policy_trains(tmp_path: Path) -> None:
     overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]  # which nothing takes yet
-    (_, violation) = violations_of(write(tmp_path), *overrides)
-    assert (violation.field, violation.value) == ("rewards.0.devices", "policy")
-    assert "answers are scored while the policy trains there: set it to own" in violation.fix
+    (_, problem) = problems_of(write(tmp_path), *overrides)
+    assert (problem.field, problem.value) == ("rewards.0.devices", "policy")
+    assert "answers are scored while the policy trains there: set it to own" in problem.fix
 
 
 @pytest.mark.parametrize("override", ["critic=null", "algorithm.name=ppo"], ids=["null", "left out"])

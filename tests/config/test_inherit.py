@@ -3,15 +3,15 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.load import read_document
-from nemorl.errors import ConfigError, Violation
+from nemorl.errors import ConfigError, Problem
 from tests.config.experiments import write
 
 
-def refused(file: Path) -> Violation:
+def refused(file: Path) -> Problem:
     with pytest.raises(ConfigError) as error:
         read_document(file)
-    (violation,) = error.value.violations
-    return violation
+    (problem,) = error.value.problems
+    return problem
 
 
 def test_the_file_wins_over_what_it_inherits(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     write(tmp_path, "defaults: b.yaml\n", "a.yaml")
     write(tmp_path, "defaults: ./a.yaml\n", "b.yaml")
 
-    violation = refused(tmp_path / "a.yaml")
+    problem = refused(tmp_path / "a.yaml")
 
-    assert violation.field == "defaults"
-    assert f"{tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml" in violation.fix
+    assert problem.field == "defaults"
+    assert f"{tmp_path}/a.yaml -> {tmp_path}/b.yaml -> {tmp_path}/a.yaml" in problem.fix
 
 
 def test_a_file_that_is_its_own_parent_is_a_circle(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_a_file_that_is_its_own_parent_is_a_circle(tmp_path: Path) -> None:
 def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
     file = write(tmp_path, "defaults: nowhere.yaml\n")
 
-    violation = refused(file)
+    problem = refused(file)
 
-    assert (violation.field, violation.value) == ("defaults", str(tmp_path / "nowhere.yaml"))
-    assert violation.fix == f"there is no such file; `defaults` of {file} names it"
+    assert (problem.field, problem.value) == ("defaults", str(tmp_path / "nowhere.yaml"))
+    assert problem.fix == f"there is no such file; `defaults` of {file} names it"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    violation = refused(tmp_path / "nowhere.yaml")
+    problem = refused(tmp_path / "nowhere.yaml")
 
-    assert (violation.value, violation.fix) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
+    assert (problem.value, problem.fix) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
 
 
 def test_a_folder_is_no_experiment(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_binary_file_is_no_experiment(tmp_path: Path) -> None:
 
 
 def test_defaults_are_paths(tmp_path: Path) -> None:
-    violation = refused(write(tmp_path, "seed: 1\ndefaults: {a: b}\n"))
+    problem = refused(write(tmp_path, "seed: 1\ndefaults: {a: b}\n"))
 
-    assert violation.fix == "a path or a list of paths is wanted, relative to this file"
-    assert violation.origin.endswith("experiment.yaml:2")
+    assert problem.fix == "a path or a list of paths is wanted, relative to this file"
+    assert problem.origin.endswith("experiment.yaml:2")

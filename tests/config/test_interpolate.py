@@ -3,16 +3,16 @@ from typing import Any
 import pytest
 
 from nemorl.config.yaml import interpolate, parse_document
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 
 def resolved(text: str) -> dict[str, Any]:
-    document, violations = interpolate(parse_document(text, "x.yaml"))
-    assert violations == []
+    document, problems = interpolate(parse_document(text, "x.yaml"))
+    assert problems == []
     return document.tree
 
 
-def refused(text: str) -> list[Violation]:
+def refused(text: str) -> list[Problem]:
     return interpolate(parse_document(text, "x.yaml"))[1]
 
 
@@ -36,25 +36,25 @@ def test_two_dollars_write_the_braces_themselves() -> None:
 
 
 def test_an_unknown_reference_is_named_where_it_stands() -> None:
-    (violation,) = refused("seed: 1\npolicy:\n  precision: ${polcy.dtype}\n")
+    (problem,) = refused("seed: 1\npolicy:\n  precision: ${polcy.dtype}\n")
 
-    assert (violation.field, violation.value) == ("policy.precision", "${polcy.dtype}")
-    assert violation.origin == "x.yaml:3"
-    assert "`${polcy.dtype}` names nothing" in violation.fix
+    assert (problem.field, problem.value) == ("policy.precision", "${polcy.dtype}")
+    assert problem.origin == "x.yaml:3"
+    assert "`${polcy.dtype}` names nothing" in problem.fix
 
 
 def test_a_circle_is_named_at_each_of_its_places() -> None:
-    violations = refused("a: ${b}\nb: ${c}\nc: ${a}\n")
+    problems = refused("a: ${b}\nb: ${c}\nc: ${a}\n")
 
-    assert [violation.field for violation in violations] == ["a", "b", "c"]
-    assert "${b} -> ${c} -> ${a} -> ${b}" in violations[0].fix
+    assert [problem.field for problem in problems] == ["a", "b", "c"]
+    assert "${b} -> ${c} -> ${a} -> ${b}" in problems[0].fix
 
 
 @pytest.mark.parametrize("inner", ["{x: 1}", "[1]", "null"])
 def test_a_section_cannot_stand_inside_a_text(inner: str) -> None:
-    (violation,) = refused(f"a: {inner}\nb: runs/${{a}}\n")
+    (problem,) = refused(f"a: {inner}\nb: runs/${{a}}\n")
 
-    assert violation.fix == "`${a}` is no single value, so it cannot stand inside a text"
+    assert problem.fix == "`${a}` is no single value, so it cannot stand inside a text"
 
 
 def test_an_empty_reference_is_unknown() -> None:

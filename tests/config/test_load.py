@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.config.policy import SgdConfig
-from nemorl.errors import ABSENT, ConfigError, Violation
-from tests.config.experiments import GRPO, violations_of, write
+from nemorl.errors import ABSENT, ConfigError, Problem
+from tests.config.experiments import GRPO, problems_of, write
 
 
 def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
     """Types, references, and the checks between the sections in which nothing else is wrong."""
     file = write(tmp_path, GRPO + "  max_stalness: 1\ncluster: {num_nodes: x}\nseed: ${nothing}\n")
 
-    violations = violations_of(file, "generation.max_kv_tokens=8", "data.prompt_template=Think!")
+    problems = problems_of(file, "generation.max_kv_tokens=8", "data.prompt_template=Think!")
 
-    assert {violation.field: violation.value for violation in violations} == {
+    assert {problem.field: problem.value for problem in problems} == {
         "seed": "${nothing}",
         "algorithm.max_stalness": 1,
         "cluster.num_nodes": "x",
@@ -28,14 +28,14 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
 
 def test_checks_of_sound_sections_are_made_beside_a_broken_one(sound: Path) -> None:
     fields = [
-        violation.field
-        for violation in violations_of(sound, "logger.console=loud", "algorithm.max_staleness=1", "seed=-1")
+        problem.field
+        for problem in problems_of(sound, "logger.console=loud", "algorithm.max_staleness=1", "seed=-1")
     ]
 
     assert sorted(fields) == ["algorithm.max_staleness", "logger.console", "seed"]
 
 
-def test_a_message_names_file_and_line_of_each_violation(tmp_path: Path) -> None:
+def test_a_message_names_file_and_line_of_each_problem(tmp_path: Path) -> None:
     write(tmp_path, GRPO, "base.yaml")
     file = write(tmp_path, "defaults: base.yaml\npolicy:\n  layout: {data_parallel_size: 5}\n")
 
@@ -45,7 +45,7 @@ def test_a_message_names_file_and_line_of_each_violation(tmp_path: Path) -> None
     assert (
         str(refused.value)
         == f"""\
-{file} is refused: 2 violations
+{file}: 2 configuration errors
   policy.layout.data_parallel_size = 5  ({file}:3)
       it must divide the trajectories of an optimizer step; there are 32 trajectories \
 (4 prompts x 8 generations) in a step
@@ -56,11 +56,9 @@ def test_a_message_names_file_and_line_of_each_violation(tmp_path: Path) -> None
 
 
 def test_a_value_that_nobody_wrote_is_called_a_default(sound: Path) -> None:
-    (violation,) = violations_of(
-        sound, "policy.max_sequence_length=100000", "policy.micro_batch_tokens=100000"
-    )
+    (problem,) = problems_of(sound, "policy.max_sequence_length=100000", "policy.micro_batch_tokens=100000")
 
-    assert (violation.field, violation.value, violation.origin) == (
+    assert (problem.field, problem.value, problem.origin) == (
         "generation.max_kv_tokens",
         65536,
         "default",
@@ -68,24 +66,24 @@ def test_a_value_that_nobody_wrote_is_called_a_default(sound: Path) -> None:
 
 
 def test_a_field_left_out_points_to_its_section(tmp_path: Path) -> None:
-    (violation,) = violations_of(write(tmp_path, GRPO.replace("  num_steps: 10\n", "")))
+    (problem,) = problems_of(write(tmp_path, GRPO.replace("  num_steps: 10\n", "")))
 
-    assert (violation.field, violation.value) == ("algorithm.num_steps", ABSENT)
-    assert violation.origin.endswith("experiment.yaml:15")
+    assert (problem.field, problem.value) == ("algorithm.num_steps", ABSENT)
+    assert problem.origin.endswith("experiment.yaml:15")
 
 
 def test_further_checks_join_the_others(sound: Path) -> None:
-    def disk(experiment: Experiment) -> list[Violation]:
-        return [Violation("run_dir", str(experiment.run_dir), "the disk is full")]
+    def disk(experiment: Experiment) -> list[Problem]:
+        return [Problem("run_dir", str(experiment.run_dir), "the disk is full")]
 
     with pytest.raises(ConfigError) as refused:
         load_experiment(sound, ["algorithm.max_staleness=1"], disk)
 
-    assert [violation.field for violation in refused.value.violations] == [
+    assert [problem.field for problem in refused.value.problems] == [
         "run_dir",
         "algorithm.max_staleness",
     ]
-    assert refused.value.violations[0].origin == f"{sound}:1"
+    assert refused.value.problems[0].origin == f"{sound}:1"
 
 
 def test_references_see_overrides_and_keep_their_type(tmp_path: Path) -> None:

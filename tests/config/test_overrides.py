@@ -4,7 +4,7 @@ import pytest
 
 from nemorl.config.load import apply_overrides
 from nemorl.config.yaml import parse_document
-from nemorl.errors import ConfigError, Violation
+from nemorl.errors import ConfigError, Problem
 
 TEXT = """\
 seed: 1
@@ -18,11 +18,11 @@ def overridden(*overrides: str) -> dict[str, Any]:
     return apply_overrides(parse_document(TEXT, "x.yaml"), overrides).tree
 
 
-def refused(*overrides: str) -> Violation:
+def refused(*overrides: str) -> Problem:
     with pytest.raises(ConfigError) as error:
         overridden(*overrides)
-    (violation,) = error.value.violations
-    return violation
+    (problem,) = error.value.problems
+    return problem
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_the_document_is_left_as_it_was() -> None:
     ],
 )
 def test_an_override_written_otherwise_is_refused(override: str, fix: str) -> None:
-    violation = refused(override)
+    problem = refused(override)
 
-    assert violation.value == override
-    assert fix in violation.fix
+    assert problem.value == override
+    assert fix in problem.fix
 
 
 def test_all_that_an_override_says_is_from_the_command_line() -> None:
@@ -108,9 +108,9 @@ def test_all_that_an_override_says_is_from_the_command_line() -> None:
 
 
 def test_a_place_that_a_list_does_not_have_is_refused() -> None:
-    violation = refused("rewards.2.weight=1")
+    problem = refused("rewards.2.weight=1")
 
-    assert (violation.field, violation.fix) == (
+    assert (problem.field, problem.fix) == (
         "rewards.2",
         "the list has places 0 to 1: name one of them, or give the whole list as `[...]`",
     )

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import load_experiment
-from tests.config.experiments import violations_of
+from tests.config.experiments import problems_of
 
 SERVER = "generation={backend: openai, base_url: 'http://10.0.0.1:8000/v1', model: m, max_new_tokens: 8"
 
@@ -47,7 +47,7 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
     ],
 )
 def test_it_is_refused(sound: Path, override: str, field: str, fix: str) -> None:
-    found = {violation.field: violation for violation in violations_of(sound, override)}
+    found = {problem.field: problem for problem in problems_of(sound, override)}
     assert field in found
     assert fix in found[field].fix
 

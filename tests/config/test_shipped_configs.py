@@ -55,7 +55,7 @@ def test_it_loads_or_others_complete_it(file: Path) -> None:
 
     if isinstance(found, ConfigError):
         assert file.resolve() in inherited(), str(found)
-        assert all(violation.value is ABSENT for violation in found.violations), str(found)
+        assert all(problem.value is ABSENT for problem in found.problems), str(found)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
@@ -65,9 +65,9 @@ def test_only_its_models_may_be_missing(file: Path, monkeypatch: pytest.MonkeyPa
         pytest.skip("a part that others complete")
     monkeypatch.chdir(CONFIGS.parent)  # paths in experiments are relative to where the command runs
 
-    violations = plan_run(experiment, ROOMY).violations
+    problems = plan_run(experiment, ROOMY).problems
 
-    assert {violation.field for violation in violations} <= {"policy.model_path", "teachers.sums.model_path"}
+    assert {problem.field for problem in problems} <= {"policy.model_path", "teachers.sums.model_path"}
 
 
 def test_every_algorithm_has_one_that_runs_here() -> None:

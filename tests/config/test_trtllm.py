@@ -21,8 +21,8 @@ def config(**fields):
     return TrtllmGenerationConfig(backend="trtllm", **fields)
 
 
-def fields_of(violations):
-    return [violation.field for violation in violations]
+def fields_of(problems):
+    return [problem.field for problem in problems]
 
 
 def test_the_backend_is_chosen_by_its_name():
@@ -81,5 +81,5 @@ def test_arguments_that_follow_from_fields_are_not_given_twice():
 @pytest.mark.parametrize(("kwargs", "wrong"), [({}, True), ({"enable_chunked_prefill": True}, False)])
 def test_a_step_holds_a_whole_prompt_unless_it_is_cut(kwargs, wrong):
     policy = PolicyConfig(model_path="m", max_sequence_length=9000, micro_batch_tokens=9000)
-    violations = trtllm_step_holds_prompt(policy, config(max_num_tokens=8192, trtllm_kwargs=kwargs))
-    assert fields_of(violations) == ["generation.max_num_tokens"] * wrong
+    problems = trtllm_step_holds_prompt(policy, config(max_num_tokens=8192, trtllm_kwargs=kwargs))
+    assert fields_of(problems) == ["generation.max_num_tokens"] * wrong

@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT
-from tests.config.experiments import GRPO, refuses, violations_of, write
+from tests.config.experiments import GRPO, problems_of, refuses, write
 
 SFT = ["algorithm.name=sft", "algorithm.num_steps=5", "algorithm.batch_size=8"]
 CHAT = ["data.chat=true"]
@@ -859,10 +859,10 @@ def test_it_is_refused_with_field_value_and_mend(
 def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
     file = write(tmp_path, GRPO.replace("train: {name: arithmetic, ", "train: {"))
 
-    (violation,) = violations_of(file)
+    (problem,) = problems_of(file)
 
-    assert (violation.field, violation.value) == ("data.train.name", ABSENT)
-    assert violation.fix.startswith("say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`, ")
+    assert (problem.field, problem.value) == ("data.train.name", ABSENT)
+    assert problem.fix.startswith("say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`, ")
 
 
 # What looks like the mistakes above and is none.

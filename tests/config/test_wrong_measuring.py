@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment, to_yaml
-from tests.config.experiments import violations_of, write
+from tests.config.experiments import problems_of, write
 
 TEACHER = "teachers={sums: {model_path: models/teacher}}"
 TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
@@ -157,7 +157,7 @@ RIGHT: dict[str, list[str]] = {
 
 @pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
 def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, value: Any, fix: str) -> None:
-    found = {violation.field: violation for violation in violations_of(write(tmp_path), *overrides)}
+    found = {problem.field: problem for problem in problems_of(write(tmp_path), *overrides)}
     assert field in found, found
     assert fix in found[field].fix
     if value is not None:

@@ -64,9 +64,9 @@ def test_what_cannot_be_read_is_named_with_its_line(text: str, origin: str, fix:
     with pytest.raises(ConfigError) as refused:
         parse_document(text, "x.yaml")
 
-    (violation,) = refused.value.violations
-    assert fix in violation.fix
-    assert violation.origin == origin
+    (problem,) = refused.value.problems
+    assert fix in problem.fix
+    assert problem.origin == origin
 
 
 def test_a_repeated_alias_is_fine() -> None:

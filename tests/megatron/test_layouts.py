@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
-from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import ModelShape
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import layout
@@ -113,9 +113,7 @@ def _cases(draw: random.Random, family: str) -> Iterator[tuple[str, LayoutConfig
 
 
 def _is_valid(shape: ModelShape, where: LayoutConfig, recompute: RecomputeConfig) -> bool:
-    return not (
-        any(layout_violations(shape, where, "cpu")) or any(recompute_violations(shape, where, recompute))
-    )
+    return not (any(layout_problems(shape, where, "cpu")) or any(recompute_problems(shape, where, recompute)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, SelectiveRecompute
 from nemorl.models.layout import stage_layers
-from nemorl.models.layout_rules import layout_violations, recompute_violations
+from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape, Rope
 
 DENSE = ModelShape(
@@ -125,7 +125,7 @@ def test_a_rule_names_field_and_mend(
     shape: ModelShape, sizes: dict[str, int | bool], field: str, fix: str
 ) -> None:
     wanted = layout(**sizes)
-    found = [v for v in layout_violations(shape, wanted, "cpu") if v.field == f"policy.layout.{field}"]
+    found = [v for v in layout_problems(shape, wanted, "cpu") if v.field == f"policy.layout.{field}"]
     assert {v.value for v in found} == {getattr(wanted, field)}
     assert any(fix in v.fix for v in found), found
 
@@ -146,20 +146,20 @@ def test_a_rule_names_field_and_mend(
     ],
 )
 def test_what_can_run_is_let_through(shape: ModelShape, sizes: dict[str, int | bool]) -> None:
-    assert list(layout_violations(shape, layout(**sizes), "cpu")) == []
+    assert list(layout_problems(shape, layout(**sizes), "cpu")) == []
 
 
 def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
     wanted = layout(tensor_parallel_size=8)
-    assert list(layout_violations(DENSE, wanted, "cpu")) == []
-    (violation,) = layout_violations(DENSE, wanted, "cpu", adapters=True)
-    assert "adapters want them whole" in violation.fix
+    assert list(layout_problems(DENSE, wanted, "cpu")) == []
+    (problem,) = layout_problems(DENSE, wanted, "cpu", adapters=True)
+    assert "adapters want them whole" in problem.fix
 
 
 def test_what_only_gloo_cannot_is_let_through_on_a_gpu() -> None:
     wanted = layout(expert_tensor_parallel_size=2, expert_parallel_size=2, data_parallel_size=4)
-    assert list(layout_violations(EXPERTS, wanted, "cuda")) == []
-    assert len(list(layout_violations(EXPERTS, wanted, "cpu"))) == 1
+    assert list(layout_problems(EXPERTS, wanted, "cuda")) == []
+    assert len(list(layout_problems(EXPERTS, wanted, "cpu"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_recomputation_that_cannot_be(
 ) -> None:
     """Stages of 2, 5 and 5 layers."""
     stages = layout(pipeline_parallel_size=3, layers_in_first_stage=2)
-    (violation,) = recompute_violations(shape, stages, recompute)
-    assert violation.field == f"policy.recompute.{field}"
-    assert fix in violation.fix
+    (problem,) = recompute_problems(shape, stages, recompute)
+    assert problem.field == f"policy.recompute.{field}"
+    assert fix in problem.fix
 
 
 def test_layers_of_uneven_and_interleaved_stages_follow_one_another() -> None:

@@ -12,7 +12,7 @@ from nemorl.config.generation import (
     VllmGenerationConfig,
 )
 from nemorl.config.policy import MoeConfig
-from nemorl.models.layout_rules import moe_violations
+from nemorl.models.layout_rules import moe_problems
 from tests.models.test_layout_rules import DENSE, EXPERTS
 
 TORCH = TorchGenerationConfig()
@@ -34,7 +34,7 @@ REPLAY = MoeConfig(router_replay=True)
     ],
 )
 def test_each_setting(shape, fields, refused):
-    found = [v.field for v in moe_violations(shape, MoeConfig(**fields), MEGATRON, gpus=False)]
+    found = [v.field for v in moe_problems(shape, MoeConfig(**fields), MEGATRON, gpus=False)]
     assert found == ([] if refused is None else [f"policy.moe.{refused}"])
 
 
@@ -60,12 +60,12 @@ def vllm(**fields):
     ],
 )
 def test_who_does_not_tell_what_it_chose(generation, gpus, field, sentence):
-    (found,) = moe_violations(EXPERTS, REPLAY, generation, gpus=gpus)
+    (found,) = moe_problems(EXPERTS, REPLAY, generation, gpus=gpus)
     assert found.field == field
     assert re.search(sentence, found.fix)
-    assert not list(moe_violations(EXPERTS, MoeConfig(), generation, gpus=gpus))
+    assert not list(moe_problems(EXPERTS, MoeConfig(), generation, gpus=gpus))
 
 
 @pytest.mark.parametrize(("generation", "gpus"), [(MEGATRON, False), (MEGATRON, True), (vllm(), True)])
 def test_who_does(generation, gpus):
-    assert not list(moe_violations(EXPERTS, REPLAY, generation, gpus=gpus))
+    assert not list(moe_problems(EXPERTS, REPLAY, generation, gpus=gpus))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from nemorl.config.generation import EndpointConfig, OpenAIGenerationConfig, TorchGenerationConfig
-from nemorl.errors import Violation
-from nemorl.plan.problems import address_violations
+from nemorl.errors import Problem
+from nemorl.plan.problems import address_problems
 
 
-def found(host: str, port: int = 0) -> list[Violation]:
-    return list(address_violations(TorchGenerationConfig(), EndpointConfig(host=host, port=port)))
+def found(host: str, port: int = 0) -> list[Problem]:
+    return list(address_problems(TorchGenerationConfig(), EndpointConfig(host=host, port=port)))
 
 
 @pytest.fixture
@@ -35,24 +35,24 @@ def test_addresses_of_this_machine_are_taken(host: str) -> None:
     ],
 )
 def test_other_addresses_are_refused(host: str, fix: str) -> None:
-    (violation,) = found(host)
+    (problem,) = found(host)
 
-    assert (violation.field, violation.value) == ("generation.endpoint.host", host)
-    assert fix in violation.fix
-    assert "127.0.0.1" in violation.fix
+    assert (problem.field, problem.value) == ("generation.endpoint.host", host)
+    assert fix in problem.fix
+    assert "127.0.0.1" in problem.fix
 
 
 def test_a_port_in_use_is_refused(taken: int) -> None:
-    (violation,) = found("127.0.0.1", taken)
+    (problem,) = found("127.0.0.1", taken)
 
-    assert (violation.field, violation.value) == ("generation.endpoint.port", taken)
-    assert violation.fix == "another program listens there: name another port, or 0 for a free one"
+    assert (problem.field, problem.value) == ("generation.endpoint.port", taken)
+    assert problem.fix == "another program listens there: name another port, or 0 for a free one"
 
 
 def test_a_server_whose_name_nobody_knows_is_refused() -> None:
     config = OpenAIGenerationConfig(backend="openai", base_url="http://nowhere.invalid:80/v1", model="m")
 
-    (violation,) = address_violations(config, None)
+    (problem,) = address_problems(config, None)
 
-    assert violation.field == "generation.base_url"
-    assert "finds no address of nowhere.invalid" in violation.fix
+    assert problem.field == "generation.base_url"
+    assert "finds no address of nowhere.invalid" in problem.fix

@@ -9,11 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from nemorl.config.data import DatasetConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
-from nemorl.plan.machine import Gpu, Machine, memory_violations
+from nemorl.plan.machine import Gpu, Machine, memory_problems
 from nemorl.plan.memory import ProcessMemory, estimate_memory
-from nemorl.plan.problems import file_violations, plan_run
+from nemorl.plan.problems import file_problems, plan_run
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
 
@@ -25,15 +25,15 @@ def _no_cluster_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def only_violation(configure: Configure, *overrides: str, machine: Machine = ROOMY) -> Violation:
-    (violation,) = plan_run(configure(*overrides), machine).violations
-    return violation
+def only_problem(configure: Configure, *overrides: str, machine: Machine = ROOMY) -> Problem:
+    (problem,) = plan_run(configure(*overrides), machine).problems
+    return problem
 
 
 def test_a_sound_experiment_fits(configure: Configure) -> None:
     plan = plan_run(configure(), ROOMY)
 
-    assert plan.violations == ()
+    assert plan.problems == ()
     assert [process.group for process in plan.processes] == ["driver", "policy", "generation", "rollout"]
 
 
@@ -114,10 +114,10 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
 def test_it_is_refused_with_field_value_and_mend(
     configure: Configure, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
-    violation = only_violation(configure, *overrides)
+    problem = only_problem(configure, *overrides)
 
-    assert (violation.field, violation.value) == (field, value)
-    assert fix in violation.fix
+    assert (problem.field, problem.value) == (field, value)
+    assert fix in problem.fix
 
 
 def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
@@ -130,7 +130,7 @@ def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
     plan = plan_run(experiment, ROOMY)
 
     # three attention heads, key-value heads: 3 divides the MLP's 384
-    assert [violation.field for violation in plan.violations] == [
+    assert [problem.field for problem in plan.problems] == [
         "data.train.path",
         "policy.layout.tensor_parallel_size",
         "policy.layout.tensor_parallel_size",
@@ -140,20 +140,20 @@ def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
 
 
 def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
-    violation = only_violation(configure, "policy.model_path=nowhere")
+    problem = only_problem(configure, "policy.model_path=nowhere")
 
-    assert (violation.field, violation.value) == ("policy.model_path", "nowhere")
-    assert violation.fix.startswith("there is no such folder")
+    assert (problem.field, problem.value) == ("policy.model_path", "nowhere")
+    assert problem.fix.startswith("there is no such folder")
 
 
 def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "falcon")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["FalconForCausalLM"]}))
 
-    violation = only_violation(configure, f"policy.model_path={folder}")
+    problem = only_problem(configure, f"policy.model_path={folder}")
 
-    assert violation.field == "policy.model_path"
-    assert "FalconForCausalLM" in violation.fix
+    assert problem.field == "policy.model_path"
+    assert "FalconForCausalLM" in problem.fix
 
 
 def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path: Path) -> None:
@@ -161,16 +161,16 @@ def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path
     folder = write_model(tmp_path / "mistral", **mistral)
     experiment = [f"policy.model_path={folder}", "policy.micro_batch_tokens=1024"]
 
-    assert plan_run(configure(*experiment, "policy.max_sequence_length=512"), ROOMY).violations == ()
-    violation = only_violation(configure, *experiment, "policy.max_sequence_length=513")
-    assert (violation.field, violation.value) == ("generation.backend", "torch")
-    assert "Llama-like models only, and this one has sliding windows" in violation.fix
+    assert plan_run(configure(*experiment, "policy.max_sequence_length=512"), ROOMY).problems == ()
+    problem = only_problem(configure, *experiment, "policy.max_sequence_length=513")
+    assert (problem.field, problem.value) == ("generation.backend", "torch")
+    assert "Llama-like models only, and this one has sliding windows" in problem.fix
 
 
 def test_an_adapter_may_be_as_wide_as_its_matrix(configure: Configure) -> None:
     lora = "policy.lora={rank: 64, alpha: 8, targets: [k_proj, q_proj]}"
 
-    assert plan_run(configure(lora), ROOMY).violations == ()
+    assert plan_run(configure(lora), ROOMY).problems == ()
 
 
 def test_sinks_want_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> None:
@@ -186,11 +186,11 @@ def test_sinks_want_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> N
     folder = write_model(tmp_path / "gpt-oss", **gpt_oss)
     model = [f"policy.model_path={folder}", *sft]
 
-    assert plan_run(configure(*model), ROOMY).violations == ()
+    assert plan_run(configure(*model), ROOMY).problems == ()
     on_gpu = configure(*model, "cluster.gpus_per_node=1")
-    (violation,) = plan_run(on_gpu, ROOMY).violations
-    assert (violation.field, violation.value) == ("policy.precision", "float32")
-    assert "the kernel for attention sinks" in violation.fix
+    (problem,) = plan_run(on_gpu, ROOMY).problems
+    assert (problem.field, problem.value) == ("policy.precision", "float32")
+    assert "the kernel for attention sinks" in problem.fix
     assert plan_run(configure(*model, "cluster.gpus_per_node=1", "policy.precision=bfloat16"), ROOMY)
 
 
@@ -198,17 +198,17 @@ def test_norms_that_are_computed_with_matrices_cannot_be_recomputed(configure: C
     selective = "policy.recompute={name: selective, modules: [core_attn, layernorm]}"
     engine = ["cluster.gpus_per_node=2", "policy.kernels=transformer_engine"]
 
-    violation = only_violation(configure, selective, *engine)
+    problem = only_problem(configure, selective, *engine)
 
-    assert (violation.field, violation.value) == ("policy.recompute.modules", ["core_attn", "layernorm"])
-    assert "remove layernorm" in violation.fix
-    assert plan_run(configure(selective, "cluster.gpus_per_node=2"), ROOMY).violations == ()
+    assert (problem.field, problem.value) == ("policy.recompute.modules", ["core_attn", "layernorm"])
+    assert "remove layernorm" in problem.fix
+    assert plan_run(configure(selective, "cluster.gpus_per_node=2"), ROOMY).problems == ()
 
 
 def test_a_model_without_weights_is_refused(configure: Configure, model: Path) -> None:
     (model / "model.safetensors").unlink()
 
-    assert "the folder holds no weights" in only_violation(configure).fix
+    assert "the folder holds no weights" in only_problem(configure).fix
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
@@ -220,7 +220,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
     )
     (model / place).write_text(text, encoding="utf-8")
 
-    assert plan_run(configure("data.chat=true"), ROOMY).violations == ()
+    assert plan_run(configure("data.chat=true"), ROOMY).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -241,10 +241,10 @@ def test_the_first_task_shows_wrong_files_and_keys(
     file = tmp_path / "tasks.jsonl"
     file.write_text(line + "\n", encoding="utf-8")
 
-    violations = plan_run(configure(f"data.train={{name: jsonl, path: {file}}}"), ROOMY).violations
+    problems = plan_run(configure(f"data.train={{name: jsonl, path: {file}}}"), ROOMY).problems
 
-    assert [violation.field for violation in violations] == ([field] if field else [])
-    assert all(fix in violation.fix for violation in violations)
+    assert [problem.field for problem in problems] == ([field] if field else [])
+    assert all(fix in problem.fix for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_every_file_of_data_is_looked_at(
     name, _, further = place.partition(".")
     data = experiment.data.model_copy(update={name: {further: dataset} if further else dataset})
 
-    violations = list(file_violations(experiment.model_copy(update={"data": data})))
+    problems = list(file_problems(experiment.model_copy(update={"data": data})))
 
-    assert [violation.field for violation in violations] == ([f"data.{place}.{field}"] if field else [])
+    assert [problem.field for problem in problems] == ([f"data.{place}.{field}"] if field else [])
 
 
 SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, gpus=())
@@ -315,38 +315,38 @@ SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, 
 def test_more_memory_than_there_is(
     configure: Configure, overrides: list[str], field: str, value: object, fix: str
 ) -> None:
-    violations = plan_run(configure(*overrides), SMALL).violations
-    violation = next(found for found in violations if "this machine has 3.0 GB" in found.fix)
+    problems = plan_run(configure(*overrides), SMALL).problems
+    problem = next(found for found in problems if "this machine has 3.0 GB" in found.fix)
 
-    assert (violation.field, violation.value) == (field, value)
-    assert fix in violation.fix
+    assert (problem.field, problem.value) == (field, value)
+    assert fix in problem.fix
 
 
 def test_buckets_larger_than_there_is_room_for(configure: Configure) -> None:
     process = ProcessMemory("policy", 1, weights=4 * 10**9, staging=8 * 10**9)
 
-    (violation,) = memory_violations(configure("generation.bucket_megabytes=100000"), [process], SMALL)
+    (problem,) = memory_problems(configure("generation.bucket_megabytes=100000"), [process], SMALL)
 
-    assert (violation.field, violation.value) == ("generation.bucket_megabytes", 100000)
+    assert (problem.field, problem.value) == ("generation.bucket_megabytes", 100000)
 
 
 def test_buckets_are_no_larger_than_what_they_carry(configure: Configure) -> None:
-    assert plan_run(configure("generation.bucket_megabytes=100000"), ROOMY).violations == ()
+    assert plan_run(configure("generation.bucket_megabytes=100000"), ROOMY).problems == ()
 
 
 @pytest.mark.parametrize("field", ["generation.threads", "cluster.policy_threads"])
 def test_more_threads_than_cores(configure: Configure, field: str) -> None:
-    violation = only_violation(configure, f"{field}=4000")
+    problem = only_problem(configure, f"{field}=4000")
 
-    assert (violation.field, violation.value) == (field, 4000)
-    assert violation.fix == "this machine has 8 cores: take no more than that, or leave it out"
-    assert plan_run(configure(f"{field}=8"), ROOMY).violations == ()
+    assert (problem.field, problem.value) == (field, 4000)
+    assert problem.fix == "this machine has 8 cores: take no more than that, or leave it out"
+    assert plan_run(configure(f"{field}=8"), ROOMY).problems == ()
 
 
 def test_another_machines_memory_is_not_known(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
-    assert plan_run(configure("generation.replicas=8", "generation.threads=8"), SMALL).violations == ()
+    assert plan_run(configure("generation.replicas=8", "generation.threads=8"), SMALL).problems == ()
 
 
 def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
@@ -357,11 +357,11 @@ def test_gpus_are_compared_one_process_each(configure: Configure) -> None:
     ]
     tiny_gpu = Machine(2, 10**11, 10**9, (Gpu("Tiny 1000", 1_000_000_000),))
 
-    violation = only_violation(configure, *gpu_run, machine=tiny_gpu)
+    problem = only_problem(configure, *gpu_run, machine=tiny_gpu)
 
-    assert "a policy process needs about" in violation.fix
-    assert "the Tiny 1000 has 1.0 GB" in violation.fix
-    assert (violation.field, violation.value) == ("policy.micro_batch_tokens", 100000)
+    assert "a policy process needs about" in problem.fix
+    assert "the Tiny 1000 has 1.0 GB" in problem.fix
+    assert (problem.field, problem.value) == ("policy.micro_batch_tokens", 100000)
 
 
 def test_a_gpu_that_engines_share_holds_both_in_a_refit(configure: Configure) -> None:
@@ -375,29 +375,29 @@ def test_a_gpu_that_engines_share_holds_both_in_a_refit(configure: Configure) ->
     kept = policy.on_device - policy.activations - policy.logits + engine.on_device - engine.logits
     for short, fields in ((0, []), (1, ["generation.colocated"])):
         machine = Machine(2, 10**11, 10**9, (Gpu("Tiny 1000", kept - short),))
-        found = [v for v in plan_run(shared, machine).violations if v.field != "generation.backend"]
-        assert [violation.field for violation in found] == fields
+        found = [v for v in plan_run(shared, machine).problems if v.field != "generation.backend"]
+        assert [problem.field for problem in found] == fields
 
 
 def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure: Configure) -> None:
     process = ProcessMemory("policy", 1, weights=2 * 10**9, optimizer_on_host=12 * 10**9)
     tiny_gpu = replace(SMALL, gpus=(Gpu("Tiny 1000", 10**9),))
 
-    (on_cpu,) = memory_violations(configure(), [process], SMALL)
-    (on_gpu,) = memory_violations(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
+    (on_cpu,) = memory_problems(configure(), [process], SMALL)
+    (on_gpu,) = memory_problems(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
 
     assert "12.0 GB of it are for the optimizer on host of the policy processes" in on_cpu.fix
     assert "2.0 GB of it are for the weights of the policy processes" in on_gpu.fix
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:
-    assert plan_run(configure("cluster.gpus_per_node=2"), SMALL).violations == ()
+    assert plan_run(configure("cluster.gpus_per_node=2"), SMALL).problems == ()
 
 
 def test_an_evaluation_needs_no_layout(configure: Configure) -> None:
     plan = plan_run(configure("policy.layout.tensor_parallel_size=3"), ROOMY, training=False)
 
-    assert plan.violations == ()
+    assert plan.problems == ()
     assert [process.group for process in plan.processes] == ["driver", "generation", "rollout"]
 
 
@@ -406,17 +406,17 @@ def test_an_evaluation_by_the_policy_itself_needs_a_layout(configure: Configure)
 
     plan = plan_run(experiment, ROOMY, training=False)
 
-    assert {violation.field for violation in plan.violations} == {"policy.layout.tensor_parallel_size"}
+    assert {problem.field for problem in plan.problems} == {"policy.layout.tensor_parallel_size"}
 
 
 def test_tensorrt_llm_must_be_installed_where_it_samples(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = file_violations(configure("generation.backend=trtllm", "cluster.gpus_per_node=2"))
-    assert [violation.field for violation in found] == ["generation.backend"]
+    found = file_problems(configure("generation.backend=trtllm", "cluster.gpus_per_node=2"))
+    assert [problem.field for problem in found] == ["generation.backend"]
 
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
-    assert not list(file_violations(configure("generation.backend=trtllm", "cluster.gpus_per_node=2")))
+    assert not list(file_problems(configure("generation.backend=trtllm", "cluster.gpus_per_node=2")))
 
 
 @pytest.mark.parametrize(
@@ -434,19 +434,19 @@ def test_a_key_that_is_named_must_be_there(
 ) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     experiment = configure(override)
-    (found,) = file_violations(experiment)
+    (found,) = file_problems(experiment)
     assert (found.field, found.value) == (f"generation.{field}", "A_KEY")
     monkeypatch.setenv("A_KEY", "secret")
-    assert not list(file_violations(experiment))
+    assert not list(file_problems(experiment))
     monkeypatch.delenv("A_KEY")
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # whose processes have variables of their own
-    assert not list(file_violations(experiment))
+    assert not list(file_problems(experiment))
 
 
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    violation = only_violation(configure, "logger.tensorboard=true")
+    problem = only_problem(configure, "logger.tensorboard=true")
 
-    assert (violation.field, violation.value) == ("logger.tensorboard", True)
-    assert "pip install 'nemorl[trackers]'" in violation.fix
+    assert (problem.field, problem.value) == ("logger.tensorboard", True)
+    assert "pip install 'nemorl[trackers]'" in problem.fix

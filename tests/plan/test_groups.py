@@ -25,7 +25,7 @@ CRITIC = WHOLE - HEAD + HIDDEN
 
 def processes(configure: Configure, *overrides: str) -> dict[str, ProcessMemory]:
     plan = plan_run(configure(*PPO, *overrides), ROOMY)
-    assert plan.violations == ()
+    assert plan.problems == ()
     return {process.group: process for process in plan.processes}
 
 
@@ -57,16 +57,16 @@ def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Config
 def test_what_does_not_fit_their_models_is_refused(
     configure: Configure, overrides: list[str], field: str, fix: str
 ) -> None:
-    violations = plan_run(configure(*PPO, *overrides), ROOMY).violations
-    assert violations[0].field == field
-    assert fix in violations[0].fix
+    problems = plan_run(configure(*PPO, *overrides), ROOMY).problems
+    assert problems[0].field == field
+    assert fix in problems[0].fix
 
 
 def test_a_critic_reads_the_policys_tokens(configure: Configure, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=900)
-    (violation,) = plan_run(configure(*PPO, f"critic={{model_path: {other}}}"), ROOMY).violations
-    assert violation.field == "critic.model_path"
-    assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in violation.fix
+    (problem,) = plan_run(configure(*PPO, f"critic={{model_path: {other}}}"), ROOMY).problems
+    assert problem.field == "critic.model_path"
+    assert "its vocabulary of 900 tokens lacks some of the policy's 1000" in problem.fix
 
 
 def vocabulary(*tokens: str, special: int = 0) -> str:
@@ -94,12 +94,12 @@ def test_models_beside_the_policy_spell_its_tokens(
     other = write_model(tmp_path / "other", vocab_size=1200)  # large enough for the policy's ids
     (model / "tokenizer.json").write_text(vocabulary("<pad>", "0", "1", special=1), encoding="utf-8")
     (other / "tokenizer.json").write_text(theirs, encoding="utf-8")
-    violations = plan_run(configure(*PPO, f"{section}={{model_path: {other}}}"), ROOMY).violations
-    assert [violation.field for violation in violations] == [f"{section}.model_path"] * (not sound)
+    problems = plan_run(configure(*PPO, f"{section}={{model_path: {other}}}"), ROOMY).problems
+    assert [problem.field for problem in problems] == [f"{section}.model_path"] * (not sound)
     if not sound:
-        assert violations[0].value == str(other)
-        assert "token 2 is '!' there and '1' in" in violations[0].fix
-        assert "name a model with the policy's tokenizer" in violations[0].fix
+        assert problems[0].value == str(other)
+        assert "token 2 is '!' there and '1' in" in problems[0].fix
+        assert "name a model with the policy's tokenizer" in problems[0].fix
 
 
 def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure: Configure) -> None:
@@ -108,11 +108,11 @@ def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure:
     policy, critic = found["policy"], found["critic"]
     kept = critic.weights + critic.gradients + critic.optimizer + critic.runtime
     small = replace(ROOMY, gpus=(Gpu("Tiny 1000", policy.on_device + kept - 1),))
-    (violation,) = plan_run(configure(*PPO, *shared), small).violations
-    assert (violation.field, violation.value) == ("critic.devices", "policy")
-    assert "while the policy computes" in violation.fix
+    (problem,) = plan_run(configure(*PPO, *shared), small).problems
+    assert (problem.field, problem.value) == ("critic.devices", "policy")
+    assert "while the policy computes" in problem.fix
     leaving = [*shared, "critic.offload={weights: true, optimizer: true}"]
-    assert plan_run(configure(*PPO, *leaving), small).violations == ()
+    assert plan_run(configure(*PPO, *leaving), small).problems == ()
 
 
 def write_reward_model(folder: Path, labels: int = 1) -> Path:
@@ -127,11 +127,11 @@ def write_reward_model(folder: Path, labels: int = 1) -> Path:
 def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     ppo = [*PPO, f"critic.model_path={other}", f"reference={{model_path: {other}}}"]
-    assert plan_run(configure(*ppo), ROOMY).violations == ()  # a critic's head begins at zero
+    assert plan_run(configure(*ppo), ROOMY).problems == ()  # a critic's head begins at zero
     os.truncate(other / "model.safetensors", 100_000)
-    broken = plan_run(configure(*ppo), ROOMY).violations
-    assert sorted(violation.field for violation in broken) == ["critic.model_path", "reference.model_path"]
-    assert all("has 100000 bytes of" in violation.fix for violation in broken)
+    broken = plan_run(configure(*ppo), ROOMY).problems
+    assert sorted(problem.field for problem in broken) == ["critic.model_path", "reference.model_path"]
+    assert all("has 100000 bytes of" in problem.fix for problem in broken)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
         (taste / spoilt).unlink()
     elif spoilt is not None:
         write_weights(taste / spoilt, hf_tensors(ModelShape.from_config(CONFIG, "config.json")))
-    found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).violations
+    found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).problems
     assert [v.field for v in found] == (["rewards.0.model_path"] if fix else [])
-    assert all(fix in violation.fix for violation in found)
+    assert all(fix in problem.fix for problem in found)
 
 
 def test_a_reward_model_finds_room_beside_engines_that_are_awake(
@@ -172,6 +172,6 @@ def test_a_reward_model_finds_room_beside_engines_that_are_awake(
     wanted = reward.on_device + engine.on_device + policy.on_device - left
     for short, fields in ((0, []), (1, ["rewards.0.devices"])):
         machine = replace(ROOMY, gpus=(Gpu("Tiny 1000", wanted - short),))
-        found = [v for v in plan_run(experiment, machine).violations if v.field != "generation.backend"]
-        assert [violation.field for violation in found] == fields
+        found = [v for v in plan_run(experiment, machine).problems if v.field != "generation.backend"]
+        assert [problem.field for problem in found] == fields
     assert "while the reward_0 computes" in found[0].fix

@@ -6,10 +6,10 @@ import pytest
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
-from nemorl.errors import ConfigError, Violation
+from nemorl.errors import ConfigError, Problem
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
-from nemorl.plan.vllm import vllm_violations
+from nemorl.plan.vllm import vllm_problems
 from tests.plan.conftest import Configure
 
 VLLM = "generation.backend=vllm"
@@ -22,9 +22,9 @@ SHARED = [
 ]  # fmt: skip
 
 
-def violations(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Violation]:
+def problems(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Problem]:
     experiment = configure(VLLM, *overrides)
-    return list(vllm_violations(experiment, shape_of(experiment), lambda: version))
+    return list(vllm_problems(experiment, shape_of(experiment), lambda: version))
 
 
 def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
@@ -33,7 +33,7 @@ def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
 
 
 def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
-    assert violations(configure, "generation.tensor_parallel_size=2") == []
+    assert problems(configure, "generation.tensor_parallel_size=2") == []
 
 
 @pytest.mark.parametrize(
@@ -46,22 +46,22 @@ def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
 def test_a_layout_that_does_not_divide_the_model_is_refused(
     configure: Configure, override: str, fix: str
 ) -> None:
-    (violation,) = violations(configure, f"generation.{override}", GPUS)
-    assert violation.field == f"generation.{override.partition('=')[0]}"
-    assert violation.fix == fix
+    (problem,) = problems(configure, f"generation.{override}", GPUS)
+    assert problem.field == f"generation.{override.partition('=')[0]}"
+    assert problem.fix == fix
 
 
 def test_an_engine_that_is_not_installed_is_refused(configure: Configure) -> None:
-    (violation,) = violations(configure, version=None)
-    assert (violation.field, violation.value) == ("generation.backend", "vllm")
-    assert "vLLM is not installed here" in violation.fix
+    (problem,) = problems(configure, version=None)
+    assert (problem.field, problem.value) == ("generation.backend", "vllm")
+    assert "vLLM is not installed here" in problem.fix
 
 
 def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Configure) -> None:
     for overrides, refused in (((), ["policy.model_path"]), ((GPUS,), [])):
         experiment = configure(VLLM, *overrides)
-        found = list(vllm_violations(experiment, shape_of(experiment, head_dim=24), lambda: "0.32"))
-        assert [violation.field for violation in found] == refused
+        found = list(vllm_problems(experiment, shape_of(experiment, head_dim=24), lambda: "0.32"))
+        assert [problem.field for problem in found] == refused
 
 
 def test_adapters_beside_experts_want_gpus(configure: Configure) -> None:
@@ -70,16 +70,16 @@ def test_adapters_beside_experts_want_gpus(configure: Configure) -> None:
             VLLM, "generation.adapters=separate", "policy.lora={rank: 8, alpha: 16}", *overrides
         )
         mixture = replace(shape_of(experiment), moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8))
-        found = list(vllm_violations(experiment, mixture, lambda: "0.32"))
-        assert [violation.field for violation in found] == refused
+        found = list(vllm_problems(experiment, mixture, lambda: "0.32"))
+        assert [problem.field for problem in found] == refused
 
 
 def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     experiment = configure(VLLM)
     long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
     changed = experiment.model_copy(update={"policy": long})
-    found = vllm_violations(changed, shape_of(experiment), lambda: "0.32")
-    assert [violation.field for violation in found] == ["generation.kv_cache_gigabytes"]
+    found = vllm_problems(changed, shape_of(experiment), lambda: "0.32")
+    assert [problem.field for problem in found] == ["generation.kv_cache_gigabytes"]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         configure(VLLM, *overrides)
-    (violation,) = refused.value.violations
-    assert violation.field == field
-    assert fix in violation.fix
+    (problem,) = refused.value.problems
+    assert problem.field == field
+    assert fix in problem.fix
 
 
 def test_each_rank_of_an_engine_has_a_gpu(configure: Configure) -> None:

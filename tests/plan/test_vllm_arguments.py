@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemorl.plan.vllm import argument_violations, engine_arguments, vllm_violations
+from nemorl.plan.vllm import argument_problems, engine_arguments, vllm_problems
 from tests.plan.conftest import Configure
 from tests.plan.test_vllm import VLLM, shape_of
 from tests.vllm_there import require_vllm
@@ -23,21 +23,21 @@ from tests.vllm_there import require_vllm
 )
 def test_what_vllm_does_not_take_is_refused(name: str, value: object, fix: str) -> None:
     require_vllm()
-    (violation,) = argument_violations({name: value})
-    assert (violation.field, violation.value) == (f"generation.vllm_kwargs.{name}", value)
-    assert violation.fix.endswith(fix)
+    (problem,) = argument_problems({name: value})
+    assert (problem.field, problem.value) == (f"generation.vllm_kwargs.{name}", value)
+    assert problem.fix.endswith(fix)
 
 
 def test_what_vllm_takes_passes() -> None:
     taken = {"seed": 3, "block_size": None, "cpu_offload_gb": 1, "compilation_config": {"level": 0}}
-    assert not list(argument_violations(taken))
+    assert not list(argument_problems(taken))
 
 
 def test_the_check_of_an_experiment_names_them(configure: Configure) -> None:
     require_vllm()
     experiment = configure(VLLM, "generation.vllm_kwargs={sed: 1}")
-    found = list(vllm_violations(experiment, shape_of(experiment), lambda: "0.32"))
-    assert [violation.field for violation in found] == ["generation.vllm_kwargs.sed"]
+    found = list(vllm_problems(experiment, shape_of(experiment), lambda: "0.32"))
+    assert [problem.field for problem in found] == ["generation.vllm_kwargs.sed"]
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ def test_a_model_written_by_safetensors_itself_is_sound(tmp_path: Path) -> None:
 def test_the_plan_names_the_field_and_the_folder(configure: Configure, model: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 7}))
 
-    (violation,) = plan_run(configure(), ROOMY).violations
+    (problem,) = plan_run(configure(), ROOMY).problems
 
-    assert (violation.field, violation.value) == ("policy.model_path", str(model))
-    assert violation.fix.startswith("9 of the model's 66 tensors are missing, first model.layers.6.")
+    assert (problem.field, problem.value) == ("policy.model_path", str(model))
+    assert problem.fix.startswith("9 of the model's 66 tensors are missing, first model.layers.6.")
 
 
 def test_weights_of_another_shape_are_of_another_model(model: Path) -> None:
@@ -83,7 +83,7 @@ def test_weights_in_several_files_are_looked_up_by_their_index(model: Path) -> N
 def test_a_tokenizer_that_cannot_be_read_is_told_of(configure: Configure, model: Path, text: str) -> None:
     (model / "tokenizer.json").write_text(text)
 
-    (violation,) = plan_run(configure(), ROOMY).violations
+    (problem,) = plan_run(configure(), ROOMY).problems
 
-    assert (violation.field, violation.value) == ("policy.model_path", str(model))
-    assert "its tokenizer.json is not what the tokenizers library writes" in violation.fix
+    assert (problem.field, problem.value) == ("policy.model_path", str(model))
+    assert "its tokenizer.json is not what the tokenizers library writes" in problem.fix

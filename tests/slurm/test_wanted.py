@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.load import load_experiment
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 from nemorl.slurm.errors import SlurmError
 from nemorl.slurm.hardware import Hardware
 from nemorl.slurm.meeting import Card
-from nemorl.slurm.wanted import violations_of, words_for
+from nemorl.slurm.wanted import problems_of, words_for
 from tests.config.experiments import GRPO, write
 from tests.plan.models import write_model
 
@@ -47,7 +47,7 @@ def test_a_node_that_does_not_see_what_slurm_gave_is_named() -> None:
         words_for(cards(8, 0, given=8), gpus_given=True)
 
 
-def violations(folder: Path, found: dict[str, Card], *words: str) -> dict[str, Violation]:
+def problems(folder: Path, found: dict[str, Card], *words: str) -> dict[str, Problem]:
     """Of the experiment on these nodes, by field."""
 
     write_model(folder / "models" / "arithmetic")
@@ -55,23 +55,21 @@ def violations(folder: Path, found: dict[str, Card], *words: str) -> dict[str, V
     experiment = load_experiment(
         file, ["policy.precision=bfloat16", *words_for(found, gpus_given=False), *words]
     )
-    return {violation.field: violation for violation in violations_of(experiment, found)}
+    return {problem.field: problem for problem in problems_of(experiment, found)}
 
 
 def test_memory_is_that_of_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the launcher runs in another Ray's surroundings."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
 
-    found = violations(tmp_path, cards(4, 4, gigabytes=0))
+    found = problems(tmp_path, cards(4, 4, gigabytes=0))
 
     assert set(found) == {"policy.layout", "generation.replicas"}
     assert "the Card 1 has 0.0 GB" in found["policy.layout"].fix
 
 
 def test_threads_and_rooms_are_those_of_the_nodes(tmp_path: Path) -> None:
-    found = violations(
-        tmp_path, cards(0, 0, cores=2), "cluster.rollout_workers=9", "cluster.policy_threads=3"
-    )
+    found = problems(tmp_path, cards(0, 0, cores=2), "cluster.rollout_workers=9", "cluster.policy_threads=3")
 
     assert set(found) == {"cluster.rollout_workers", "cluster.policy_threads"}
     assert "a node of the job has 2 cores" in found["cluster.policy_threads"].fix
@@ -85,9 +83,9 @@ def test_the_endpoint_is_on_the_head(tmp_path: Path) -> None:
         "generation.endpoint={}",
     )
 
-    found = violations(tmp_path, cards(0, 0, cores=4), *words)
+    found = problems(tmp_path, cards(0, 0, cores=4), *words)
 
     assert set(found) == {"policy.layout"}
     problem = "no node with nemorl.io/node=n1 has room for one of the endpoint processes (1 CPUs)"
     assert problem in found["policy.layout"].fix
-    assert not violations(tmp_path / "two", cards(0, 0, cores=4), *words[1:])
+    assert not problems(tmp_path / "two", cards(0, 0, cores=4), *words[1:])

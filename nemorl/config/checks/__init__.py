@@ -8,11 +8,11 @@ needs the model or the machine is in `nemorl.plan.problems`.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 from . import batches, data, engines, losses, offline, resources, rewards
 
-Check = Callable[..., Iterator[Violation]]
+Check = Callable[..., Iterator[Problem]]
 
 CHECKS: tuple[Check, ...] = (
     batches.no_staleness_yet,
@@ -117,9 +117,9 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def check_sections(sections: Mapping[str, object]) -> list[Violation]:
+def check_sections(sections: Mapping[str, object]) -> list[Problem]:
     """Make every check whose sections are all there."""
-    found: list[Violation] = []
+    found: list[Problem] = []
     for check in CHECKS:
         wanted = inspect.signature(check).parameters
         if wanted.keys() <= sections.keys():

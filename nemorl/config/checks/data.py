@@ -19,40 +19,40 @@ from nemorl.config.environment import (
 from nemorl.config.facts import acted_on, held_out
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import CheckpointingConfig
-from nemorl.errors import ABSENT, Violation
+from nemorl.errors import ABSENT, Problem
 
 from .metrics import metrics
 
 
-def template_holds_prompt(data: DataConfig) -> Iterator[Violation]:
+def template_holds_prompt(data: DataConfig) -> Iterator[Problem]:
     """A template without the prompt would ask the same of every task."""
     if "{prompt}" not in data.prompt_template:
-        yield Violation(
+        yield Problem(
             "data.prompt_template",
             data.prompt_template,
             "the task's own text has no place in it: write `{prompt}` where it belongs",
         )
 
 
-def chat_parts_want_chat(data: DataConfig, policy: PolicyConfig) -> Iterator[Violation]:
+def chat_parts_want_chat(data: DataConfig, policy: PolicyConfig) -> Iterator[Problem]:
     """Plain text has no messages and no template."""
     if data.chat:
         return
     fix = "data.chat is false, so prompts are plain text: remove this, or set data.chat to true"
     if data.system_prompt is not None:
-        yield Violation("data.system_prompt", data.system_prompt, fix)
+        yield Problem("data.system_prompt", data.system_prompt, fix)
     if policy.tokenizer.chat_template is not None:
-        yield Violation("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
+        yield Problem("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
 
 
-def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
+def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Problem]:
     """Tasks are drawn without replacement."""
     for path, dataset in (("data.train", data.train), *held_out(data)):
         if not isinstance(dataset, ArithmeticDataset):
             continue
         pairs = 10 ** (2 * dataset.digits)
         if dataset.offset + dataset.size > pairs:
-            yield Violation(
+            yield Problem(
                 f"{path}.size",
                 dataset.size,
                 f"with offset {dataset.offset} these are more than the {pairs} pairs of "
@@ -60,7 +60,7 @@ def arithmetic_has_enough_pairs(data: DataConfig) -> Iterator[Violation]:
             )
 
 
-def slips_are_wrong(data: DataConfig) -> Iterator[Violation]:
+def slips_are_wrong(data: DataConfig) -> Iterator[Problem]:
     """Answers of slips go round, and one that is off by a whole round is right."""
     for path, dataset in (("data.train", data.train), *held_out(data)):
         if not isinstance(dataset, ArithmeticDataset):
@@ -69,10 +69,10 @@ def slips_are_wrong(data: DataConfig) -> Iterator[Violation]:
         for place, slip in enumerate(dataset.slips):
             if slip % around == 0:
                 fix = f"an answer off by that is right, since answers go round at {around}: take another"
-                yield Violation(f"{path}.slips.{place}", slip, fix)
+                yield Problem(f"{path}.slips.{place}", slip, fix)
 
 
-def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """SFT learns the answers."""
     if (
         isinstance(algorithm, SftConfig | DistillationConfig)
@@ -80,50 +80,50 @@ def answers_to_learn(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[V
         and data.train.answer_key is None
     ):
         fix = "SFT learns the answers: name the key that holds them"
-        yield Violation("data.train.answer_key", None, fix)
+        yield Problem("data.train.answer_key", None, fix)
 
 
-def answers_to_compare(env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def answers_to_compare(env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Some environments compare with the task's answer."""
     if not isinstance(env, MathEnvConfig | CalculatorEnvConfig):
         return
     for path, dataset in acted_on(data, algorithm):
         if isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
             fix = f"the environment `{env.name}` compares with the task's answer: name the key that holds it"
-            yield Violation(f"{path}.answer_key", None, fix)
+            yield Problem(f"{path}.answer_key", None, fix)
 
 
 def reasoning_gym_belongs_together(
     env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Only the dataset that made a reasoning-gym task can score it."""
     if not isinstance(env, ReasoningGymEnvConfig):
         return
     for path, dataset in acted_on(data, algorithm):
         if not isinstance(dataset, ReasoningGymDataset):
             fix = "the environment `reasoning_gym` scores tasks of `reasoning_gym` datasets only: change one"
-            yield Violation(f"{path}.name", dataset.name, fix)
+            yield Problem(f"{path}.name", dataset.name, fix)
 
 
 def chained_sums_begin_with_one(
     env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Its first sum is the task's."""
     if not isinstance(env, ChainedSumsEnvConfig):
         return
     for path, dataset in acted_on(data, algorithm):
         if not isinstance(dataset, ArithmeticDataset):
             fix = "the environment `chained_sums` goes on from `arithmetic` datasets only: change one"
-            yield Violation(f"{path}.name", dataset.name, fix)
+            yield Problem(f"{path}.name", dataset.name, fix)
 
 
-def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
+def validation_shares_no_task(data: DataConfig) -> Iterator[Problem]:
     """What is trained on says nothing about what was learnt."""
     train_file = getattr(data.train, "path", None)
     for path, dataset in held_out(data):
         if train_file is not None and train_file == getattr(dataset, "path", None):
             fix = "training reads the same file: take another"
-            yield Violation(f"{path}.path", str(train_file), fix)
+            yield Problem(f"{path}.path", str(train_file), fix)
         match data.train, dataset:
             case ArithmeticDataset() as train, ArithmeticDataset() as other if train.digits == other.digits:
                 yield from _shared_sums(train, other, path)
@@ -131,24 +131,24 @@ def validation_shares_no_task(data: DataConfig) -> Iterator[Violation]:
                 yield from _shared_puzzles(train, other, path)
 
 
-def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, path: str) -> Iterator[Violation]:
+def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, path: str) -> Iterator[Problem]:
     """One seed is one order of all pairs; two orders share tasks wherever they are cut."""
     if train.seed != held_out.seed:
         fix = (
             "another order of the same pairs shares tasks with training: take the seed of data.train, "
             f"{train.seed}, and an offset"
         )
-        yield Violation(f"{path}.seed", held_out.seed, fix)
+        yield Problem(f"{path}.seed", held_out.seed, fix)
         return
     end = train.offset + train.size
     if held_out.offset < end and train.offset < held_out.offset + held_out.size:
         fix = f"training takes tasks {train.offset} to {end - 1} of the same order: begin at {end}"
-        yield Violation(f"{path}.offset", held_out.offset, fix)
+        yield Problem(f"{path}.offset", held_out.offset, fix)
 
 
 def _shared_puzzles(
     train: ReasoningGymDataset, held_out: ReasoningGymDataset, path: str
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Reasoning-gym makes task i from the seed `seed + i`, so near seeds give nearly the same tasks."""
     if train.options != held_out.options:
         return
@@ -158,30 +158,30 @@ def _shared_puzzles(
             f"task i is made from seed + i, and training takes {train.seed} to {end - 1}: take {end} or more "
             "to share no task"
         )
-        yield Violation(f"{path}.seed", held_out.seed, fix)
+        yield Problem(f"{path}.seed", held_out.seed, fix)
 
 
 _WITH_CHECKS_OF_THEIR_OWN = {"metric", "higher_is_better", "save_hf"}
 
 
-def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def data_to_validate_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """A validation needs tasks. The other way round is fine: `nemorl eval` uses them."""
     sampled = bool(data.validation_sets) and algorithm.generates
     if algorithm.validation.scheduled and data.validation is None and not sampled:
         fix = "algorithm.validation asks for it: name a dataset, or take period, at_start and at_end away"
-        yield Violation("data.validation", ABSENT, fix)
+        yield Problem("data.validation", ABSENT, fix)
 
 
-def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def enough_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """A validation takes no task twice."""
     wanted, dataset = algorithm.validation.num_prompts, data.validation
     size = getattr(dataset, "size", None)  # files have as many as they have
     if wanted is not None and size is not None and wanted > size:
         fix = f"data.validation has {size} tasks: lower this, or raise data.validation.size"
-        yield Violation("algorithm.validation.num_prompts", wanted, fix)
+        yield Problem("algorithm.validation.num_prompts", wanted, fix)
 
 
-def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """pass@k looks at k samples of a task."""
     validation = algorithm.validation
     yield from _too_large(
@@ -189,13 +189,13 @@ def pass_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def cons_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def cons_at_k_has_samples(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """A vote wants voters."""
     validation = algorithm.validation
     yield from _too_large(validation, "cons_at_k", validation.cons_at_k, "{k} samples of each task vote")
 
 
-def _too_large(validation: ValidationConfig, field: str, ks: Sequence[int], what: str) -> Iterator[Violation]:
+def _too_large(validation: ValidationConfig, field: str, ks: Sequence[int], what: str) -> Iterator[Problem]:
     samples = validation.num_generations_per_prompt
     for k in ks:
         if k > samples:
@@ -203,21 +203,21 @@ def _too_large(validation: ValidationConfig, field: str, ks: Sequence[int], what
                 f"{what.format(k=k)}, and there are {samples}: raise "
                 "algorithm.validation.num_generations_per_prompt, or leave this k out"
             )
-            yield Violation(f"algorithm.validation.{field}", list(ks), fix)
+            yield Problem(f"algorithm.validation.{field}", list(ks), fix)
 
 
-def sets_are_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def sets_are_sampled(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Further sets have no loss of their own: they are there to be sampled."""
     if data.validation_sets and algorithm.validation.scheduled and not algorithm.generates:
         fix = f"`{algorithm.name}` samples nothing here: remove this, or set algorithm.validation.generate"
-        yield Violation("data.validation_sets", sorted(data.validation_sets), fix)
+        yield Problem("data.validation_sets", sorted(data.validation_sets), fix)
 
 
-def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
+def saved_weights_come_from_a_checkpoint(checkpointing: CheckpointingConfig) -> Iterator[Problem]:
     """The Hugging Face folder is made of the last checkpoint."""
     if checkpointing.save_hf and not checkpointing.enabled:
         fix = "the folder is made from the last checkpoint: set checkpointing.enabled to true"
-        yield Violation("checkpointing.save_hf", True, fix)
+        yield Problem("checkpointing.save_hf", True, fix)
 
 
 def best_checkpoint_is_measured(
@@ -226,24 +226,24 @@ def best_checkpoint_is_measured(
     env: EnvConfig,
     rewards: tuple[RewardConfig, ...],
     data: DataConfig,
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """The best checkpoint is found by a figure that the run has."""
     metric = checkpointing.metric
     if metric is None:
         if not checkpointing.higher_is_better:
             fix = "it belongs to checkpointing.metric, which is not given: give it, or remove this"
-            yield Violation("checkpointing.higher_is_better", False, fix)
+            yield Problem("checkpointing.higher_is_better", False, fix)
         return
     if not checkpointing.enabled:
         fix = "checkpointing.enabled is false, so no checkpoint is kept for it: remove one of the two"
-        yield Violation("checkpointing.metric", metric, fix)
+        yield Problem("checkpointing.metric", metric, fix)
         return
     yield from _is_measured("checkpointing.metric", metric, algorithm, metrics(algorithm, env, rewards, data))
 
 
 def early_stop_is_measured(
     algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...], data: DataConfig
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What ends a run is a figure that the run has."""
     if algorithm.early_stop is not None:
         known = metrics(algorithm, env, rewards, data)
@@ -252,17 +252,17 @@ def early_stop_is_measured(
 
 def _is_measured(
     field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     if metric.startswith("validation/") and algorithm.validation.period is None:
         fix = "it is measured by validation only: give algorithm.validation.period"
-        yield Violation(field, metric, fix)
+        yield Problem(field, metric, fix)
     elif metric not in known:
         close = difflib.get_close_matches(metric, known, n=1)
         fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(sorted(known))}"
-        yield Violation(field, metric, f"the run has no such figure: {fix}")
+        yield Problem(field, metric, f"the run has no such figure: {fix}")
 
 
-def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Violation]:
+def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Problem]:
     """How to write checkpoints says nothing where none is written."""
     if checkpointing.enabled:
         return
@@ -270,4 +270,4 @@ def checkpoints_are_written(checkpointing: CheckpointingConfig) -> Iterator[Viol
         value = getattr(checkpointing, name)
         if value != CheckpointingConfig.model_fields[name].default:
             fix = "checkpointing.enabled is false, so no checkpoint is written: remove one of the two"
-            yield Violation(f"checkpointing.{name}", value, fix)
+            yield Problem(f"checkpointing.{name}", value, fix)

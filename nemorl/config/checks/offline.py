@@ -19,7 +19,7 @@ from nemorl.config.algorithm.offline import BradleyTerryLossConfig
 from nemorl.config.data import DataConfig, PreferenceDataset
 from nemorl.config.facts import datasets
 from nemorl.config.policy import PolicyConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 _TASKS = ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
 _PAIRS = ("preference", "arithmetic")
@@ -28,7 +28,7 @@ _STEPS = ("steps", "arithmetic")
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
 
 
-def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Pairs, judged answers, judged steps and answers come from datasets that have them."""
     if not isinstance(algorithm, OfflineBase):
         return
@@ -36,7 +36,7 @@ def data_can_be_learnt(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator
     for path, dataset in datasets(data):
         if dataset.name not in known:
             fix = f"`{algorithm.name}` learns from {what}: take a dataset `{'`, `'.join(known)}`"
-            yield Violation(f"{path}.name", dataset.name, fix)
+            yield Problem(f"{path}.name", dataset.name, fix)
 
 
 def _wanted(algorithm: OfflineBase) -> tuple[str, tuple[str, ...]]:
@@ -50,7 +50,7 @@ def _wanted(algorithm: OfflineBase) -> tuple[str, tuple[str, ...]]:
     return "pairs of answers", _PAIRS
 
 
-def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """A reward model gives numbers; what samples or imitates gives tokens."""
     scores = isinstance(algorithm, RewardModelConfig)
     if policy.head != "lm" and not scores:
@@ -58,22 +58,22 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> It
             f"`{algorithm.name}` samples or imitates tokens: set it to lm (a scalar head is for critics and "
             "reward models)"
         )
-        yield Violation("policy.head", policy.head, fix)
+        yield Problem("policy.head", policy.head, fix)
     if policy.head != "scalar" and scores:
-        yield Violation("policy.head", policy.head, "a reward model gives one number: set it to scalar")
+        yield Problem("policy.head", policy.head, "a reward model gives one number: set it to scalar")
 
 
-def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """The two answers of a pair are compared in one pass."""
     if algorithm.sequences_per_update == algorithm.units_per_update:
         return
     longest = 2 * policy.max_sequence_length
     if policy.max_sequence_length <= policy.micro_batch_tokens < longest:
         fix = f"one pass must hold both answers of a pair: give it twice max_sequence_length, {longest}"
-        yield Violation("policy.micro_batch_tokens", policy.micro_batch_tokens, fix)
+        yield Problem("policy.micro_batch_tokens", policy.micro_batch_tokens, fix)
 
 
-def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """A reference and margins say something only to losses that look at them."""
     if not isinstance(algorithm, PreferenceConfig | RewardModelConfig):
         return
@@ -85,13 +85,13 @@ def preference_settings_are_used(data: DataConfig, algorithm: AlgorithmConfig) -
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
         if scale and key is None:
             fix = f"{path} says nothing of margins: name their key in {path}.margin_key, or remove this"
-            yield Violation("algorithm.loss.margin_scale", scale, fix)
+            yield Problem("algorithm.loss.margin_scale", scale, fix)
         elif key is not None and not scale:
             fix = "the loss looks at no margins: remove this, or give algorithm.loss.margin_scale"
-            yield Violation(f"{path}.margin_key", key, fix)
+            yield Problem(f"{path}.margin_key", key, fix)
 
 
-def preferences_teach(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def preferences_teach(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Odds ratios hold nothing by themselves; of judged answers some have to count."""
     if isinstance(algorithm, PreferenceConfig | IterativePreferenceConfig):
         if isinstance(algorithm.loss, OddsRatioLossConfig) and algorithm.sft_coefficient == 0:
@@ -99,22 +99,22 @@ def preferences_teach(algorithm: AlgorithmConfig) -> Iterator[Violation]:
                 "the odds ratio has no reference, and compares two answers that may both become unlikely: "
                 "give it a cross entropy beside it, as ORPO's 1, or take another loss"
             )
-            yield Violation("algorithm.sft_coefficient", 0.0, fix)
+            yield Problem("algorithm.sft_coefficient", 0.0, fix)
     elif isinstance(algorithm, KtoConfig) and algorithm.desirable_weight == algorithm.undesirable_weight == 0:
         fix = (
             "algorithm.undesirable_weight is 0 too, so no answer counts: give at least one of them a weight, "
             "as the default 1"
         )
-        yield Violation("algorithm.desirable_weight", 0.0, fix)
+        yield Problem("algorithm.desirable_weight", 0.0, fix)
 
 
-def _live_reference_is_asked(algorithm: PreferenceConfig) -> Iterator[Violation]:
+def _live_reference_is_asked(algorithm: PreferenceConfig) -> Iterator[Problem]:
     if not algorithm.loss.keeps_reference:
         fix = f"the loss `{algorithm.loss.name}` has no reference here: remove this"
-        yield Violation("algorithm.reference", "live", fix)
+        yield Problem("algorithm.reference", "live", fix)
 
 
-def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """How to sample says nothing to a validation that computes the loss only."""
     if not isinstance(algorithm, OfflineBase) or algorithm.validation.generate:
         return
@@ -124,4 +124,4 @@ def validation_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violati
     for name in _OF_SAMPLING:
         value = getattr(algorithm.validation, name)
         if value != ValidationConfig.model_fields[name].default:
-            yield Violation(f"algorithm.validation.{name}", value, fix)
+            yield Problem(f"algorithm.validation.{name}", value, fix)

@@ -33,7 +33,7 @@ from nemorl.config.facts import generates, is_address
 from nemorl.config.generation import GenerationConfig, TrtllmGenerationConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 from .batches import (
     data_parallel_divides,
@@ -44,14 +44,14 @@ from .batches import (
 )
 
 
-def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
+def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Problem]:
     """Transformer Engine has kernels for GPUs only."""
     if policy.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
         fix = "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto"
-        yield Violation("policy.kernels", policy.kernels, fix)
+        yield Problem("policy.kernels", policy.kernels, fix)
 
 
-def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Violation]:
+def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Problem]:
     """Transformer Engine's Adam keeps its tensors in types of fewer bits, on a GPU, beside bfloat16."""
     optimizer = policy.optimizer
     if not isinstance(optimizer, AdamConfig):
@@ -65,17 +65,17 @@ def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     for field in optimizer.narrow_fields if reason else ():
-        yield Violation(
+        yield Problem(
             f"policy.optimizer.{field}", getattr(optimizer, field), f"{reason}: set this to float32"
         )
 
 
-def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def offload_wants_generation(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """The policy leaves its device to generation, so there has to be some."""
     for field in ("weights", "optimizer"):
         if getattr(policy.offload, field) and not generates(algorithm):
             fix = "this run never generates, so nothing would leave the device: set it to false"
-            yield Violation(f"policy.offload.{field}", True, fix)
+            yield Problem(f"policy.offload.{field}", True, fix)
 
 
 def gpus_for_all_processes(
@@ -87,7 +87,7 @@ def gpus_for_all_processes(
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Where there are GPUs every process of a model has one, and every engine that does not share theirs.
 
     Nodes without any are counted as if they had some; what is refused here fits nowhere.
@@ -103,7 +103,7 @@ def gpus_for_all_processes(
     wanted = policy.layout.world_size + others + engines
     there = cluster.num_nodes * cluster.gpus_per_node
     if 0 < there < wanted:
-        yield Violation(
+        yield Problem(
             "cluster.gpus_per_node",
             cluster.gpus_per_node,
             f"{there} GPUs are too few for {policy.layout.world_size} policy processes"
@@ -125,7 +125,7 @@ def labels_name_groups(
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Labels of nodes are for groups that the run has, and that have places of their own."""
     own = {"policy": True, "rollout": True}  # whether each group has places of its own
     if generation.has_engines:
@@ -143,24 +143,24 @@ def labels_name_groups(
         for group, wanted in groups.items():
             if group not in own:
                 fix = f"this run has no such group of workers: name one of {', '.join(own)}"
-                yield Violation(f"cluster.{field}.{group}", wanted, fix)
+                yield Problem(f"cluster.{field}.{group}", wanted, fix)
             elif not own[group]:
                 fix = f"it lives where the policy does: name the nodes in cluster.{field}.policy"
-                yield Violation(f"cluster.{field}.{group}", wanted, fix)
+                yield Problem(f"cluster.{field}.{group}", wanted, fix)
 
 
-def domains_are_labels(cluster: ClusterConfig) -> Iterator[Violation]:
+def domains_are_labels(cluster: ClusterConfig) -> Iterator[Problem]:
     """A domain is of several nodes, else it is a matter of the strategy."""
     for group, label in cluster.topology.items():
         if label == _NODE_LABEL:
             fix = "every node is alone with its value of it: set cluster.placement to STRICT_PACK instead"
-            yield Violation(f"cluster.topology.{group}", label, fix)
+            yield Problem(f"cluster.topology.{group}", label, fix)
 
 
-def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Violation]:
+def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Iterator[Problem]:
     """A step moves few weights far enough to change their bfloat16, and nearly all in float32."""
     if generation.delta and (generation.precision or policy.precision) == "float32":
-        yield Violation(
+        yield Problem(
             "generation.delta",
             True,
             "in float32 a step changes nearly every weight (in bfloat16 two to four in a hundred), so that "
@@ -168,12 +168,12 @@ def changes_are_few(generation: GenerationConfig, policy: PolicyConfig) -> Itera
         )
 
 
-def changes_have_a_base(generation: GenerationConfig) -> Iterator[Violation]:
+def changes_have_a_base(generation: GenerationConfig) -> Iterator[Problem]:
     """Changes go onto what a receiver keeps."""
     if not isinstance(generation, TrtllmGenerationConfig) or generation.weight_delivery != "workers":
         return
     if generation.delta:
-        yield Violation(
+        yield Problem(
             "generation.delta",
             True,
             "TensorRT-LLM's workers keep nothing of what came, so every refit would be whole: set this to "
@@ -181,10 +181,10 @@ def changes_have_a_base(generation: GenerationConfig) -> Iterator[Violation]:
         )
 
 
-def files_hold_whole_versions(generation: GenerationConfig) -> Iterator[Violation]:
+def files_hold_whole_versions(generation: GenerationConfig) -> Iterator[Problem]:
     """Whoever joins later reads one version and has no other."""
     if generation.delta and generation.transport == "files":
-        yield Violation(
+        yield Problem(
             "generation.delta",
             True,
             "files hold whole versions, which any engine may read at any time: set this to false, or "
@@ -192,10 +192,10 @@ def files_hold_whole_versions(generation: GenerationConfig) -> Iterator[Violatio
         )
 
 
-def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Violation]:
+def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Iterator[Problem]:
     """NCCL moves memory of GPUs only."""
     if generation.transport == "nccl" and not cluster.gpus_per_node:
-        yield Violation(
+        yield Problem(
             "generation.transport",
             "nccl",
             "NCCL moves the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or gloo",
@@ -204,19 +204,19 @@ def nccl_wants_gpus(generation: GenerationConfig, cluster: ClusterConfig) -> Ite
 
 def cuda_ipc_is_for_gpus_of_one_machine(
     generation: GenerationConfig, cluster: ClusterConfig
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """Processes open each other's GPU memory."""
     if generation.transport != "cuda_ipc":
         return
     if not cluster.gpus_per_node:
-        yield Violation(
+        yield Problem(
             "generation.transport",
             "cuda_ipc",
             "CUDA IPC shares the memory of GPUs, and cluster.gpus_per_node is 0: set this to auto or "
             "shared_memory",
         )
     elif cluster.num_nodes > 1:
-        yield Violation(
+        yield Problem(
             "generation.transport",
             "cuda_ipc",
             f"CUDA IPC stays on one machine, and cluster.num_nodes is {cluster.num_nodes}: set this to auto "
@@ -224,7 +224,7 @@ def cuda_ipc_is_for_gpus_of_one_machine(
         )
 
 
-def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) -> Iterator[Violation]:
+def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) -> Iterator[Problem]:
     """A critic learns where advantages are made of its values, and only there."""
     if isinstance(algorithm, OnlineConfig):
         advantage = algorithm.advantage
@@ -233,57 +233,55 @@ def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) ->
             of_name = "critic" in presets()[algorithm.name].settings  # without the null there would be one
             change = "remove this null" if of_name else "set `algorithm.critic: {}`, or take `name: ppo`"
             fix = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
-            yield Violation("algorithm.critic", None, f"{fix}, or take `token_returns` or `group`")
+            yield Problem("algorithm.critic", None, f"{fix}, or take `token_returns` or `group`")
             return
         if not needs and algorithm.critic is not None:
             fix = f"the advantage `{advantage.name}` asks for no values: set this to null, or take `gae`"
-            yield Violation("algorithm.critic", _given(algorithm.critic), fix)
+            yield Problem("algorithm.critic", _given(algorithm.critic), fix)
             return
     if critic is not None and not algorithm.keeps_critic:
         fix = f"`{algorithm.name}` has no critic: remove this section, or take an algorithm such as `ppo`"
-        yield Violation("critic", _given(critic), fix)
+        yield Problem("critic", _given(critic), fix)
 
 
-def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig | None) -> Iterator[Violation]:
+def reference_is_wanted(algorithm: AlgorithmConfig, reference: ReferenceConfig | None) -> Iterator[Problem]:
     """A reference in processes of its own serves online algorithms that look at one."""
     if reference is None:
         return
     if isinstance(algorithm, OnlineConfig):
         if not algorithm.keeps_reference:
             fix = "nothing looks at a reference: remove this section, or raise algorithm.kl.coefficient"
-            yield Violation("reference", _given(reference), fix)
+            yield Problem("reference", _given(reference), fix)
         return
     precomputes = isinstance(algorithm, OfflineBase) and algorithm.precomputes_reference
     looks = "keeps its reference in the policy's processes"
     if not (algorithm.keeps_reference or precomputes):
         looks = "looks at no reference"
-    yield Violation("reference", _given(reference), f"`{algorithm.name}` {looks}: remove this section")
+    yield Problem("reference", _given(reference), f"`{algorithm.name}` {looks}: remove this section")
 
 
-def teachers_are_wanted(
-    algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]
-) -> Iterator[Violation]:
+def teachers_are_wanted(algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]) -> Iterator[Problem]:
     """Distillation has teachers, and of several it knows which sequence is whose."""
     if not isinstance(algorithm, DistillationAlgorithm):
         if teachers:
             fix = f"`{algorithm.name}` has no teachers: remove this section, or take `on_policy_distillation`"
-            yield Violation("teachers", sorted(teachers), fix)
+            yield Problem("teachers", sorted(teachers), fix)
     elif not teachers:
         fix = f"`{algorithm.name}` learns from teachers: name one, such as {{main: {{model_path: FOLDER}}}}"
-        yield Violation("teachers", {}, fix)
+        yield Problem("teachers", {}, fix)
     elif len(teachers) > 1 and algorithm.teacher_key is None:
         fix = (
             f"there are {len(teachers)} teachers: give the column of the tasks that names the teacher of each"
         )
-        yield Violation("algorithm.teacher_key", None, fix)
+        yield Problem("algorithm.teacher_key", None, fix)
     elif len(teachers) == 1 and algorithm.teacher_key is not None:
         fix = "there is one teacher, of all tasks: remove this, or name more in teachers"
-        yield Violation("algorithm.teacher_key", algorithm.teacher_key, fix)
+        yield Problem("algorithm.teacher_key", algorithm.teacher_key, fix)
 
 
 def teachers_can_be_asked(
     algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: dict[str, TeacherConfig]
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """A server tells logprobs of the distribution as it is, at an address."""
     temperature = generation.sampling.temperature
     for name, teacher in teachers.items():
@@ -291,15 +289,15 @@ def teachers_can_be_asked(
             continue
         if not is_address(teacher.base_url):
             fix = "an address such as http://127.0.0.1:8000/v1 is wanted"
-            yield Violation(f"teachers.{name}.base_url", teacher.base_url, fix)
+            yield Problem(f"teachers.{name}.base_url", teacher.base_url, fix)
         if algorithm.online and temperature != 1:
             fix = (
                 f"the server of teachers.{name} tells logprobs at temperature 1: take 1, or a teacher `model`"
             )
-            yield Violation("generation.sampling.temperature", temperature, fix)
+            yield Problem("generation.sampling.temperature", temperature, fix)
 
 
-def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """One lambda is looked at, and after the critic alone the policy learns too."""
     if not isinstance(algorithm, OnlineConfig):
         return
@@ -308,10 +306,10 @@ def critic_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Violation]:
         adapts = advantage.length_adaptive_alpha is not None
         if adapts and advantage.lam != GaeConfig.model_fields["lam"].default:
             fix = "length_adaptive_alpha stands in for it: remove this, or set that to null"
-            yield Violation("algorithm.advantage.lam", advantage.lam, fix)
+            yield Problem("algorithm.advantage.lam", advantage.lam, fix)
     if critic is not None and critic.warmup_steps >= algorithm.num_steps:
         fix = f"the run has {algorithm.num_steps} steps, so the policy would never learn: take fewer"
-        yield Violation("algorithm.critic.warmup_steps", critic.warmup_steps, fix)
+        yield Problem("algorithm.critic.warmup_steps", critic.warmup_steps, fix)
 
 
 def groups_have_devices(
@@ -320,19 +318,19 @@ def groups_have_devices(
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What shares the policy's devices finds one for each of its processes; others leave nobody theirs."""
     for name, group in _sections(critic, reference, teachers, rewards):
         if group.devices == "own":
             for part in ("weights", "optimizer"):
                 if getattr(group.offload, part):
                     fix = f"{name}.devices is `own`, so nobody waits for them: set it to false"
-                    yield Violation(f"{name}.offload.{part}", True, fix)
+                    yield Problem(f"{name}.offload.{part}", True, fix)
             continue
         size, places = group.worker_config(policy).layout.world_size, policy.layout.world_size
         if size > places:
             fix = f"the policy has devices for {places} processes: take a smaller layout, or `own` devices"
-            yield Violation(f"{name}.layout", f"{size} processes", fix)
+            yield Problem(f"{name}.layout", f"{size} processes", fix)
 
 
 def groups_are_as_sound_as_policies(
@@ -343,7 +341,7 @@ def groups_are_as_sound_as_policies(
     reference: ReferenceConfig | None,
     teachers: dict[str, TeacherConfig],
     rewards: tuple[RewardConfig, ...],
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What is asked of a policy's section is asked of theirs, where they say something else than it.
 
     What a reward model scores is no optimizer step: it is filled up until it divides.
@@ -374,7 +372,7 @@ def groups_are_as_sound_as_policies(
 
 def reward_models_are_asked_while_sampling(
     algorithm: AlgorithmConfig, rewards: tuple[RewardConfig, ...]
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """What scores on the policy's devices finds them free."""
     if not isinstance(algorithm, OnlineBase) or not algorithm.max_staleness:
         return
@@ -383,7 +381,7 @@ def reward_models_are_asked_while_sampling(
             fix = (
                 "with algorithm.max_staleness answers are scored while the policy trains there: set it to own"
             )
-            yield Violation(f"rewards.{place}.devices", "policy", fix)
+            yield Problem(f"rewards.{place}.devices", "policy", fix)
 
 
 def _sections(

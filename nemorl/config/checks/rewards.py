@@ -14,7 +14,7 @@ from nemorl.config.environment import (
     SingleTurnEnvConfig,
 )
 from nemorl.config.facts import generates, is_address
-from nemorl.errors import Violation
+from nemorl.errors import Problem
 
 from .metrics import reward_names
 
@@ -23,16 +23,16 @@ _METRICS = ("mean", "std", "of_greedy")
 
 def something_is_rewarded(
     env: EnvConfig, rewards: tuple[RewardConfig, ...], algorithm: AlgorithmConfig
-) -> Iterator[Violation]:
+) -> Iterator[Problem]:
     """`single_turn` pays nothing of its own; a teacher is enough where nothing is measured."""
     unpaid = isinstance(algorithm, OnPolicyDistillationConfig) and not algorithm.validation.scheduled
     if not isinstance(env, SingleTurnEnvConfig) or not generates(algorithm) or unpaid:
         return
     if rewards and not any(reward.weight for reward in rewards):
         fix = "all weights are 0, so every reward would be 0: give one of them another"
-        yield Violation("rewards.0.weight", rewards[0].weight, fix)
+        yield Problem("rewards.0.weight", rewards[0].weight, fix)
     elif not rewards:
-        yield Violation(
+        yield Problem(
             "rewards",
             [],
             "the environment `single_turn` pays nothing itself, so every reward would be 0: name a reward "
@@ -40,34 +40,34 @@ def something_is_rewarded(
         )
 
 
-def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
+def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Problem]:
     """A metric can hold one reward; without a name a function is called by what stands after the colon."""
     taken = set(reward_names(env, ()))
     for place, reward in enumerate(rewards):
         name = reward.metric
         if name in _METRICS:
             fix = f"the metric reward/{name} is of all rewards together: give it another `name`"
-            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
+            yield Problem(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
         if name in taken:
             fix = f"another reward is named `{name}` already: remove one, or give it another `name`"
-            yield Violation(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
+            yield Problem(f"rewards.{place}.{reward.field}", getattr(reward, reward.field), fix)
         taken.add(name)
 
 
-def reward_addresses_are_whole(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
+def reward_addresses_are_whole(rewards: tuple[RewardConfig, ...]) -> Iterator[Problem]:
     """Requests go to paths below them."""
     for place, reward in enumerate(rewards):
         if isinstance(reward, ServiceRewardBase) and not is_address(reward.url):
             fix = "an address such as http://127.0.0.1:8000/v1 is wanted"
-            yield Violation(f"rewards.{place}.url", reward.url, fix)
+            yield Problem(f"rewards.{place}.url", reward.url, fix)
 
 
-def judges_can_be_understood(rewards: tuple[RewardConfig, ...]) -> Iterator[Violation]:
+def judges_can_be_understood(rewards: tuple[RewardConfig, ...]) -> Iterator[Problem]:
     """A judge is shown what it judges, and what it says can be read."""
     for place, reward in enumerate(rewards):
         if isinstance(reward, JudgeRewardConfig):
             for field, fix in _of_judge(reward):
-                yield Violation(f"rewards.{place}.{field}", getattr(reward, field), fix)
+                yield Problem(f"rewards.{place}.{field}", getattr(reward, field), fix)
 
 
 def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
@@ -94,8 +94,8 @@ def _of_judge(judge: JudgeRewardConfig) -> Iterator[tuple[str, str]]:
             yield "pattern", "the number is its first group: put brackets around it"
 
 
-def calculator_wants_chat(env: EnvConfig, data: DataConfig) -> Iterator[Violation]:
+def calculator_wants_chat(env: EnvConfig, data: DataConfig) -> Iterator[Problem]:
     """The calculator answers with messages of a tool, which plain text cannot tell from the policy's own."""
     if isinstance(env, CalculatorEnvConfig) and not data.chat:
         fix = "the environment `calculator` answers in messages of its own: set data.chat to true"
-        yield Violation("data.chat", False, fix)
+        yield Problem("data.chat", False, fix)
