@@ -51,7 +51,6 @@ NOT_REACHED: dict[str, set[str]] = {
     "nemorl.errors": TORCH | {"numpy", "pydantic"},
     "nemorl.cli": TORCH | {"numpy", "plotly"},
     "nemorl.config": TORCH | {"numpy"},
-    "nemorl.algorithms.presets": TORCH | {"numpy"},
     "nemorl.plan": TORCH | {"numpy"},
     "nemorl.trajectories": TORCH,
     "nemorl.models.slices": TORCH | {"numpy"},

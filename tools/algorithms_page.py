@@ -4,14 +4,13 @@
 """
 
 import inspect
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.presets import Preset, presets
+from nemorl.config.algorithm.presets import PRESETS, Preset
 from nemorl.config.base import Config
 from nemorl.config.schema import names, type_text, variants
 
@@ -33,10 +32,10 @@ def written(page: str) -> str:
 def _presets() -> Iterator[str]:
     yield "| `name` | | advantage | loss | aggregation | sets beside | paper |"
     yield "|---|---|---|---|---|---|---|"
-    for preset in presets().values():
+    for preset in PRESETS.values():
         yield _row(preset)
-    for preset in presets().values():
-        yield from ("", f"### {preset.name}", _titled(preset), "", _explained(preset), "", *_settings(preset))
+    for preset in PRESETS.values():
+        yield from ("", f"### {preset.name}", _titled(preset), "", preset.description, "", *_settings(preset))
 
 
 def _row(preset: Preset) -> str:
@@ -60,12 +59,6 @@ def _config(preset: Preset) -> OnlineConfig:
 
 def _titled(preset: Preset) -> str:
     return f"{preset.title}: [paper]({preset.paper})."
-
-
-def _explained(preset: Preset) -> str:
-    """The docstring of the preset's module."""
-    module = sys.modules[f"nemorl.algorithms.presets.{preset.name}"]
-    return inspect.cleandoc(module.__doc__ or "")
 
 
 def _settings(preset: Preset) -> Iterator[str]:

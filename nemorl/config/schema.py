@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PREFERENCE_PRESETS, PRESETS
 from nemorl.errors import ABSENT
 
 from .base import Config
@@ -254,7 +253,7 @@ def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | No
 
 
 def _preset_parts(name: object) -> frozenset[str]:
-    preset = presets().get(str(name)) or PREFERENCE_PRESETS.get(str(name))
+    preset = PRESETS.get(str(name)) or PREFERENCE_PRESETS.get(str(name))
     return frozenset(preset.settings) if preset else frozenset()
 
 

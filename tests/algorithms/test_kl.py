@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemorl.algorithms.kl import gap_divergence, kl_divergence, kl_penalty
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 
 POLICY, REFERENCE = [-1.0, -0.2, -3.0, -0.5, -2.5], [-1.5, -0.1, -3.0, -2.9, -0.7]
 
@@ -132,7 +132,7 @@ def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "turn_gae", "bi_level_gae", "reinforce_plus_plus"])
 def test_presets_with_a_divergence_in_the_reward_take_k1(name: str) -> None:
-    kl = presets()[name].settings["kl"]
+    kl = PRESETS[name].settings["kl"]
     assert kl == {"estimator": "k1", "placement": "reward"}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment, to_yaml
 from tests.config.experiments import problems_of, write
@@ -181,7 +181,7 @@ def test_what_a_critic_does_not_say_is_as_the_policy_has_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["ppo", "vapo", "turn_gae", "bi_level_gae", "reinforce_plus_plus"])
 def test_a_preset_alone_is_sound_and_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
-    assert name in presets()
+    assert name in PRESETS
     experiment = load_experiment(write(tmp_path), [f"algorithm.name={name}", "algorithm.num_steps=100"])
     again = load_experiment(write(tmp_path, to_yaml(experiment), "again.yaml"))
     assert again == experiment

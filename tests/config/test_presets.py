@@ -1,11 +1,11 @@
-"""Every preset stands in an experiment as it is, with what its own docstring asks for."""
+"""Every preset stands in an experiment as it is, with what its description requires."""
 
 from pathlib import Path
 
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 from nemorl.config.load import load_experiment
 
 AGENT = ["data.chat=true", "env={name: calculator, call_weight: 0.1}", "rewards=[]"]
@@ -25,7 +25,7 @@ BESIDE = {
 
 
 def section(file: Path, name: str, *overrides: str) -> OnlineConfig:
-    critic = ["critic={}"] if "critic" in presets()[name].settings else []
+    critic = ["critic={}"] if "critic" in PRESETS[name].settings else []
     algorithm = load_experiment(
         file, [f"algorithm.name={name}", *BESIDE.get(name, []), *critic, *overrides]
     ).algorithm
@@ -33,12 +33,12 @@ def section(file: Path, name: str, *overrides: str) -> OnlineConfig:
     return algorithm
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", PRESETS)
 def test_it_loads_with_its_settings(sound: Path, name: str) -> None:
     algorithm = section(sound, name)
 
     assert algorithm.name == name
-    for part, values in presets()[name].settings.items():
+    for part, values in PRESETS[name].settings.items():
         found = getattr(algorithm, part)
         for key, value in values.items() if isinstance(values, dict) else ():
             there = getattr(found, key)

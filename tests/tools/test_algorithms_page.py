@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 
 TOOL = Path(__file__).parents[2] / "tools" / "algorithms_page.py"
 
@@ -29,7 +29,7 @@ def test_the_page_is_up_to_date(tool: ModuleType) -> None:
 
 def test_every_preset_has_a_section_with_its_settings(tool: ModuleType) -> None:
     page = tool.PAGE.read_text(encoding="utf-8")
-    for name, preset in presets().items():
+    for name, preset in PRESETS.items():
         (section,) = [part for part in page.split("\n### ") if part.partition("\n")[0] == name]
         assert f"  name: {name}\n" in section
         assert f"]({preset.paper})" in section

@@ -1,7 +1,7 @@
-"""`algorithm`: what is optimised.
+"""`algorithm`: what is optimized.
 
-The name says which: one of the online algorithms, each a preset of parts (`nemorl.algorithms.presets`), or
-one that learns from data as it stands.
+Its `name` selects one: a preset (`presets.py`) of the online parts or of the losses of pairs, or an algorithm
+that learns from data.
 """
 
 from typing import Annotated

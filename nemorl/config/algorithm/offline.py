@@ -16,7 +16,7 @@ from nemorl.config.yaml import merged
 
 from .base import Aggregation, AlgorithmBase, ValidationConfig
 from .losses import LogisticLossConfig, PairLossConfig
-from .presets import Preset
+from .presets import PREFERENCE_PRESETS
 
 
 class LossValidationConfig(ValidationConfig):
@@ -56,87 +56,6 @@ class OfflineBase(AlgorithmBase):
         """The batch; the sequences of one example go together."""
         return self.batch_size
 
-
-# Each a setting of the parts below, laid under what an experiment says, as with online algorithms.
-PREFERENCE_PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            "dpo",
-            "Direct preference optimisation",
-            "https://arxiv.org/abs/2305.18290",
-            {"loss": {"name": "logistic"}},
-        ),
-        Preset(
-            "cdpo",
-            "Conservative DPO: labels may be wrong",
-            "https://ericmitchell.ai/cdpo.pdf",
-            {"loss": {"name": "logistic", "label_smoothing": 0.1}},
-        ),
-        Preset(
-            "robust_dpo",
-            "DPO, unbiased under wrong labels",
-            "https://arxiv.org/abs/2403.00409",
-            {"loss": {"name": "robust", "label_smoothing": 0.1}},
-        ),
-        Preset(
-            "ipo",
-            "Identity preference optimisation",
-            "https://arxiv.org/abs/2310.12036",
-            {"loss": {"name": "squared"}},
-        ),
-        Preset(
-            "hinge",
-            "Hinge loss relative to a reference (RSO)",
-            "https://arxiv.org/abs/2309.06657",
-            {"loss": {"name": "hinge"}},
-        ),
-        Preset(
-            "slic",
-            "Sequence likelihood calibration",
-            "https://arxiv.org/abs/2305.10425",
-            {"loss": {"name": "hinge", "reference": False, "beta": 1.0}, "sft_coefficient": 0.1},
-        ),
-        Preset(
-            "simpo",
-            "Simple preference optimisation: means, no reference",
-            "https://arxiv.org/abs/2405.14734",
-            {
-                "loss": {
-                    "name": "logistic",
-                    "reference": False,
-                    "logprobs": "mean",
-                    "beta": 2.0,
-                    "gamma": 1.0,
-                }
-            },
-        ),
-        Preset(
-            "cpo",
-            "Contrastive preference optimisation",
-            "https://arxiv.org/abs/2401.08417",
-            {"loss": {"name": "logistic", "reference": False}, "sft_coefficient": 1.0},
-        ),
-        Preset(
-            "orpo",
-            "Odds ratio preference optimisation",
-            "https://arxiv.org/abs/2403.07691",
-            {"loss": {"name": "odds_ratio"}, "sft_coefficient": 1.0},
-        ),
-        Preset(
-            "apo_zero",
-            "Anchored: chosen answers are better than the policy's",
-            "https://arxiv.org/abs/2408.06266",
-            {"loss": {"name": "anchored", "anchor": "zero"}},
-        ),
-        Preset(
-            "apo_down",
-            "Anchored: chosen answers are worse than the policy's",
-            "https://arxiv.org/abs/2408.06266",
-            {"loss": {"name": "anchored", "anchor": "down"}},
-        ),
-    )
-}
 
 if TYPE_CHECKING:
     PreferenceName = str

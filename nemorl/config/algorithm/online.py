@@ -27,7 +27,7 @@ from nemorl.config.yaml import merged
 from .advantages import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig, TokenAdvantageBase
 from .base import AlgorithmBase
 from .losses import ClipLossConfig, PolicyLossConfig
-from .presets import presets
+from .presets import PRESETS
 
 
 class EntropyBonusConfig(Config):
@@ -266,7 +266,7 @@ class CriticLearningConfig(Config):
 if TYPE_CHECKING:
     OnlineName = str
 else:
-    OnlineName = Literal[tuple(presets())]
+    OnlineName = Literal[tuple(PRESETS)]
 
 
 class OnlineConfig(OnlineBase):
@@ -296,9 +296,9 @@ class OnlineConfig(OnlineBase):
     @classmethod
     def _over_preset(cls, section: Any) -> Any:
         """What the experiment says, laid over the preset that it names."""
-        if not isinstance(section, dict) or section.get("name") not in presets():
+        if not isinstance(section, dict) or section.get("name") not in PRESETS:
             return section
-        return merged(dict(presets()[section["name"]].settings), section)
+        return merged(dict(PRESETS[section["name"]].settings), section)
 
     @property
     def sequences_per_update(self) -> int:

@@ -31,7 +31,7 @@ from nemorl.config.algorithm.advantages import (
     ReinforceAdvantageConfig,
     TurnAdvantageConfig,
 )
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 from nemorl.config.environment import (
     CalculatorEnvConfig,
     EnvConfig,
@@ -75,7 +75,7 @@ def divergence_settings_are_used(algorithm: AlgorithmConfig) -> Iterator[Problem
     if not isinstance(algorithm, OnlineConfig):
         return
     kl = algorithm.kl
-    of_preset = presets()[algorithm.name].settings.get("kl", {})
+    of_preset = PRESETS[algorithm.name].settings.get("kl", {})
     for name in ("estimator", *_IN_LOSS, "max_value"):
         value = getattr(kl, name)
         if value == of_preset.get(name, KLConfig.model_fields[name].default):

@@ -18,7 +18,7 @@ from nemorl.config.algorithm import (
     OnlineConfig,
 )
 from nemorl.config.algorithm.advantages import GaeConfig, TokenAdvantageBase
-from nemorl.config.algorithm.presets import presets
+from nemorl.config.algorithm.presets import PRESETS
 from nemorl.config.auxiliary import (
     CriticConfig,
     ModelGroupConfig,
@@ -230,7 +230,7 @@ def critic_is_wanted(algorithm: AlgorithmConfig, critic: CriticConfig | None) ->
         advantage = algorithm.advantage
         needs = isinstance(advantage, TokenAdvantageBase) and advantage.needs_values
         if needs and algorithm.critic is None:
-            of_name = "critic" in presets()[algorithm.name].settings  # without the null there would be one
+            of_name = "critic" in PRESETS[algorithm.name].settings  # without the null there would be one
             change = "remove this null" if of_name else "set `algorithm.critic: {}`, or take `name: ppo`"
             fix = f"the advantage `{advantage.name}` is made of a critic's values: {change}"
             yield Problem("algorithm.critic", None, f"{fix}, or take `token_returns` or `group`")
