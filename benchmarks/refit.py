@@ -9,6 +9,7 @@ Three parts:
 """
 
 import argparse
+import asyncio
 import functools
 import itertools
 import math
@@ -119,7 +120,7 @@ def settle(case: Case, policy: Ranks, engines: Ranks, dtype: str) -> None:
 
 def gathering_of(policy: Ranks, engines: Ranks) -> Gathering:
     """Who brings which box of each tensor to rank 0, each element once."""
-    held, needed = (Side(ranks, "files").describe() for ranks in (policy, engines))
+    held, needed = (asyncio.run(Side(ranks, "files").describe()) for ranks in (policy, engines))
     plan = plan_files(held, needed, bucket_bytes=2**40)  # type: ignore[arg-type]
     tensors: dict[str, list[Any]] = {}
     for rank in range(policy.active):
@@ -217,7 +218,7 @@ def exchange_by(
     versions = itertools.count(1)
 
     def refit() -> None:
-        stats[transport] = exchange.refit(next(versions))
+        stats[transport] = asyncio.run(exchange.refit(next(versions)))
 
     return refit
 
@@ -233,7 +234,7 @@ def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> li
         exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
         for version, (step_folder, learning_rate, changed) in enumerate(trained):
             policy.all("load", step_folder)
-            stats = exchange.refit(version)
+            stats = asyncio.run(exchange.refit(version))
             if version:
                 rows.append(
                     {

@@ -153,31 +153,31 @@ class Side:
     ranks: Ranks
     transport: Transport
 
-    def describe(self) -> list[SenderLayout] | list[ReceiverLayout]:
+    async def describe(self) -> list[SenderLayout] | list[ReceiverLayout]:
         """As the exchange asks."""
-        return self._all("describe")
+        return await self._all("describe")
 
-    def prepare(self, parts: Sequence[Part]) -> None:
+    async def prepare(self, parts: Sequence[Part]) -> None:
         """As the exchange asks."""
         self.ranks.each("exchange", [(self.transport, "prepare", part) for part in parts])
 
-    def send(self, session: RefitSession) -> list[SendReport]:
+    async def send(self, session: RefitSession) -> list[SendReport]:
         """As the exchange asks."""
-        return self._all("send", session)
+        return await self._all("send", session)
 
-    def receive(self, session: RefitSession) -> list[ReceiveReport]:
+    async def receive(self, session: RefitSession) -> list[ReceiveReport]:
         """As the exchange asks."""
-        return self._all("receive", session)
+        return await self._all("receive", session)
 
-    def commit(self, version: int) -> None:
+    async def commit(self, version: int) -> None:
         """As the exchange asks."""
-        self._all("commit", version)
+        await self._all("commit", version)
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """As the exchange asks."""
-        self._all("abandon")
+        await self._all("abandon")
 
-    def _all(self, method: str, *given: Any) -> list[Any]:
+    async def _all(self, method: str, *given: Any) -> list[Any]:
         return self.ranks.all("exchange", self.transport, method, *given)
 
 

@@ -1,22 +1,17 @@
-"""Groups of worker processes that are called as one.
-
-A handle on one worker process. Handles can be given to other workers, which then call it themselves.
-
-How the processes of a group are started, the first time and again.
-"""
+"""Groups of worker processes that are called as one, and handles on single processes of them."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import ray
 
-from .actor import AsyncHost, Identity, Invocation, ServingHost, SyncHost
+from .actor import Actor, Identity, Invocation
 from .errors import ClusterError, DeadlineExceeded, GroupEnded, WorkerDied
 from .logs import log_path
 from .mesh import Mesh
@@ -27,20 +22,15 @@ from .waiting import answers, describe_activity, resolve_error
 
 @dataclass(frozen=True)
 class Worker:
-    """One process of a group."""
+    """Handle of one process of a group. It can be passed to other workers, which then call it themselves."""
 
     group: str
     rank: int
     log: Path
-    actor: Any  # Ray's handle of a SyncHost, an AsyncHost or a ServingHost
-    entrance: str = "call"  # the actor's method by which methods are called
+    actor: Any  # Ray's handle of an `Actor`
     home: Home | None = None  # in a run over several nodes
 
-    def serving(self) -> "Worker":
-        """The same process of a `ServingHost`, asked beside what runs in it."""
-        return replace(self, entrance="ask")
-
-    async def call_async(
+    async def call(
         self,
         method: str,
         *args: Any,
@@ -55,7 +45,7 @@ class Worker:
         `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
         """
         invocation = Invocation(method, stage, deadline_seconds, resolve)
-        reference = getattr(self.actor, self.entrance).remote(invocation, *args, **kwargs)
+        reference = self.actor.call.remote(invocation, *args, **kwargs)
         return (await answers({reference: self}, stage, deadline_seconds))[0]
 
     async def stream(
@@ -72,7 +62,7 @@ class Worker:
 
         With `pairs` its items are taken two by two: the first, which may be large, stays where it is and
         comes as a reference that this process owns, the second comes as it is.
-        The worker has to be asynchronous. Raises like `call_async`. A consumer that leaves early should close
+        The worker has to be asynchronous. Raises like `call`. A consumer that leaves early should close
         the iterator (`contextlib.aclosing`): this cancels the generator in the worker.
         """
         invocation = Invocation(method, stage, deadline_seconds, resolve)
@@ -119,32 +109,28 @@ class Launch:
 
     name: str
     target: str
-    host: Any
+    concurrent: bool
     kwargs: tuple[Mapping[str, Any], ...]  # of each rank
     placement: Placement
     variables: Mapping[str, str]
     run_dir: Path
 
     def process(self, rank: int) -> Worker:
-        """An actor in the rank's place, with nothing in it yet."""
+        """An actor at the rank's placement, without a target yet."""
         log = log_path(self.run_dir, self.name, rank)
-        actor = self.host.options(
+        actor_class: Any = Actor  # which Ray has wrapped
+        actor = actor_class.options(
             runtime_env={"env_vars": dict(self.variables)},
             max_restarts=0,
             **self.placement.options(self.name, rank),
         )
         identity = Identity(self.name, rank, log, Path.cwd())
         home = self.placement.home(self.name, rank)
-        return Worker(self.name, rank, log, actor.remote(identity), home=home)
+        return Worker(self.name, rank, log, actor.remote(identity, concurrent=self.concurrent), home=home)
 
     def make(self, worker: Worker, invocation: Invocation) -> Any:
         """Have a process make its target; a reference to the answer."""
         return worker.actor.make.remote(invocation, self.target, **self.kwargs[worker.rank])
-
-
-def host_kind(*, concurrent: bool, serving: bool) -> Any:
-    """The actor class whose processes run methods in this way."""
-    return AsyncHost if concurrent else ServingHost if serving else SyncHost
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -154,8 +140,6 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class WorkerGroup:
@@ -177,14 +161,7 @@ class WorkerGroup:
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
-    def start(
-        cls, name: str, target: str, per_rank_kwargs: Sequence[Mapping[str, Any]], **options: Any
-    ) -> "WorkerGroup":
-        """`start_async` for callers without an event loop."""
-        return blocking(cls.start_async(name, target, per_rank_kwargs, **options))
-
-    @classmethod
-    async def start_async(
+    async def start(
         cls,
         name: str,
         target: str,
@@ -196,24 +173,24 @@ class WorkerGroup:
         deadline_seconds: float,
         mesh: Mesh | None = None,
         concurrent: bool = False,
-        serving: bool = False,
         environment: Mapping[str, str] = NOTHING,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
         `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
         it. `name` is the group of the placement. `threads` is each process's number of CPU threads. The mesh
-        is data-parallel only when not given. `concurrent` workers run their methods in an event loop and may
-        stream; `serving` ones do so beside methods that run one at a time (`Worker.serving`).
+        is data-parallel only when not given. Methods of a `concurrent` target run in an event loop; of others
+        the plain ones run one at a time in one thread, and the coroutines in an event loop meanwhile.
         Output goes to `run_dir/logs/<name>-<rank>.log`.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)
         if mesh.world_size != ranks:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
-        host = host_kind(concurrent=concurrent, serving=serving)
         variables = {**thread_environment(threads), **placement.environment, **environment}
-        launch = Launch(name, target, host, tuple(per_rank_kwargs), placement, variables, run_dir.absolute())
+        launch = Launch(
+            name, target, concurrent, tuple(per_rank_kwargs), placement, variables, run_dir.absolute()
+        )
         log_path(launch.run_dir, name, 0).parent.mkdir(parents=True, exist_ok=True)
         group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
         invocation = Invocation("__init__", f"start {name}", deadline_seconds)
@@ -232,7 +209,7 @@ class WorkerGroup:
         self.workers = tuple(w for w in self.workers if w is not worker)
         self.mesh = Mesh(data=len(self.workers))
 
-    async def restart_async(self, rank: int, deadline_seconds: float) -> Worker:
+    async def restart(self, rank: int, deadline_seconds: float) -> Worker:
         """Start a dropped rank again. It is not called with the others before `admit`.
 
         Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and the new process is gone again.
@@ -252,11 +229,7 @@ class WorkerGroup:
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
         self.mesh = Mesh(data=len(self.workers))
 
-    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """`call_async` for callers without an event loop."""
-        return blocking(self.call_async(method, *args, **options))
-
-    async def call_async(
+    async def call(
         self,
         method: str,
         *args: Any,
@@ -278,11 +251,7 @@ class WorkerGroup:
         invocation = Invocation(method, stage, deadline_seconds, resolve)
         return await self._call(invocation, [args] * len(self.workers), kwargs, outputs, ends_group)
 
-    def call_sharded(self, method: str, shards: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
-        """`call_sharded_async` for callers without an event loop."""
-        return blocking(self.call_sharded_async(method, shards, *args, **options))
-
-    async def call_sharded_async(
+    async def call_sharded(
         self,
         method: str,
         shards: Sequence[Any],
@@ -295,7 +264,7 @@ class WorkerGroup:
         ends_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Like `call_async`, with a first argument of its own for each data-parallel rank, or for each rank.
+        """Like `call`, with a first argument of its own for each data-parallel rank, or for each rank.
 
         With `axis="dp"` all tensor- and pipeline-parallel ranks of a data-parallel rank get the same shard.
         """
@@ -310,25 +279,19 @@ class WorkerGroup:
         own = [(shard, *args) for shard in shards]
         return await self._call(invocation, own, kwargs, outputs, ends_group)
 
-    async def call_background_async(
+    async def call_background(
         self, method: str, *args: Any, stage: str, deadline_seconds: float
     ) -> list[Any]:
-        """Run a method on every rank of a synchronous group while its other calls go on, and wait for all.
+        """Run a method on every rank while its other calls run, and wait for all.
 
         The method has to be one that waits for no other rank: a failure leaves the group as it is. Raises
         `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`.
         """
-        invocation = Invocation(method, stage, deadline_seconds)
-        pending = {worker.actor.call_background.remote(invocation, *args): worker for worker in self.workers}
+        invocation = Invocation(method, stage, deadline_seconds, background=True)
+        pending = {worker.actor.call.remote(invocation, *args): worker for worker in self.workers}
         return await answers(pending, stage, deadline_seconds)
 
-    def shutdown(self, deadline_seconds: float = 10.0) -> None:
-        """`shutdown_async` for callers without an event loop."""
-        blocking(self.shutdown_async(deadline_seconds))
-
-    async def shutdown_async(
-        self, deadline_seconds: float = 10.0, *, after: BaseException | None = None
-    ) -> None:
+    async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
         """End the processes, after `close` of every worker that has one. May be called again.
 
         A group of which a rank is still at a call is ended at once: it may never come to `close`.
@@ -390,19 +353,3 @@ class WorkerGroup:
         self._ended = reason
         for worker in self.workers:
             ray.kill(worker.actor)
-
-
-def blocking(waiting: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a thread that has no event loop; Ctrl-C interrupts it."""
-    if _in_event_loop():
-        waiting.close()
-        raise RuntimeError("This would block the event loop: await the method's _async form instead.")
-    return asyncio.run(waiting)
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

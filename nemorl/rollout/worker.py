@@ -67,7 +67,7 @@ def ray_replica(engine: Worker) -> Replica:
             raise ReplicaLost(str(error)) from error
 
     async def abort(request_ids: Sequence[str]) -> None:
-        await engine.call_async("abort", request_ids, stage="abort", deadline_seconds=ABORT_SECONDS)
+        await engine.call("abort", request_ids, stage="abort", deadline_seconds=ABORT_SECONDS)
 
     return Replica(f"generation replica {engine.rank}", generate, abort)
 
@@ -225,7 +225,7 @@ def _validation(experiment: Experiment) -> SamplingParams:
 
 
 class RayRolloutWorker(PooledRouter, RolloutWorker):
-    """Hosted by an `AsyncHost`."""
+    """Hosted by an actor whose methods run in an event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
         """`engines`: the workers that host an engine each."""

@@ -83,7 +83,7 @@ class _RouterHere(PooledRouter):
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
+    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
         return [getattr(self, method)(*args)]
 
 
@@ -271,6 +271,6 @@ async def _open(experiment: Experiment, stack: AsyncExitStack) -> RewardScorer:
     stack.callback(placement.release)
     spec = ModelSpec("policy", "policy", policy, trains=False)
     group = await stack.enter_async_context(Starter(experiment, placement).model(spec))
-    stack.push_async_callback(group.shutdown_async)
+    stack.push_async_callback(group.shutdown)
     model = ModelGroup(group, policy, cluster.deadlines, trains=False)
     return RewardScorer(model, policy.layout.fewest_units)

@@ -183,12 +183,12 @@ class HeldModel:
         wanted = self._config.offload
         if (wanted.weights or wanted.optimizer) and not self._is_away:
             self._is_away = True
-            await self.group.call_async("offload", stage="offload", deadline_seconds=self._deadlines.refit)
+            await self.group.call("offload", stage="offload", deadline_seconds=self._deadlines.refit)
 
     async def settle(self) -> None:
         """Undo `leave`."""
         if self._is_away:
-            await self.group.call_async("onload", stage="onload", deadline_seconds=self._deadlines.refit)
+            await self.group.call("onload", stage="onload", deadline_seconds=self._deadlines.refit)
             self._is_away = False
 
     async def come_back(self) -> None:
@@ -207,19 +207,19 @@ class HeldModel:
 
     async def gpus(self) -> list[tuple[str, ...]]:
         """Of each rank, by the names that CUDA_VISIBLE_DEVICES takes; none on a CPU."""
-        return await self.group.call_async("gpus", stage="start", deadline_seconds=self._deadlines.start)
+        return await self.group.call("gpus", stage="start", deadline_seconds=self._deadlines.start)
 
     @property
     def samplers(self) -> list[Worker]:
         """Of a policy that samples by itself: who answers requests, one for each data-parallel copy."""
-        return [self.group.workers[rank].serving() for rank in self.group.mesh.output_ranks]
+        return [self.group.workers[rank] for rank in self.group.mesh.output_ranks]
 
     @asynccontextmanager
     async def sampling(self, version: int) -> AsyncIterator[None]:
         """Inside, the policy samples by itself; its weights are of `version`. It does nothing else there."""
         seconds = self._deadlines.generation + GRACE_SECONDS
         serving = asyncio.ensure_future(
-            self.group.call_async("serve", version, stage="generation", deadline_seconds=seconds)
+            self.group.call("serve", version, stage="generation", deadline_seconds=seconds)
         )
         try:
             yield
@@ -227,7 +227,7 @@ class HeldModel:
             with suppress(ClusterError):  # what ended a rank ended `serve` too, which tells of it
                 await asyncio.gather(
                     *(
-                        worker.call_async("stop_serving", stage="generation", deadline_seconds=seconds)
+                        worker.call("stop_serving", stage="generation", deadline_seconds=seconds)
                         for worker in self.samplers
                     )
                 )
@@ -245,7 +245,7 @@ class HeldModel:
 
     async def write_copy(self, folder: Path) -> list[FileRecord]:
         """Write what was copied, while the ranks do other work; ends before anything is copied again."""
-        records = await self.group.call_background_async(
+        records = await self.group.call_background(
             "write_copy",
             folder.absolute(),
             stage="checkpoint",
@@ -260,11 +260,11 @@ class HeldModel:
 
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
-        found = await self.group.call_async("header", stage="start", deadline_seconds=self._deadlines.start)
+        found = await self.group.call("header", stage="start", deadline_seconds=self._deadlines.start)
         return found[0]  # type: ignore[no-any-return]
 
     async def _checkpoint(self, method: str, *args: Path) -> list[Any]:
-        return await self.group.call_async(
+        return await self.group.call(
             method, *args, stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
         )
 
@@ -304,7 +304,7 @@ class ModelGroup(HeldModel):
             fewest=layout.pipeline_parallel_size if interleaved else 1,
             units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
         )
-        await self.group.call_sharded_async(
+        await self.group.call_sharded(
             f"load_{kind}",
             make_shards(sequences, self._plan),
             stage="loading a batch",
@@ -319,7 +319,7 @@ class ModelGroup(HeldModel):
     async def share(self, field: Field) -> Column:
         """A field of the loaded batch, for another group that has loaded the same sequences."""
         outputs = self.group.mesh.output_ranks
-        stores = await self.group.call_sharded_async(
+        stores = await self.group.call_sharded(
             "share",
             [rank in outputs for rank in range(self.group.mesh.world_size)],
             field,
@@ -336,7 +336,7 @@ class ModelGroup(HeldModel):
 
     async def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; figures."""
-        metrics = await self.group.call_async(
+        metrics = await self.group.call(
             "estimate", estimator, stage="advantages", deadline_seconds=self._deadlines.logprobs
         )
         return metrics[0]  # type: ignore[no-any-return]
@@ -344,7 +344,7 @@ class ModelGroup(HeldModel):
     async def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
         plan = self._loaded()
-        metrics = await self.group.call_async(
+        metrics = await self.group.call(
             "sequence_metrics",
             metric,
             stage="advantages",
@@ -355,7 +355,7 @@ class ModelGroup(HeldModel):
         return [found[place] for place in range(len(found))]
 
     async def _sharded(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
-        await self.group.call_sharded_async(
+        await self.group.call_sharded(
             method, shards, *args, stage=stage, deadline_seconds=self._deadlines.logprobs, resolve=True
         )
 
@@ -371,7 +371,7 @@ class ModelGroup(HeldModel):
         With `entropy` also `old_entropies`, which belong to the old logprobs.
         """
         await self.come_back()
-        stats = await self.group.call_sharded_async(
+        stats = await self.group.call_sharded(
             "compute_logprobs",
             self._batches(),
             stage="logprobs",
@@ -385,7 +385,7 @@ class ModelGroup(HeldModel):
     async def values(self) -> ValueStats:
         """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
         await self.come_back()
-        stats = await self.group.call_sharded_async(
+        stats = await self.group.call_sharded(
             "compute_values", self._batches(), stage="values", deadline_seconds=self._deadlines.logprobs
         )
         return stats[0]  # type: ignore[no-any-return]
@@ -393,7 +393,7 @@ class ModelGroup(HeldModel):
     async def top(self, k: int) -> None:
         """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
         await self.come_back()
-        await self.group.call_sharded_async(
+        await self.group.call_sharded(
             "compute_top", self._batches(), k, stage="logprobs", deadline_seconds=self._deadlines.logprobs
         )
 
@@ -409,7 +409,7 @@ class ModelGroup(HeldModel):
         for rank, held in zip(self.group.mesh.output_ranks, self._loaded().ranks, strict=True):
             numbers[rank] = [row for row, place in enumerate(held) if place in taught]
         seconds = self._deadlines.logprobs
-        await self.group.call_sharded_async(
+        await self.group.call_sharded(
             "ask_teacher",
             numbers,
             config,
@@ -424,7 +424,7 @@ class ModelGroup(HeldModel):
     async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
         """One optimizer step over a minibatch of the loaded batch."""
         await self.come_back()
-        stats = await self.group.call_sharded_async(
+        stats = await self.group.call_sharded(
             "train_on",
             self._loaded().minibatches[minibatch],
             loss=loss,
@@ -436,7 +436,7 @@ class ModelGroup(HeldModel):
     async def evaluate(self, loss: Loss) -> Evaluation:
         """The loss of the whole loaded batch under the weights as they are."""
         await self.come_back()
-        metrics = await self.group.call_sharded_async(
+        metrics = await self.group.call_sharded(
             "evaluate_on",
             self._batches(),
             loss=loss,
@@ -452,7 +452,7 @@ class ModelGroup(HeldModel):
         """
         await self.come_back()
         plan = self._loaded()
-        sums = await self.group.call_sharded_async(
+        sums = await self.group.call_sharded(
             "sequence_logprobs",
             self._batches(),
             reference=reference,
@@ -487,7 +487,7 @@ class ModelStarter:
     experiment: Experiment
     placement: Placement
     device: Literal["cpu", "cuda"]
-    start_group: StartGroup  # (name, target, kwargs of each rank, **options of `WorkerGroup.start_async`)
+    start_group: StartGroup  # (name, target, kwargs of each rank, **options of `WorkerGroup.start`)
 
     async def start(self, rendezvous: str, *, training: bool) -> dict[str, WorkerGroup]:
         """The groups by name, at once; without training the policy alone. Its ranks meet at that place."""
@@ -527,7 +527,6 @@ class ModelStarter:
                 tokenizer = model.config.tokenizer.path or model.config.model_path
                 shared["generation"] = self.experiment.generation
                 shared["tokenizer_path"] = tokenizer.absolute()
-                options["serving"] = True
         kwargs = [{**shared, "rank": rank} for rank in range(ranks)]
         return await self.start_group(model.name, host, kwargs, **options)
 

@@ -129,8 +129,8 @@ class PolicyHost(PolicyWorker):
 class SamplingPolicyHost(PolicyHost):
     """A policy rank whose copy samples while `serve` runs.
 
-    The leader of a copy answers requests, from an event loop beside the thread of its other methods (see
-    `nemorl.cluster.actor.ServingHost`); the other ranks only follow.
+    The leader of a copy answers requests, in its process's event loop while `serve` runs in the thread of the
+    other methods; the other ranks only follow.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class SamplingPolicyHost(PolicyHost):
         """What was done since the last call."""
         return await self._sampler.stats()
 
-    def health(self) -> EngineHealth:
+    async def health(self) -> EngineHealth:
         """Where the engine stands. Raises EngineFailed, with its cause, if it is dead."""
         return self._sampler.health()
 

@@ -87,7 +87,7 @@ class HealthChecks:
             return
 
     async def _ask(self, worker: Worker) -> EngineHealth:
-        health: EngineHealth = await worker.call_async(
+        health: EngineHealth = await worker.call(
             "health", stage="health check", deadline_seconds=self._deadlines.health
         )
         return health
@@ -181,7 +181,7 @@ class Restarts:
         self._starting += 1
         self._quiet.clear()
         try:
-            return await self._group.restart_async(rank, self._start_seconds)
+            return await self._group.restart(rank, self._start_seconds)
         finally:
             self._starting -= 1
             if not self._starting:
@@ -191,7 +191,7 @@ class Restarts:
 class Routers(Protocol):
     """Some routers: a `WorkerGroup` whose workers have one each, or what answers like it."""
 
-    async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
+    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
         """`take_router_metrics()`, `lost_replicas()` and `add_engine(worker)`."""
         ...
 
@@ -310,7 +310,7 @@ class GenerationPool:
 
         async def fails(worker: Worker) -> str | None:
             try:
-                await worker.call_async(
+                await worker.call(
                     method,
                     argument,
                     stage=f"engines {method}",
@@ -358,7 +358,7 @@ class GenerationPool:
         """Engines that answer, losses so far, and what became of requests since this was last asked."""
         moved = RouterMetrics()
         for group in self._routers:
-            answers: list[RouterMetrics] = await group.call_async(
+            answers: list[RouterMetrics] = await group.call(
                 "take_router_metrics", stage="figures", deadline_seconds=self._deadlines.health
             )
             for one in answers:
@@ -379,7 +379,7 @@ class GenerationPool:
     async def _retries(self, worker: Worker) -> int:
         """Of requests to a server that is not ours, since they were last asked for."""
         try:
-            stats: EngineStats = await worker.call_async(
+            stats: EngineStats = await worker.call(
                 "stats", stage="figures", deadline_seconds=self._deadlines.health
             )
         except ClusterError:  # which the next check finds, and names
@@ -405,7 +405,7 @@ class GenerationPool:
         """Engines that a router has seen fail and asks nothing any more, so that they would stand idle."""
         found = []
         for routers in self._routers:
-            answers: list[dict[str, str]] = await routers.call_async(
+            answers: list[dict[str, str]] = await routers.call(
                 "lost_replicas", stage="health check", deadline_seconds=self._deadlines.health
             )
             found += [
@@ -447,7 +447,7 @@ class GenerationPool:
             self._num_restarted += 1
             self._unannounced.discard(worker.rank)
             for group in self._routers:
-                await group.call_async(
+                await group.call(
                     "add_engine", worker, stage="generation", deadline_seconds=self._deadlines.health
                 )
 

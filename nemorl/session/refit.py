@@ -21,16 +21,13 @@ _ABANDON_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of the exchange. Its calls block and belong into a thread without an event loop.
-
-    A call that fails leaves the processes as they are: they go on with the version they had.
-    """
+    """One side of the exchange. A call that fails leaves the processes running with the version they had."""
 
     group: WorkerGroup
     deadline_seconds: float
 
-    def _call(self, method: str, *args: Any, deadline_seconds: float | None = None) -> list[Any]:
-        return self.group.call(
+    async def _call(self, method: str, *args: Any, deadline_seconds: float | None = None) -> list[Any]:
+        return await self.group.call(
             method,
             *args,
             stage="refit",
@@ -38,8 +35,8 @@ class _Side:
             ends_group=False,
         )
 
-    def _prepare(self, parts: Sequence[Any]) -> None:
-        self.group.call_sharded(
+    async def _prepare(self, parts: Sequence[Any]) -> None:
+        await self.group.call_sharded(
             "prepare_refit",
             parts,
             axis="rank",
@@ -52,17 +49,17 @@ class _Side:
 class PolicySenders(_Side):
     """All policy ranks (`SenderGroup`)."""
 
-    def describe(self) -> Sequence[SenderLayout]:
+    async def describe(self) -> Sequence[SenderLayout]:
         """What each rank holds."""
-        return self._call("describe_weights")
+        return await self._call("describe_weights")
 
-    def prepare(self, parts: Sequence[Part]) -> None:
+    async def prepare(self, parts: Sequence[Part]) -> None:
         """Give every rank its part of the plan."""
-        self._prepare(parts)
+        await self._prepare(parts)
 
-    def send(self, session: RefitSession) -> Sequence[SendReport]:
+    async def send(self, session: RefitSession) -> Sequence[SendReport]:
         """Send on every rank."""
-        return self._call("send_weights", session)
+        return await self._call("send_weights", session)
 
 
 @dataclass(frozen=True)
@@ -75,30 +72,30 @@ class GenerationReceivers(_Side):
 
     _ranks: list[int] = field(default_factory=list)  # of each replica, once they have been asked
 
-    def describe(self) -> Sequence[ReceiverLayout]:
+    async def describe(self) -> Sequence[ReceiverLayout]:
         """What each rank needs."""
-        layouts: list[tuple[ReceiverLayout, ...]] = self._call("describe_weights")
+        layouts: list[tuple[ReceiverLayout, ...]] = await self._call("describe_weights")
         self._ranks[:] = map(len, layouts)
         return [layout for of_replica in layouts for layout in of_replica]
 
-    def prepare(self, parts: Sequence[Part]) -> None:
+    async def prepare(self, parts: Sequence[Part]) -> None:
         """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
-        self._prepare([tuple(itertools.islice(left, count)) for count in self._ranks])
+        await self._prepare([tuple(itertools.islice(left, count)) for count in self._ranks])
 
-    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
+    async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
         """Receive on every rank."""
-        reports: list[tuple[ReceiveReport, ...]] = self._call("receive_weights", session)
+        reports: list[tuple[ReceiveReport, ...]] = await self._call("receive_weights", session)
         return [report for of_replica in reports for report in of_replica]
 
-    def commit(self, version: int) -> None:
+    async def commit(self, version: int) -> None:
         """Make what was received the weights in use, on every rank."""
-        self._call("commit_weights", version)
+        await self._call("commit_weights", version)
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """Have every rank forget an update that did not finish."""
         # An engine that stands still has mostly been waited for already, until the refit's own deadline.
-        self._call("abandon_refit", deadline_seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
+        await self._call("abandon_refit", deadline_seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
 
 
 class RefittedEngine(AsyncEngineWorker):

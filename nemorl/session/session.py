@@ -159,7 +159,7 @@ class Starter:
     async def _start(
         self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
     ) -> WorkerGroup:
-        return await WorkerGroup.start_async(
+        return await WorkerGroup.start(
             name,
             target,
             kwargs,
@@ -234,7 +234,7 @@ class Session:
         """A refit that a lost engine broke off is done again with the others."""
         while True:
             try:
-                return await asyncio.to_thread(exchange.refit, version)
+                return await exchange.refit(version)
             except NemorlError as error:
                 try:
                     lost = await pool.lost_in_refit()
@@ -244,7 +244,7 @@ class Session:
                     raise
                 if not lost:
                     raise
-                logger.warning("the refit to version %d begins anew: %s", version, error)
+                logger.warning("retrying weight update to version %d: %s", version, error)
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -378,7 +378,7 @@ class _Opening:
         async def end(
             kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
         ) -> None:
-            await group.shutdown_async(after=error)
+            await group.shutdown(after=error)
 
         self.stack.push_async_exit(end)
         return group
@@ -398,7 +398,7 @@ async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIte
 async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
     """Let it listen, and say where. A key that was made for this run stands in its folder and in no log."""
     deadline = experiment.cluster.deadlines.start
-    (at,) = await endpoint.call_async("listen", stage="start", deadline_seconds=deadline)
+    (at,) = await endpoint.call("listen", stage="start", deadline_seconds=deadline)
     if not at.generated:
         logger.warning("the engines answer at %s", at.url)
         return

@@ -1,4 +1,4 @@
-"""A refit: the driver's side, and the two small objects that workers hold for it.
+"""A refit: the driver's side. It sees metadata only, never a weight.
 
     driver                    every policy rank              every generation rank
     describe  ------------->  its slices                     its slices and their types
@@ -9,15 +9,15 @@
     (abandon, if any of these fails)  ------------------>    the version before stays in use
 
 The driver computes the plan and hands each rank its part. Letting every rank compute it would repeat work
-that grows with both sides on each of thousands of ranks, and send everybody's metadata to everybody; a part
-is as small as what the rank itself holds. It is sent once, and again only when a layout changes.
+that grows with both sides on each of thousands of ranks, and send all metadata to all of them; a part is as
+small as what the rank itself holds. It is sent once, and again only when a layout changes.
 """
 
+import asyncio
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from .session import CorruptWeights, PeerClosed, RefitSession
 
 @dataclass(frozen=True)
 class RefitStats:
-    """Figures of one refit."""
+    """Metrics of one refit."""
 
     version: int
     seconds: float  # all of it
@@ -57,29 +57,29 @@ logger = logging.getLogger(__name__)
 class SenderGroup(Protocol):
     """All policy ranks: each call reaches the `WeightSender` of every rank at once; results by rank."""
 
-    def describe(self) -> Sequence[SenderLayout]: ...
+    async def describe(self) -> Sequence[SenderLayout]: ...
 
-    def prepare(self, parts: Sequence[Part]) -> None: ...
+    async def prepare(self, parts: Sequence[Part]) -> None: ...
 
-    def send(self, session: RefitSession) -> Sequence[SendReport]: ...
+    async def send(self, session: RefitSession) -> Sequence[SendReport]: ...
 
 
 class ReceiverGroup(Protocol):
     """All generation ranks: each call reaches the `WeightReceiver` of every rank at once; results by rank."""
 
-    def describe(self) -> Sequence[ReceiverLayout]: ...
+    async def describe(self) -> Sequence[ReceiverLayout]: ...
 
-    def prepare(self, parts: Sequence[Part]) -> None: ...
+    async def prepare(self, parts: Sequence[Part]) -> None: ...
 
-    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]: ...
+    async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]: ...
 
-    def commit(self, version: int) -> None: ...
+    async def commit(self, version: int) -> None: ...
 
-    def abandon(self) -> None: ...
+    async def abandon(self) -> None: ...
 
 
 class WeightExchange:
-    """Hands weights over, version by version. Sees metadata only, never a weight."""
+    """Brings generation to the policy's weights, version by version. Belongs to one event loop at a time."""
 
     def __init__(
         self,
@@ -99,27 +99,27 @@ class WeightExchange:
         self._committed: int | None = None  # the version that all hold, if the last refit succeeded
 
     def layout_changed(self) -> None:
-        """Ask both sides anew before the next refit, which is a full one."""
+        """Ask both sides for their layouts before the next refit, which is a full one."""
         self._route = self._committed = None
 
-    def refit(self, version: int) -> RefitStats:
-        """Bring all generation ranks to `version`, whole, or leave all at the version they had.
+    async def refit(self, version: int) -> RefitStats:
+        """Bring all generation ranks to `version`, or leave all at the version they had.
 
         Ranks that are written in place answer nothing after a failure, until a later refit succeeds.
         Raises `RefitFailed`, among them `CorruptWeights` naming tensors and rank, `RefitDeadline` and
         `PeerClosed`; or whatever the groups raise for a lost worker.
         """
         began = time.perf_counter()
-        route = self._route = self._route or self._find_route()
+        route = self._route = self._route or await self._find_route()
         try:
             transfer_began = time.perf_counter()
-            sent, received = self._transfer(version, route)
+            sent, received = await self._transfer(version, route)
             seconds_transfer = time.perf_counter() - transfer_began
             _compare(version, sent, received)
-            self._receivers.commit(version)
+            await self._receivers.commit(version)
             self._committed = version
         except Exception as error:
-            self._abandon(error)
+            await self._abandon(error)
             raise
         return RefitStats(
             version=version,
@@ -132,63 +132,69 @@ class WeightExchange:
             kept_bytes=sum(report.kept_bytes for report in sent),
         )
 
-    def _find_route(self) -> "_Route":
-        held, layouts = self._senders.describe(), self._receivers.describe()
-        venue = make_venue(self._options, held, layouts, self._deadline_seconds)
-        plan: TransferPlan
-        if isinstance(venue, FileVenue):
-            plan = plan_files(held, layouts, self._bucket_bytes)
-            receiver_parts = [Part(rank, ()) for rank in range(len(layouts))]
-        else:
-            plan = plan_transfers(held, layouts, self._bucket_bytes)
-            receiver_parts = plan.receiver_parts(len(layouts))
+    async def _find_route(self) -> "_Route":
+        held, needed = await self._senders.describe(), await self._receivers.describe()
+        venue = make_venue(self._options, held, needed, self._deadline_seconds)
+        read = isinstance(venue, FileVenue)  # receivers read what they need, whoever wrote it
+        # In a thread, since plans of large models take seconds.
+        plan: TransferPlan = await asyncio.to_thread(
+            plan_files if read else plan_transfers, held, needed, self._bucket_bytes
+        )
         sender_parts = plan.sender_parts(len(held))
-        self._senders.prepare(sender_parts)
-        self._receivers.prepare(receiver_parts)
-        delta = self._options.delta and all(layout.takes_changes for layout in layouts)
+        await self._senders.prepare(sender_parts)
+        await self._receivers.prepare(
+            [Part(rank, ()) for rank in range(len(needed))] if read else plan.receiver_parts(len(needed))
+        )
+        delta = self._options.delta and all(layout.takes_changes for layout in needed)
         if self._options.delta and not delta:
             logger.warning(
-                "generation.delta: engines keep nothing that changes could go onto; refits are whole"
+                "generation.delta: the engines keep no tensors that changes could be applied to; all weights "
+                "are sent with every update"
             )
-        return _Route(venue, sender_parts, len(layouts), plan.num_bytes, delta)
+        return _Route(venue, sender_parts, len(needed), plan.num_bytes, delta)
 
-    def _abandon(self, cause: Exception) -> None:
-        """Have the receivers forget what came. Those that are gone cannot; `cause` tells of that."""
+    async def _abandon(self, cause: Exception) -> None:
+        """Have the receivers discard what came. A receiver that died cannot; `cause` reports its death."""
         self._committed = None
         if self._route is not None:
             self._route.venue.reset_rendezvous()
         try:
-            self._receivers.abandon()
+            await self._receivers.abandon()
         except NemorlError as error:
             cause.add_note(f"when the update was given up: {error}")
 
-    def _transfer(
+    async def _transfer(
         self, version: int, route: "_Route"
     ) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
         venue = route.venue
-        if isinstance(venue, FileVenue):  # nobody reads before all is written
+        if isinstance(venue, FileVenue):  # the version is complete before it is read
             with route.session(version) as session:
-                sent = self._senders.send(session)
-                venue.complete(session, route.sender_parts, sent)
-                return sent, self._receivers.receive(session)
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            with route.session(version) as met:
-                base = self._committed if route.delta else None
-                self._num_refits += 1
-                session = replace(
-                    met,
-                    keep=route.delta,
-                    base=base,
-                    check_one_in=self._options.check_one_in,
-                    check_turn=self._num_refits,
-                )
-                sending = pool.submit(self._senders.send, session)
-                receiving = pool.submit(self._receivers.receive, session)
-                calls: list[Future[Any]] = [sending, receiving]
-                finished = wait(calls, return_when=FIRST_EXCEPTION).done
-            # the session is over now: after an error, ranks that still wait give up
-            _raise_cause(sorted(calls, key=lambda call: call not in finished))
-            return sending.result(), receiving.result()
+                sent = await self._senders.send(session)
+                await asyncio.to_thread(venue.complete, session, route.sender_parts, sent)
+                return sent, await self._receivers.receive(session)
+        with route.session(version) as met:
+            base = self._committed if route.delta else None
+            self._num_refits += 1
+            session = replace(
+                met,
+                keep=route.delta,
+                base=base,
+                check_one_in=self._options.check_one_in,
+                check_turn=self._num_refits,
+            )
+            sending = asyncio.ensure_future(self._senders.send(session))
+            receiving = asyncio.ensure_future(self._receivers.receive(session))
+            calls: list[asyncio.Future[Any]] = [sending, receiving]
+            try:
+                finished, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            except asyncio.CancelledError:
+                for call in calls:
+                    call.cancel()
+                raise
+        # The session is over now: after an error, ranks that still wait give up.
+        await asyncio.wait(calls)
+        _raise_cause(sorted(calls, key=lambda call: call not in finished))
+        return sending.result(), receiving.result()
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,7 @@ class _Route:
         return self.venue.session(version, len(self.sender_parts), self.num_receivers)
 
 
-def _raise_cause(calls: Sequence[Future[Any]]) -> None:
+def _raise_cause(calls: Sequence[asyncio.Future[Any]]) -> None:
     """Raise the error that caused the others, which become its notes. `calls` are in order of time."""
     errors = [error for call in calls if (error := call.exception()) is not None]
     if not errors:

@@ -44,36 +44,40 @@ def placement(runtime: ClusterRuntime) -> Placement:
 @pytest.fixture(scope="package")
 def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Four synchronous ranks: TP2 x DP2."""
-    group = WorkerGroup.start(
-        "policy",
-        "tests.cluster.targets:Recorder",
-        [{"rank": rank} for rank in range(4)],
-        placement=placement,
-        threads=3,
-        run_dir=tmp_path_factory.mktemp("run"),
-        deadline_seconds=60,
-        mesh=Mesh(tensor=2, data=2),
-        environment={"GREETING": "hello"},
+    group = asyncio.run(
+        WorkerGroup.start(
+            "policy",
+            "tests.cluster.targets:Recorder",
+            [{"rank": rank} for rank in range(4)],
+            placement=placement,
+            threads=3,
+            run_dir=tmp_path_factory.mktemp("run"),
+            deadline_seconds=60,
+            mesh=Mesh(tensor=2, data=2),
+            environment={"GREETING": "hello"},
+        )
     )
     yield group
-    group.shutdown()
+    asyncio.run(group.shutdown())
 
 
 @pytest.fixture(scope="package")
 def generation(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Two asynchronous ranks."""
-    group = WorkerGroup.start(
-        "generation",
-        "tests.cluster.targets:Streamer",
-        [{}, {}],
-        placement=placement,
-        threads=1,
-        run_dir=tmp_path_factory.mktemp("run"),
-        deadline_seconds=60,
-        concurrent=True,
+    group = asyncio.run(
+        WorkerGroup.start(
+            "generation",
+            "tests.cluster.targets:Streamer",
+            [{}, {}],
+            placement=placement,
+            threads=1,
+            run_dir=tmp_path_factory.mktemp("run"),
+            deadline_seconds=60,
+            concurrent=True,
+        )
     )
     yield group
-    group.shutdown()
+    asyncio.run(group.shutdown())
 
 
 @pytest.fixture
@@ -90,9 +94,11 @@ def start_fragile(placement: Placement, tmp_path: Path) -> Iterator[StartFragile
             "deadline_seconds": 60,
             **options,
         }
-        groups.append(WorkerGroup.start("fragile", f"tests.cluster.targets:{target}", kwargs, **settings))
+        groups.append(
+            asyncio.run(WorkerGroup.start("fragile", f"tests.cluster.targets:{target}", kwargs, **settings))
+        )
         return groups[-1]
 
     yield start
     for group in groups:
-        group.shutdown()
+        asyncio.run(group.shutdown())

@@ -169,11 +169,11 @@ class Streamer:
 
     async def ask(self, other: Any, value: int) -> int:
         """Call another worker through its handle."""
-        answer: int = await other.call_async("double", value, stage="asking", deadline_seconds=30.0)
+        answer: int = await other.call("double", value, stage="asking", deadline_seconds=30.0)
         return answer
 
     async def ask_the_dying(self, other: Any) -> None:
-        await other.call_async("exit_process", 5, stage="asking", deadline_seconds=30.0)
+        await other.call("exit_process", 5, stage="asking", deadline_seconds=30.0)
 
     async def close(self) -> None:
         sys.stdout.write("closed\n")
@@ -189,8 +189,11 @@ class Blocker:
         assert self._released.wait(20)
         return threading.get_ident()
 
-    def release(self) -> None:
+    async def release(self) -> None:
         self._released.set()
+
+    async def loop_thread(self) -> int:
+        return threading.get_ident()
 
     def thread(self) -> int:
         return threading.get_ident()

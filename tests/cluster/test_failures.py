@@ -31,9 +31,9 @@ def test_an_error_in_one_rank_while_another_sleeps(
 ):
     monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)  # nobody dies of it here
     group = start_fragile()
-    pids = group.call("process", **LIMITS)
+    pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(WorkerFailed) as caught:
-        group.call("fail_on", 1, "the batch is empty", others_sleep=60.0, **LIMITS)
+        asyncio.run(group.call("fail_on", 1, "the batch is empty", others_sleep=60.0, **LIMITS))
     assert "woke up" not in group.workers[0].log.read_text()
     error = caught.value
     assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
@@ -47,23 +47,27 @@ def test_an_error_in_one_rank_while_another_sleeps(
     assert "in fail_on" in log
     assert alive(pids) == []
     with pytest.raises(GroupEnded, match=r"cannot run 'process' in stage 'training'.*the batch is empty"):
-        group.call("process", **LIMITS)
+        asyncio.run(group.call("process", **LIMITS))
 
 
 def test_a_failure_that_leaves_every_rank_able_to_go_on(start_fragile: StartFragile):
     group = start_fragile()
     with pytest.raises(WorkerFailed, match="the peer is gone"):
-        group.call("fail_on", 1, "the peer is gone", others_sleep=0.0, ends_group=False, **LIMITS)
-    assert len(group.call("process", **LIMITS)) == 2
-    group.shutdown()
+        asyncio.run(
+            group.call("fail_on", 1, "the peer is gone", others_sleep=0.0, ends_group=False, **LIMITS)
+        )
+    assert len(asyncio.run(group.call("process", **LIMITS))) == 2
+    asyncio.run(group.shutdown())
     assert all(worker.log.read_text().endswith("closed\n") for worker in group.workers)
 
 
 def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"NeedsTwo: one and two") as caught:
-        asyncio.run(policy.workers[2].call_async("fail_unpicklable", **LIMITS))
+        asyncio.run(policy.workers[2].call("fail_unpicklable", **LIMITS))
     assert (caught.value.rank, caught.value.kind) == (2, "tests.cluster.targets.NeedsTwo")
-    assert len(policy.call("process", **LIMITS)) == 4  # the call was for one rank, and the group goes on
+    assert (
+        len(asyncio.run(policy.call("process", **LIMITS))) == 4
+    )  # the call was for one rank, and the group goes on
 
 
 def test_a_death_is_told_once(start_fragile: StartFragile, caplog: pytest.LogCaptureFixture):
@@ -71,11 +75,11 @@ def test_a_death_is_told_once(start_fragile: StartFragile, caplog: pytest.LogCap
     for after, warnings in ((("fragile", 0), 0), (("fragile", 1), 1), (None, 1)):
         caplog.clear()
         group = start_fragile(ranks=1)
-        (pid,) = group.call("process", **LIMITS)
+        (pid,) = asyncio.run(group.call("process", **LIMITS))
         os.kill(pid, signal.SIGKILL)
         assert alive([pid]) == []
         death = after and WorkerDied(*after, "sampling", "it vanished", Path("log"), ())
-        asyncio.run(group.shutdown_async(after=death))
+        asyncio.run(group.shutdown(after=death))
         assert [record.message.count("fragile rank 0 died") for record in caplog.records] == [1] * warnings
 
 
@@ -88,11 +92,11 @@ def test_an_error_while_the_worker_is_made(start_fragile: StartFragile):
 
 def test_a_killed_process(start_fragile: StartFragile):
     group = start_fragile()
-    group.call("say", "before the end", **LIMITS)
-    pids = group.call("process", **LIMITS)
+    asyncio.run(group.call("say", "before the end", **LIMITS))
+    pids = asyncio.run(group.call("process", **LIMITS))
     threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
     with pytest.raises(WorkerDied) as caught:
-        group.call("sleep", 60.0, **LIMITS)
+        asyncio.run(group.call("sleep", 60.0, **LIMITS))
     assert "woke up" not in group.workers[0].log.read_text()
     error = caught.value
     assert (error.group, error.rank, error.stage) == ("fragile", 1, "training")
@@ -105,13 +109,13 @@ def test_a_killed_process(start_fragile: StartFragile):
 def test_the_death_is_reported_rather_than_what_its_peer_says_about_it(start_fragile: StartFragile):
     group = start_fragile()
     with pytest.raises(WorkerDied, match=r"fragile rank 1 died in stage 'training'"):
-        group.call("lose_peer", 1, **LIMITS)
+        asyncio.run(group.call("lose_peer", 1, **LIMITS))
 
 
 def test_a_native_crash_leaves_its_stack(start_fragile: StartFragile):
     group = start_fragile(ranks=1)
     with pytest.raises(WorkerDied, match=r"the process vanished: it crashed") as caught:
-        group.call("segfault", **LIMITS)
+        asyncio.run(group.call("segfault", **LIMITS))
     told = "\n".join(caught.value.last_lines)
     assert "Fatal Python error: Segmentation fault" in told
     assert "in segfault" in told
@@ -119,9 +123,9 @@ def test_a_native_crash_leaves_its_stack(start_fragile: StartFragile):
 
 def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: StartFragile):
     group = start_fragile(ranks=1)
-    pids = group.call("process", **LIMITS)
+    pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(DeadlineExceeded) as caught:
-        group.call("sleep", 60.0, stage="logprobs", deadline_seconds=1.0)
+        asyncio.run(group.call("sleep", 60.0, stage="logprobs", deadline_seconds=1.0))
     error = caught.value
     assert (error.group, error.ranks, error.stage, error.seconds) == ("fragile", (0,), "logprobs", 1.0)
     assert re.search(r"in sleep for \d\.\d s, at .*targets.py:\d+ in sleep", error.where[0])
@@ -135,21 +139,21 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(
 ):
     monkeypatch.setattr(waiting, "ACTIVITY_SECONDS", 0.5)
     group = start_fragile()
-    pids = group.call("process", **LIMITS)
+    pids = asyncio.run(group.call("process", **LIMITS))
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
-        group.call("process", stage="logprobs", deadline_seconds=2.0)
+        asyncio.run(group.call("process", stage="logprobs", deadline_seconds=2.0))
 
 
 def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):
     group = start_fragile(ranks=1)
-    pids = group.call("process", **LIMITS)
+    pids = asyncio.run(group.call("process", **LIMITS))
 
     async def cancel() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
-                await group.call_async("sleep", 60.0, **LIMITS)
-        await group.shutdown_async()
+                await group.call("sleep", 60.0, **LIMITS)
+        await group.shutdown()
 
     asyncio.run(cancel())
     assert alive(pids) == []

@@ -1,5 +1,6 @@
 """A worker's log is complete at every moment, and its end is found."""
 
+import asyncio
 from pathlib import Path
 
 from nemorl.cluster.group import WorkerGroup
@@ -9,7 +10,7 @@ LIMITS = {"stage": "testing", "deadline_seconds": 30.0}
 
 
 def test_everything_a_worker_says_is_in_its_log_while_it_lives(policy: WorkerGroup):
-    policy.call("say", "hello", **LIMITS)
+    asyncio.run(policy.call("say", "hello", **LIMITS))
     for worker in policy.workers:
         assert worker.log.name == f"policy-{worker.rank}.log"
         said = worker.log.read_text()

@@ -221,20 +221,22 @@ def test_ray_starts_processes_beside_each_other(runtime: ClusterRuntime, tmp_pat
         reserve(requests, strategy="PACK", deadline_seconds=60, can_grow=False, environment={})
     )
     groups = [
-        WorkerGroup.start(
-            name,
-            "tests.cluster.targets:Recorder",
-            [{"rank": rank} for rank in range(count)],
-            placement=places,
-            threads=1,
-            run_dir=tmp_path,
-            deadline_seconds=60,
+        asyncio.run(
+            WorkerGroup.start(
+                name,
+                "tests.cluster.targets:Recorder",
+                [{"rank": rank} for rank in range(count)],
+                placement=places,
+                threads=1,
+                run_dir=tmp_path,
+                deadline_seconds=60,
+            )
         )
         for name, count in (("policy", 2), ("generation", 1))
     ]
-    seen = [group.call("gpus", stage="testing", deadline_seconds=30) for group in groups]
+    seen = [asyncio.run(group.call("gpus", stage="testing", deadline_seconds=30)) for group in groups]
     assert sorted(seen[0]) == [("0",), ("1",)]
     assert seen[1] == [()]  # it is told which it has
     for group in groups:
-        group.shutdown()
+        asyncio.run(group.shutdown())
     places.release()

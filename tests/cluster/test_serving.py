@@ -10,31 +10,31 @@ LIMITS = {"stage": "sampling", "deadline_seconds": 30.0}
 
 
 def test_it_is_asked_and_streams_while_a_method_runs(start_fragile: StartFragile) -> None:
-    group = start_fragile("Blocker", ranks=1, serving=True)
+    group = start_fragile("Blocker", ranks=1)
 
     async def both() -> tuple[list[int], int, int]:
         """What streamed and the threads, of the method that ran and of what was asked meanwhile."""
         worker = group.workers[0]
-        blocked = asyncio.ensure_future(group.call_async("block", **LIMITS))
+        blocked = asyncio.ensure_future(group.call("block", **LIMITS))
         items = [item async for item in worker.stream("count", 3, **LIMITS)]
-        asked = await worker.serving().call_async("thread", **LIMITS)
+        asked = await worker.call("loop_thread", **LIMITS)
         assert not blocked.done()
-        await worker.serving().call_async("release", **LIMITS)
+        await worker.call("release", **LIMITS)
         return items, (await blocked)[0], asked
 
     items, own, asked = asyncio.run(both())
     assert items == [0, 1, 2]
     assert asked != own
-    assert group.call("thread", **LIMITS) == [own], "methods have one thread, however they are asked beside"
+    assert asyncio.run(group.call("thread", **LIMITS)) == [own], "plain methods share one thread"
 
 
 def test_calls_beside_have_a_thread_of_their_own(start_fragile: StartFragile) -> None:
-    group: WorkerGroup = start_fragile("Blocker", ranks=1, serving=True)
+    group: WorkerGroup = start_fragile("Blocker", ranks=1)
 
     async def beside() -> tuple[int, int]:
-        blocked = asyncio.ensure_future(group.call_async("block", **LIMITS))
-        (thread,) = await group.call_background_async("thread", **LIMITS)
-        await group.workers[0].serving().call_async("release", **LIMITS)
+        blocked = asyncio.ensure_future(group.call("block", **LIMITS))
+        (thread,) = await group.call_background("thread", **LIMITS)
+        await group.workers[0].call("release", **LIMITS)
         return thread, (await blocked)[0]
 
     thread, own = asyncio.run(beside())

@@ -56,7 +56,7 @@ def test_leaving_early_cancels_the_generator(generation: WorkerGroup):
                 break
         for _ in range(50):
             await asyncio.sleep(0.1)
-            if count := await worker.call_async("times_cut_short", **LIMITS):
+            if count := await worker.call("times_cut_short", **LIMITS):
                 return count
         return 0
 
@@ -79,13 +79,13 @@ def test_a_stream_that_takes_too_long(generation: WorkerGroup):
         "generation has not finished stage 'sampling' in 2 s; no answer from rank 0."
     )
     assert re.search(r"in count for \d+\.\d s", error.where[0])
-    assert generation.call("plain", 1, **LIMITS) == [2, 2]  # the worker itself is well
+    assert asyncio.run(generation.call("plain", 1, **LIMITS)) == [2, 2]  # the worker itself is well
 
 
 def test_a_worker_that_dies_in_a_stream_and_one_that_dies_behind_another(start_fragile: StartFragile):
     first, second = start_fragile("Streamer", concurrent=True).workers
     with pytest.raises(WorkerDied, match=r"fragile rank 1 died in stage 'asking'"):
-        asyncio.run(first.call_async("ask_the_dying", second, **LIMITS))
+        asyncio.run(first.call("ask_the_dying", second, **LIMITS))
 
     items, error = collect_until_error(first, "count_then_die", 2)
     assert items == [0, 1]

@@ -26,15 +26,17 @@ def placement():
 
 
 def start(placement, name, target, kwargs, run_dir) -> WorkerGroup:
-    return WorkerGroup.start(
-        name,
-        target,
-        kwargs,
-        placement=placement,
-        threads=1,
-        run_dir=run_dir,
-        deadline_seconds=60,
-        concurrent=True,
+    return asyncio.run(
+        WorkerGroup.start(
+            name,
+            target,
+            kwargs,
+            placement=placement,
+            threads=1,
+            run_dir=run_dir,
+            deadline_seconds=60,
+            concurrent=True,
+        )
     )
 
 
@@ -87,5 +89,5 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
     for rank in range(2):
         died = f"generation rank {rank} died in stage 'generation': the process vanished"
         assert f"generation replica {rank}: {died}" in str(failed.value)
-    rollout.shutdown()
-    engines.shutdown()
+    asyncio.run(rollout.shutdown())
+    asyncio.run(engines.shutdown())

@@ -21,7 +21,7 @@ class Endpoint:
     api_key: str
     generated: bool
 
-    async def call_async(self, method: str, *, stage: str, deadline_seconds: float) -> list[Listening]:
+    async def call(self, method: str, *, stage: str, deadline_seconds: float) -> list[Listening]:
         assert (method, deadline_seconds) == ("listen", 7.0)
         return [Listening(URL, self.api_key, self.generated)]
 

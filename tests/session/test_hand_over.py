@@ -23,7 +23,7 @@ class Exchange:
     error: Exception = RefitFailed("generation rank 1 died")
     versions: list[int] = field(default_factory=list)
 
-    def refit(self, version: int) -> RefitStats:
+    async def refit(self, version: int) -> RefitStats:
         self.versions.append(version)
         if len(self.versions) <= self.failures:
             raise self.error

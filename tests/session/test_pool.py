@@ -32,7 +32,7 @@ class RouterHere:
     router: Router
     came: list[int] = field(default_factory=list)
 
-    async def call_async(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
+    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
         if method == "take_router_metrics":
             return [self.router.take_metrics(), RouterMetrics(moved_requests=1)]  # as if there were two
         if method == "lost_replicas":
@@ -56,7 +56,7 @@ def differing(left: list[list[int]], right: list[list[int]]) -> int:
 
 async def until_running(worker: Worker) -> None:
     """Return when an engine is in the middle of its work."""
-    while (await worker.call_async("health", stage="test", deadline_seconds=20)).running == 0:
+    while (await worker.call("health", stage="test", deadline_seconds=20)).running == 0:
         await asyncio.sleep(0.005)
 
 
@@ -152,7 +152,7 @@ def test_engines_die_hang_and_come_back(tmp_path):
     }  # fmt: skip
 
     async def main(runtime: ClusterRuntime) -> None:
-        group = await WorkerGroup.start_async(
+        group = await WorkerGroup.start(
             "generation",
             "nemorl.session.hosts:GenerationHost",
             [{**one, "rank": rank} for rank in range(2)],
@@ -165,7 +165,7 @@ def test_engines_die_hang_and_come_back(tmp_path):
         await scene.a_refit_takes_it_in()
         await scene.a_router_gives_one_up()
         await scene.pool.close()
-        await group.shutdown_async()
+        await group.shutdown()
 
     requests = [WorkerRequest("generation", 2)]
     with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
@@ -183,9 +183,7 @@ class Engine:
     told: list[str] = field(default_factory=list)
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def call_async(
-        self, method: str, *args: Any, stage: str, deadline_seconds: float
-    ) -> EngineHealth | None:
+    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> EngineHealth | None:
         if self.dead or self.killed.is_set():
             raise ClusterError("the process vanished")
         if self.silent:
@@ -217,7 +215,7 @@ class Engines:
     def admit(self, worker: Engine) -> None:
         self.workers = (*self.workers, worker)
 
-    async def restart_async(self, rank: int, deadline_seconds: float) -> Engine:
+    async def restart(self, rank: int, deadline_seconds: float) -> Engine:
         self.started.append(rank)
         if len(self.started) <= self.failures:
             raise ClusterError("its port is taken")

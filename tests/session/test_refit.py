@@ -1,5 +1,6 @@
 """Ranks of several replicas are numbered through; a failed refit leaves the processes alone."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ class Replicas:
         self.prepared: Sequence[tuple[Part, ...]] = ()
         self.options: list[dict[str, Any]] = []
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+    async def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         self.options.append({"method": method, **options})
         answers = {
             "describe_weights": [
@@ -34,7 +35,7 @@ class Replicas:
         }
         return answers.get(method, [None] * len(self.ranks))
 
-    def call_sharded(self, method: str, shards: Sequence[Any], **options: Any) -> None:
+    async def call_sharded(self, method: str, shards: Sequence[Any], **options: Any) -> None:
         self.options.append({"method": method, **options})
         self.prepared = shards
 
@@ -55,7 +56,9 @@ def receivers(replicas: Replicas) -> GenerationReceivers:
 
 
 def test_layouts_and_reports_are_in_the_order_of_replicas(receivers: GenerationReceivers) -> None:
-    found = [(layout.slices[0].param, layout.slices[0].start[0]) for layout in receivers.describe()]
+    found = [
+        (layout.slices[0].param, layout.slices[0].start[0]) for layout in asyncio.run(receivers.describe())
+    ]
     assert found == [
         ("replica 0", 0),
         ("replica 0", 1),
@@ -64,22 +67,22 @@ def test_layouts_and_reports_are_in_the_order_of_replicas(receivers: GenerationR
         ("replica 2", 1),
         ("replica 2", 2),
     ]
-    assert [report.num_bytes for report in receivers.receive(SESSION)] == [0, 1, 10, 20, 21, 22]
+    assert [report.num_bytes for report in asyncio.run(receivers.receive(SESSION))] == [0, 1, 10, 20, 21, 22]
 
 
 def test_every_replica_gets_the_parts_of_its_ranks(
     receivers: GenerationReceivers, replicas: Replicas
 ) -> None:
-    receivers.describe()
-    receivers.prepare([Part(rank, ()) for rank in range(6)])
+    asyncio.run(receivers.describe())
+    asyncio.run(receivers.prepare([Part(rank, ()) for rank in range(6)]))
     assert [[part.rank for part in parts] for parts in replicas.prepared] == [[0, 1], [2], [3, 4, 5]]
 
 
 def test_a_failure_ends_no_process(receivers: GenerationReceivers, replicas: Replicas) -> None:
-    receivers.prepare([])
-    receivers.receive(SESSION)
-    receivers.commit(1)
-    receivers.abandon()
+    asyncio.run(receivers.prepare([]))
+    asyncio.run(receivers.receive(SESSION))
+    asyncio.run(receivers.commit(1))
+    asyncio.run(receivers.abandon())
     assert [options["method"] for options in replicas.options] == [
         "prepare_refit",
         "receive_weights",

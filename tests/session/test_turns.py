@@ -27,13 +27,13 @@ class Group:
     name: str
     told: list[str]
 
-    async def call_async(self, method: str, *args: Any, **_: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, **_: Any) -> list[Any]:
         if method == "gpus":
             return [("4",), ("5",), ("6",), ("7",)]
         self.told.append(f"{self.name}: {method}")
         return []
 
-    async def shutdown_async(self, *, after: BaseException | None) -> None:
+    async def shutdown(self, *, after: BaseException | None) -> None:
         pass
 
 
@@ -44,7 +44,7 @@ class Engine:
     told: list[str]
     rank: int = 0
 
-    async def call_async(self, method: str, *args: Any, **_: Any) -> EngineHealth | None:
+    async def call(self, method: str, *args: Any, **_: Any) -> EngineHealth | None:
         if method == "health":
             return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
         self.told.append(f"engine: {method} {args[0]}")
@@ -60,19 +60,19 @@ class Engines(Group):
 class Exchange:
     told: list[str]
 
-    def refit(self, version: int) -> RefitStats:
+    async def refit(self, version: int) -> RefitStats:
         self.told.append(f"refit {version}")
         return RefitStats(version, 1.0, 0.5, 10**9, 10**9, 4, extra_bytes=0, kept_bytes=0)
 
 
 @dataclass
 class Started:
-    """In the place of `WorkerGroup.start_async`."""
+    """In the place of `WorkerGroup.start`."""
 
     told: list[str]
     kwargs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    async def start_async(
+    async def start(
         self, name: str, target: str, kwargs: list[dict[str, Any]], **options: Any
     ) -> WorkerGroup:
         self.told.append(f"{name}: starts")

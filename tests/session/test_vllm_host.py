@@ -230,7 +230,7 @@ class Replica:
     rank: int
     host: VllmHost
 
-    async def call_async(self, method: str, *arguments: Any, stage: str, deadline_seconds: float) -> Any:
+    async def call(self, method: str, *arguments: Any, stage: str, deadline_seconds: float) -> Any:
         try:
             answer = getattr(self.host, method)(*arguments)
             return await answer if inspect.isawaitable(answer) else answer
@@ -250,34 +250,32 @@ class Group:
 
     def __init__(self, hosts: Sequence[VllmHost]) -> None:
         self.workers = tuple(Replica(rank, host) for rank, host in enumerate(hosts))
-        self._loop = asyncio.get_running_loop()
 
-    def call(self, method: str, *arguments: Any, stage: str, deadline_seconds: float, **_: Any) -> list[Any]:
-        return self._all(method, [arguments] * len(self.workers), stage, deadline_seconds)
+    async def call(
+        self, method: str, *arguments: Any, stage: str, deadline_seconds: float, **_: Any
+    ) -> list[Any]:
+        return await self._all(method, [arguments] * len(self.workers), stage, deadline_seconds)
 
-    def call_sharded(
+    async def call_sharded(
         self, method: str, shards: Sequence[Any], *, stage: str, deadline_seconds: float, **_: Any
     ) -> list[Any]:
-        return self._all(method, [(shard,) for shard in shards], stage, deadline_seconds)
+        return await self._all(method, [(shard,) for shard in shards], stage, deadline_seconds)
 
     def drop(self, worker: Replica) -> None:
         self.workers = tuple(one for one in self.workers if one is not worker)
 
-    async def restart_async(self, rank: int, deadline_seconds: float) -> Replica:
+    async def restart(self, rank: int, deadline_seconds: float) -> Replica:
         return await asyncio.Future()
 
-    def _all(
+    async def _all(
         self, method: str, arguments: Sequence[tuple[Any, ...]], stage: str, seconds: float
     ) -> list[Any]:
-        async def together() -> list[Any]:
-            return await asyncio.gather(
-                *(
-                    worker.call_async(method, *given, stage=stage, deadline_seconds=seconds)
-                    for worker, given in zip(self.workers, arguments, strict=True)
-                )
+        return await asyncio.gather(
+            *(
+                worker.call(method, *given, stage=stage, deadline_seconds=seconds)
+                for worker, given in zip(self.workers, arguments, strict=True)
             )
-
-        return asyncio.run_coroutine_threadsafe(together(), self._loop).result(seconds)
+        )
 
 
 def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(

@@ -1,5 +1,6 @@
 """Both sides of an exchange in threads and in processes, behind the protocols that the driver calls."""
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -155,25 +156,28 @@ class Threads:
     deadline_seconds: float | None = None
     calls: list[str] = field(default_factory=list)
 
-    def describe(self) -> list[Any]:
-        return self._all("describe", [()] * len(self.ranks))
+    async def describe(self) -> list[Any]:
+        return await self._all("describe", [()] * len(self.ranks))
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._all("prepare", [(part,) for part in parts])
+    async def prepare(self, parts: Sequence[Part]) -> None:
+        await self._all("prepare", [(part,) for part in parts])
 
-    def send(self, session: RefitSession) -> list[SendReport]:
-        return self._all("send", [(session,)] * len(self.ranks))
+    async def send(self, session: RefitSession) -> list[SendReport]:
+        return await self._all("send", [(session,)] * len(self.ranks))
 
-    def receive(self, session: RefitSession) -> list[ReceiveReport]:
-        return self._all("receive", [(session,)] * len(self.ranks))
+    async def receive(self, session: RefitSession) -> list[ReceiveReport]:
+        return await self._all("receive", [(session,)] * len(self.ranks))
 
-    def commit(self, version: int) -> None:
-        self._all("commit", [(version,)] * len(self.ranks))
+    async def commit(self, version: int) -> None:
+        await self._all("commit", [(version,)] * len(self.ranks))
 
-    def abandon(self) -> None:
-        self._all("abandon", [()] * len(self.ranks))
+    async def abandon(self) -> None:
+        await self._all("abandon", [()] * len(self.ranks))
 
-    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return await asyncio.to_thread(self._all_in_threads, method, arguments)
+
+    def _all_in_threads(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.calls.append(method)
         pool = ThreadPoolExecutor(len(self.ranks))
         calls = [

@@ -1,5 +1,6 @@
 """Changes carry a new version exactly, from whatever base, and only onto that base."""
 
+import asyncio
 from contextlib import suppress
 
 import numpy as np
@@ -131,12 +132,12 @@ class Setup:
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_a_small_step_travels_as_changes(transport: str) -> None:
     setup = Setup(transport)
-    stats = setup.exchange.refit(1)
+    stats = asyncio.run(setup.exchange.refit(1))
     assert stats.num_bytes == stats.num_bytes_whole
     assert stats.kept_bytes < stats.num_bytes_whole  # what both engines get is kept once
     for version in (2, 3, 4):
         setup.step()
-        stats = setup.exchange.refit(version)
+        stats = asyncio.run(setup.exchange.refit(version))
         assert 0 < stats.num_bytes < stats.num_bytes_whole / 10
         setup.assert_arrived()
         assert {engine.version for engine in setup.engines} == {version}
@@ -144,15 +145,15 @@ def test_a_small_step_travels_as_changes(transport: str) -> None:
 
 def test_in_float32_everything_changes_and_goes_whole() -> None:
     setup = Setup(dtype=torch.float32)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.step()
-    stats = setup.exchange.refit(2)
+    stats = asyncio.run(setup.exchange.refit(2))
     assert stats.num_bytes == stats.num_bytes_whole
 
 
 def test_after_a_failure_a_full_refit_mends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
 
     def fail() -> None:
         raise RefitFailed("the engine's memory is full")
@@ -161,32 +162,32 @@ def test_after_a_failure_a_full_refit_mends_everything(monkeypatch: pytest.Monke
     before_taken(SocketReceiver, 3, fail)
     setup.step()
     with pytest.raises(RefitFailed, match="memory is full"):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     monkeypatch.undo()
-    stats = setup.exchange.refit(3)
+    stats = asyncio.run(setup.exchange.refit(3))
     assert stats.num_bytes == stats.num_bytes_whole
     setup.assert_arrived()
-    assert setup.exchange.refit(4).num_bytes < stats.num_bytes / 10
+    assert asyncio.run(setup.exchange.refit(4)).num_bytes < stats.num_bytes / 10
 
 
 def test_a_receiver_without_the_base_refuses_changes() -> None:
     """An engine that was restarted, of which the driver was not told."""
     setup = Setup()
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.engines[0].exchange._held = None
     with pytest.raises(RefitFailed, match="changed since version 1, and holds no whole version"):
-        setup.exchange.refit(2)
-    stats = setup.exchange.refit(3)
+        asyncio.run(setup.exchange.refit(2))
+    stats = asyncio.run(setup.exchange.refit(3))
     assert stats.num_bytes == stats.num_bytes_whole
 
 
 def test_a_sender_without_the_base_sends_everything() -> None:
     setup = Setup()
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     last = setup.policy[0].exchange._last
     assert last is not None
     last.version = None
-    stats = setup.exchange.refit(2)
+    stats = asyncio.run(setup.exchange.refit(2))
     assert 0.1 < stats.num_bytes / stats.num_bytes_whole < 0.5
     setup.assert_arrived()
 
@@ -195,6 +196,6 @@ def test_an_engine_that_keeps_nothing_gets_everything() -> None:
     setup = Setup()
     setup.engines[0].exchange._takes_changes = False
     for version in (1, 2):
-        stats = setup.exchange.refit(version)
+        stats = asyncio.run(setup.exchange.refit(version))
         assert stats.num_bytes == stats.num_bytes_whole
         assert stats.kept_bytes == 0

@@ -4,6 +4,7 @@ Whoever is written beside the weights in use stays on the old version, whoever i
 it is torn, and a refit with new processes mends all. CUDA IPC has a stand-in of its device.
 """
 
+import asyncio
 import functools
 import signal
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ class Setup:
 def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
     made = Setup(tmp_path, request.param)
     made.train(1)
-    made.exchange.refit(1)
+    asyncio.run(made.exchange.refit(1))
     made.train(2)
     yield made
     made.stop()
@@ -89,12 +90,12 @@ def said(caught: pytest.ExceptionInfo[BaseException]) -> str:
 def test_a_receiver_is_killed(setup: Setup) -> None:
     setup.engines[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     message = said(caught)
     assert "generation rank 1 closed its connection" in message or "ended during exchange.rec" in message
     setup.assert_holds(0, version=1)
     setup.replace(setup.engines, 1)
-    setup.exchange.refit(2)
+    asyncio.run(setup.exchange.refit(2))
     for engine in range(2):
         setup.assert_holds(engine, version=2)
 
@@ -103,7 +104,7 @@ def test_a_receiver_is_killed(setup: Setup) -> None:
 def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     setup.policy[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     assert "policy rank 1 closed its connection" in said(caught) or "ended during exchange.send" in said(
         caught
     )
@@ -114,7 +115,7 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
     else:
         assert "to version 2 in place, and that did not finish" in setup.engines[1].call("torn")
     setup.replace(setup.policy, 1)
-    setup.exchange.refit(2)
+    asyncio.run(setup.exchange.refit(2))
     for engine in range(2):
         setup.assert_holds(engine, version=2)
     assert setup.engines[1].call("torn") is None
@@ -130,7 +131,7 @@ def test_a_sender_stands_still(setup: Setup) -> None:
     with pytest.raises(
         RefitDeadline, match=r"since \d\d:\d\d:\d\d \(\d+\.\d s\); the deadline is 1 s"
     ) as caught:
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     assert "waits for the next bucket of policy rank 1" in said(caught) or "policy rank 0 waits" in said(
         caught
     )
@@ -145,7 +146,7 @@ def test_a_rank_stands_still_over_files(setup: Setup, tmp_path: Path, side: str)
     group.deadline_seconds = 2.0
     ranks[1].call("die_at_bucket", 5, signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"in 2 s; no answer from rank 1\.") as caught:
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     assert caught.value.stage == ("send" if side == "policy" else "receive")
     setup.assert_holds(0, version=1)
     left = ["v00000001"] if side == "policy" else ["v00000001", "v00000002"]  # which nobody uses

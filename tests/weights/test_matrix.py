@@ -3,6 +3,7 @@
 The reference is a direct load of the HF folder that holds the policy's weights.
 """
 
+import asyncio
 import itertools
 import json
 import math
@@ -155,8 +156,8 @@ class Reporting(Threads):
 
     reports: Sequence[ReceiveReport] = ()
 
-    def receive(self, session: RefitSession) -> list[ReceiveReport]:
-        self.reports = super().receive(session)
+    async def receive(self, session: RefitSession) -> list[ReceiveReport]:
+        self.reports = await super().receive(session)
         return list(self.reports)
 
 
@@ -202,7 +203,7 @@ def test_every_engine_gets_its_shard_and_nothing_else(
             engine.call("become", shape, place)
         receivers = Reporting(engines[: len(places)])
         options = TransportOptions(transport, tmp_path / name)
-        stats = WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1)
+        stats = asyncio.run(WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1))
         if transport == "files":
             due = [engine.call("bytes_of_boxes", tmp_path / name) for engine in receivers.ranks]
         else:

@@ -1,5 +1,6 @@
 """The transport between real processes, and what is left behind when one of them dies."""
 
+import asyncio
 import functools
 import os
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def test_weights_cross_processes_bit_for_bit(policy: list[Remote], engine: Remot
     update_weights = exchange(policy, engine)
     for seed in (1, 2):
         train(policy, seed)
-        stats = update_weights.refit(version=seed)
+        stats = asyncio.run(update_weights.refit(version=seed))
         version, weights = engine.call("state")
         assert version == seed
         for name, tensor in model(seed).items():
@@ -78,11 +79,11 @@ def test_weights_cross_processes_bit_for_bit(policy: list[Remote], engine: Remot
 def test_a_killed_receiver_is_named_at_once_and_leaves_nothing(policy: list[Remote], engine: Remote) -> None:
     update_weights = exchange(policy, engine, deadline_seconds=60.0)
     train(policy, seed=1)
-    update_weights.refit(1)
+    asyncio.run(update_weights.refit(1))
     before = shared_files()
     engine.call("die_at_bucket", 3)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
-        update_weights.refit(2)
+        asyncio.run(update_weights.refit(2))
     said = [str(caught.value), *caught.value.__notes__]
     assert any("generation rank 0 closed its connection" in line for line in said), said
     assert shared_files() == before
@@ -94,11 +95,11 @@ def test_a_killed_sender_is_named_at_once_and_the_old_version_stays(engine: Remo
     try:
         update_weights = exchange(policy, engine)
         train(policy, seed=1)
-        update_weights.refit(1)
+        asyncio.run(update_weights.refit(1))
         policy[1].process.kill()
         policy[1].process.join()
         with pytest.raises(WorkerGone, match="ended during exchange"):
-            update_weights.refit(2)
+            asyncio.run(update_weights.refit(2))
         version, weights = engine.call("state")
         assert version == 1
         assert torch.equal(weights["model.norm.weight"], model(1)["model.norm.weight"])

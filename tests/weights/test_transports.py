@@ -1,5 +1,6 @@
 """Process groups and files carry what shared memory carries; every rank a thread."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ class Setup:
 
     def refit(self, version: int) -> None:
         self.train(version)
-        self.exchange.refit(version)
+        asyncio.run(self.exchange.refit(version))
 
     def assert_holds(self, version: int) -> None:
         for engine in self.engines:
@@ -69,7 +70,7 @@ def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
     for version in (1, 2, 3):
         setup.refit(version)
         setup.assert_holds(version)
-    stats = setup.exchange.refit(4)
+    stats = asyncio.run(setup.exchange.refit(4))
     elements = sum(tensor.numel() for tensor in model(1).values())
     assert stats.num_bytes == (2 + 4) * elements + 2 * SHAPE.hidden_size
     assert 0 < stats.extra_bytes <= len(TP2_PP2) * 2 * BUCKET
@@ -87,7 +88,7 @@ def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_p
         setup.train(2)
         message = r"policy rank \d waits for generation rank \d to take bucket \d+ since"
         with pytest.raises(RefitDeadline, match=message):
-            setup.exchange.refit(2)
+            asyncio.run(setup.exchange.refit(2))
     finally:
         undo()
         released.set()
@@ -118,7 +119,7 @@ def test_a_member_that_never_comes_is_named(tmp_path: Path) -> None:
     setup = Setup(tmp_path, "gloo", deadline_seconds=0.5)
     setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
     with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to join since"):
-        setup.exchange.refit(1)
+        asyncio.run(setup.exchange.refit(1))
 
 
 def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
     undo = before_taken(GroupReceiver, 2, fail)
     try:
         with pytest.raises(RefitFailed, match="memory is full"):
-            setup.exchange.refit(2)
+            asyncio.run(setup.exchange.refit(2))
     finally:
         undo()
     setup.refit(3)
@@ -143,7 +144,7 @@ def test_one_bucket_is_enough_for_many_engines() -> None:
     policy, engines = PolicySide(PolicyRank()), [EngineSide(torch.float32) for _ in range(4)]
     policy.train(1)
     options = TransportOptions("gloo")
-    stats = WeightExchange(Threads([policy]), Threads(engines), 2**30, 30.0, options).refit(1)
+    stats = asyncio.run(WeightExchange(Threads([policy]), Threads(engines), 2**30, 30.0, options).refit(1))
     assert stats.num_buckets == 1
     assert stats.num_bytes == 4 * sum(tensor.nbytes for tensor in model(1).values())
     for engine in engines:
@@ -163,7 +164,7 @@ def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(tmp
     GroupSender.slot = fail  # type: ignore[method-assign]
     try:
         with pytest.raises(RefitFailed, match="no memory for a slot"):
-            setup.exchange.refit(1)
+            asyncio.run(setup.exchange.refit(1))
     finally:
         GroupSender.slot = slot  # type: ignore[method-assign]
     setup.refit(2)
@@ -211,7 +212,7 @@ def test_a_crash_while_a_version_is_replaced_leaves_one(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", crash)
         with pytest.raises(KeyboardInterrupt):
-            setup.exchange.refit(2)
+            asyncio.run(setup.exchange.refit(2))
     (tmp_path / "v00000009.partial").mkdir()  # of another crash
     again = Setup(tmp_path, "files")
     again.refit(3)
@@ -299,7 +300,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     setup.train(2)
     message = r"policy rank \d cannot write .*: File too large"
     with files_end_at(40_000), pytest.raises(RefitFailed, match=message):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     setup.assert_holds(1)
     assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
     setup.refit(3)

@@ -1,5 +1,6 @@
 """A refit from the driver's point of view, every rank a thread."""
 
+import asyncio
 import itertools
 import shutil
 import struct
@@ -67,7 +68,7 @@ def assert_holds(engine: EngineSide, version: int, expected: Mapping[str, Tensor
 def test_engines_get_the_policys_weights_in_their_own_type(dtype: torch.dtype) -> None:
     setup = Setup(dtype)
     setup.train(seed=1)
-    stats = setup.exchange.refit(1)
+    stats = asyncio.run(setup.exchange.refit(1))
     for engine in setup.engines:
         assert_holds(engine, 1, model(seed=1))
     elements = sum(tensor.numel() for tensor in model(1).values())
@@ -82,11 +83,11 @@ def test_versions_follow_each_other_on_one_plan() -> None:
     setup = Setup()
     for version in (1, 2, 3):
         setup.train(seed=version)
-        setup.exchange.refit(version)
+        asyncio.run(setup.exchange.refit(version))
         assert_holds(setup.engines[0], version, model(seed=version))
     assert setup.senders.calls == ["describe", "prepare", "send", "send", "send"]
     setup.exchange.layout_changed()
-    setup.exchange.refit(4)
+    asyncio.run(setup.exchange.refit(4))
     assert setup.senders.calls[-3:] == ["describe", "prepare", "send"]
 
 
@@ -94,7 +95,7 @@ def test_a_flipped_bit_is_found_and_the_old_version_stays(monkeypatch: pytest.Mo
     """At both engines, which take it from the same slot."""
     setup = Setup()
     setup.train(seed=1)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.train(seed=2)
     publish = SocketSender.publish
 
@@ -108,11 +109,11 @@ def test_a_flipped_bit_is_found_and_the_old_version_stays(monkeypatch: pytest.Mo
     with pytest.raises(
         CorruptWeights, match=r"refit to version 2: 2 tensors did not .* at generation rank 0"
     ):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     for engine in setup.engines:
         assert_holds(engine, 1, model(seed=1))
     monkeypatch.undo()
-    setup.exchange.refit(2)
+    asyncio.run(setup.exchange.refit(2))
     for engine in setup.engines:
         assert_holds(engine, 2, model(seed=2))
 
@@ -131,7 +132,7 @@ def test_the_tensor_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(SocketReceiver, "next_bucket", spoil)
     message = r"1 tensors did not arrive .* first model\.layers\.1\.mlp\.up_proj\.weight at generation rank 0"
     with pytest.raises(CorruptWeights, match=message):
-        setup.exchange.refit(1)
+        asyncio.run(setup.exchange.refit(1))
     assert engine.version == 0
 
 
@@ -152,7 +153,7 @@ def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPa
     found = []
     for number in range(1, 7):
         try:
-            setup.exchange.refit(number * period)
+            asyncio.run(setup.exchange.refit(number * period))
         except CorruptWeights:
             found.append(number)
     assert len(found) == 2
@@ -161,34 +162,34 @@ def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPa
 
 def test_a_receiver_that_never_comes_is_named() -> None:
     setup = Setup(deadline_seconds=0.3)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.engines[1].exchange.receive = lambda session: None  # type: ignore[assignment,method-assign]
     message = (
         r"refit to version 2: policy rank \d waits for generation rank 1 to connect "
         r"since \d\d:\d\d:\d\d \(0\.[3-9] s\); the deadline is 0\.3 s"
     )
     with pytest.raises(RefitDeadline, match=message):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
 
 
 def test_a_sender_that_never_comes_is_named() -> None:
     setup = Setup(deadline_seconds=0.3)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
     with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to listen since"):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
 
 
 def test_a_receiver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(deadline_seconds=0.5)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     released = threading.Event()
     monkeypatch.setattr(SocketReceiver, "taken", SocketReceiver.taken)  # and back
     before_taken(SocketReceiver, 3, lambda: released.wait(2.0))
     with pytest.raises(
         RefitDeadline, match=r"policy rank \d waits for generation rank \d to take bucket \d+ since"
     ):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     released.set()
     assert [engine.version for engine in setup.engines] == [1, 1]
 
@@ -197,10 +198,10 @@ def test_an_error_of_one_rank_is_the_cause_and_ends_the_others_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setup = Setup(deadline_seconds=30.0)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.engines[0]._staging.pop("model.norm.weight")
     with pytest.raises(ValueError, match="there is no local parameter 'model") as caught:
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     assert any("generation rank 0 closed its connection" in note for note in caught.value.__notes__)
     assert setup.engines[1].version == 1
 
@@ -209,7 +210,7 @@ def test_only_what_was_received_can_be_committed() -> None:
     setup = Setup()
     with pytest.raises(RefitFailed, match="this generation rank was told to use version 5, but has nothing"):
         setup.engines[0].exchange.commit(5)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     with pytest.raises(RefitFailed, match="generation rank 0 was told to use version 1, but has nothing"):
         setup.engines[0].exchange.commit(1)
 
@@ -221,7 +222,7 @@ def test_a_rank_without_its_part_says_so(tmp_path: Path) -> None:
 
 def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
     setup = Setup()
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     with pytest.raises(
         PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
     ):
@@ -271,7 +272,7 @@ def test_every_tensor_comes_in_the_type_its_engine_keeps_it_in() -> None:
     setup.engines = [EngineSide(torch.float32), EngineSide(torch.bfloat16, dtypes={norm: torch.float32})]
     setup.receivers.ranks = setup.engines
     setup.train(seed=1)
-    stats = setup.exchange.refit(1)
+    stats = asyncio.run(setup.exchange.refit(1))
     for engine in setup.engines:
         assert_holds(engine, 1, model(seed=1))
     assert setup.engines[1].weights[norm].dtype is torch.float32
@@ -290,7 +291,7 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     setup.engines = [EngineSide(torch.float32, in_place=True), EngineSide(torch.float32)]
     setup.receivers.ranks = setup.engines
     setup.train(seed=1)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     assert [engine.exchange.torn for engine in setup.engines] == [None, None]
     setup.train(seed=2)
 
@@ -300,14 +301,14 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     monkeypatch.setattr(SocketReceiver, "taken", SocketReceiver.taken)  # and back
     before_taken(SocketReceiver, 3, fail)
     with pytest.raises(RefitFailed, match="memory is full"):
-        setup.exchange.refit(2)
+        asyncio.run(setup.exchange.refit(2))
     in_place, staged = (engine.exchange for engine in setup.engines)
     assert staged.torn is None
     assert_holds(setup.engines[1], 1, model(seed=1))
     assert in_place.torn is not None
     assert "generation rank 0 was being brought to version 2 in place" in in_place.torn
     monkeypatch.undo()
-    setup.exchange.refit(3)
+    asyncio.run(setup.exchange.refit(3))
     assert in_place.torn is None
     for engine in setup.engines:
         assert_holds(engine, 3, model(seed=2))
@@ -322,7 +323,7 @@ def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
     engine = EngineSide(torch.float32, in_place=True)
     setup.engines[:] = [engine]
     setup.train(seed=1)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     setup.train(seed=2)
     next_bucket, counted = SocketReceiver.next_bucket, itertools.count()
     found: list[tuple[str | None, dict[str, Tensor]]] = []
@@ -339,19 +340,19 @@ def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
         with pytest.raises(
             RefitFailed, match="generation rank 0 was still receiving when the refit was given"
         ):
-            setup.exchange.refit(2)
+            asyncio.run(setup.exchange.refit(2))
     ((torn, weights),) = found
     assert engine.exchange.torn == torn
     assert (torn is None) == (bucket == 0)
     assert_holds(engine, 1, weights)
-    setup.exchange.refit(2)
+    asyncio.run(setup.exchange.refit(2))
     assert engine.exchange.torn is None
     assert_holds(engine, 2, model(seed=2))
 
 
 def test_an_update_can_be_given_up_before_its_thread_runs() -> None:
     setup = Setup()
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     receiver = setup.engines[0].exchange
     receive = receiver.begin(RefitSession(2, "shared_memory", "/nowhere", 30.0))
     receiver.abandon()
@@ -362,7 +363,7 @@ def test_an_update_can_be_given_up_before_its_thread_runs() -> None:
 def test_messages_survive_json() -> None:
     """An engine hands them to its own processes as text."""
     setup = Setup(torch.bfloat16)
-    setup.exchange.refit(1)
+    asyncio.run(setup.exchange.refit(1))
     receiver = setup.engines[0].exchange
     for message in (
         receiver.describe(),
@@ -379,7 +380,7 @@ def test_a_policy_that_lacks_a_stage_is_refused_before_anything_moves() -> None:
     senders = Threads(setup.policy[:2])
     exchange = WeightExchange(senders, setup.receivers, BUCKET, 30.0)
     with pytest.raises(UnservedBox, match=r"no sender holds model\.layers\.1\."):
-        exchange.refit(1)
+        asyncio.run(exchange.refit(1))
     assert "send" not in senders.calls
 
 
@@ -391,5 +392,5 @@ def test_a_temporary_folder_with_a_long_path_is_refused(
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with pytest.raises(RefitFailed, match=r"too long a path for sockets .* set TMPDIR to a shorter one"):
-        Setup().exchange.refit(1)
+        asyncio.run(Setup().exchange.refit(1))
     assert list(long.iterdir()) == []

@@ -1,5 +1,6 @@
 """Whole tensors out of buckets from a policy of TP2 x PP2."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class Setup:
     def refit(self, version: int, seed: int) -> Any:
         for rank in self.policy:
             rank.train(seed)
-        return self.exchange.refit(version)
+        return asyncio.run(self.exchange.refit(version))
 
 
 def test_every_tensor_comes_whole_and_once() -> None:

@@ -57,20 +57,20 @@ class Receivers:
     def __init__(self, loop: Loop, host: Any) -> None:
         self._loop, self._host = loop, host
 
-    def describe(self) -> Sequence[ReceiverLayout]:
-        return self._loop.run(self._host.describe_weights())
+    async def describe(self) -> Sequence[ReceiverLayout]:
+        return await asyncio.to_thread(self._loop.run, self._host.describe_weights())
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._loop.run(self._host.prepare_refit(tuple(parts)))
+    async def prepare(self, parts: Sequence[Part]) -> None:
+        await asyncio.to_thread(self._loop.run, self._host.prepare_refit(tuple(parts)))
 
-    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
-        return self._loop.run(self._host.receive_weights(session))
+    async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
+        return await asyncio.to_thread(self._loop.run, self._host.receive_weights(session))
 
-    def commit(self, version: int) -> None:
-        self._loop.run(self._host.commit_weights(version))
+    async def commit(self, version: int) -> None:
+        await asyncio.to_thread(self._loop.run, self._host.commit_weights(version))
 
-    def abandon(self) -> None:
-        self._loop.run(self._host.abandon_refit())
+    async def abandon(self) -> None:
+        await asyncio.to_thread(self._loop.run, self._host.abandon_refit())
 
 
 class Setup:
@@ -96,7 +96,7 @@ class Setup:
         """Hand the policy's weights over; their version."""
         for rank in self.policy:
             rank.take(tensors)
-        self.exchange.refit(self.version + 1)
+        asyncio.run(self.exchange.refit(self.version + 1))
         self.version += 1
         return self.version
 

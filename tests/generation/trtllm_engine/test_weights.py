@@ -68,7 +68,7 @@ def test_receivers_get_each_tensor_once(delivery):
     tensors = delivery.weights(3)
     for rank in delivery.policy:
         rank.take(tensors)
-    stats = delivery.exchange.refit(delivery.version + 1)
+    stats = asyncio.run(delivery.exchange.refit(delivery.version + 1))
     delivery.version += 1
     assert stats.num_bytes == len(layouts) * sum(tensor.nbytes for tensor in tensors.values())
 

@@ -1,5 +1,6 @@
 """Both sides of a refit into an engine of these tests."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,14 @@ class Sender:
         self.parameters = parameters
         self._own = WeightSender(whole_slices(_tensors(folder)), lambda: self.parameters)
 
-    def describe(self) -> Sequence[SenderLayout]:
+    async def describe(self) -> Sequence[SenderLayout]:
         return [self._own.describe()]
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._own.prepare(parts[0])
+    async def prepare(self, parts: Sequence[Part]) -> None:
+        await asyncio.to_thread(self._own.prepare, parts[0])
 
-    def send(self, session: RefitSession) -> Sequence[SendReport]:
-        return [self._own.send(session)]
+    async def send(self, session: RefitSession) -> Sequence[SendReport]:
+        return [await asyncio.to_thread(self._own.send, session)]
 
 
 class Receivers:
@@ -40,21 +41,23 @@ class Receivers:
         self._engine = engine
         self.reports: list[ReceiveReport] = []  # of the last refit
 
-    def describe(self) -> Sequence[ReceiverLayout]:
+    async def describe(self) -> Sequence[ReceiverLayout]:
         return list(self._engine.host.describe_weights())
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        self._engine.run(self._engine.host.prepare_refit(tuple(parts)))
+    async def prepare(self, parts: Sequence[Part]) -> None:
+        await asyncio.to_thread(self._engine.run, self._engine.host.prepare_refit(tuple(parts)))
 
-    def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
-        self.reports = list(self._engine.run(self._engine.host.receive_weights(session)))
+    async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]:
+        self.reports = list(
+            await asyncio.to_thread(self._engine.run, self._engine.host.receive_weights(session))
+        )
         return self.reports
 
-    def commit(self, version: int) -> None:
-        self._engine.run(self._engine.host.commit_weights(version))
+    async def commit(self, version: int) -> None:
+        await asyncio.to_thread(self._engine.run, self._engine.host.commit_weights(version))
 
-    def abandon(self) -> None:
-        self._engine.run(self._engine.host.abandon_refit())
+    async def abandon(self) -> None:
+        await asyncio.to_thread(self._engine.run, self._engine.host.abandon_refit())
 
 
 def checkpoint(folder: Path, scale: float = 1.0) -> dict[str, Tensor]:

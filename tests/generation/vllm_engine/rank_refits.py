@@ -1,5 +1,6 @@
 """Refits of one rank of vLLM by a policy of every layout, over every transport, in one process."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +46,7 @@ def refits(
             shares, different = [], set()
             for number, which in enumerate((1, 0, 1)):
                 policy.load(folders[which])
-                stats = exchange.refit(10 * first + number + 1)
+                stats = asyncio.run(exchange.refit(10 * first + number + 1))
                 shares.append(stats.num_bytes / stats.num_bytes_whole)
                 different |= differing(model, loaded[which])
             found[transport] = {"shares": shares, "different": sorted(different)}
@@ -67,7 +68,9 @@ def _by_other_layouts(
     found = {}
     for number, (name, layout) in enumerate(other_layouts(folders[0]).items()):
         which = number % 2
-        _exchange(Policy(folders[which], layout), receiver, "shared_memory", "").refit(50 + number)
+        asyncio.run(
+            _exchange(Policy(folders[which], layout), receiver, "shared_memory", "").refit(50 + number)
+        )
         found[name] = sorted(differing(model, loaded[which]))
     return found
 
@@ -77,15 +80,15 @@ def _without_base(
 ) -> dict[str, Any]:
     """Another policy brings a version; changes onto the one before it are refused, and all is sent."""
     mine = _exchange(policy, receiver, "shared_memory", "")
-    mine.refit(100)
-    _exchange(Policy(folder), receiver, "shared_memory", "").refit(200)
+    asyncio.run(mine.refit(100))
+    asyncio.run(_exchange(Policy(folder), receiver, "shared_memory", "").refit(200))
     error = ""
     try:
-        mine.refit(101)
+        asyncio.run(mine.refit(101))
     except RefitFailed as refused:
         error = str(refused)
     policy.load(folder)
-    stats = mine.refit(102)
+    stats = asyncio.run(mine.refit(102))
     share = stats.num_bytes / stats.num_bytes_whole
     return {"error": error, "share": share, "different": sorted(differing(model, loaded))}
 

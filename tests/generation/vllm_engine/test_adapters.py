@@ -1,5 +1,6 @@
 """An engine that is sent a policy's adapters, and computes them beside the weights it loaded."""
 
+import asyncio
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_adapters_come_alone_and_part_the_tokens_in_flight(engine: Running, dens
     requests = group("", 3, 120, PLAIN)
     running = engine.submit(collect(engine.host, requests))
     engine.run(until_sampled(engine.host, 30))
-    stats = exchange.refit(4)
+    stats = asyncio.run(exchange.refit(4))
     completions = running.result(120)
     assert stats.num_bytes == sum(4 * tensor.numel() for tensor in policy.whole.values())
     networks = {0: network, 4: adapted(network, policy.whole)}
@@ -89,7 +90,7 @@ def test_adapters_come_alone_and_part_the_tokens_in_flight(engine: Running, dens
 def test_the_next_adapters_take_the_place_of_the_last(engine: Running, dense: tuple[Path, Any]) -> None:
     folder, network = dense
     policy = Policy(folder, 2)
-    WeightExchange(policy, Receivers(engine), 2**12, 60.0).refit(engine.host.version + 1)
+    asyncio.run(WeightExchange(policy, Receivers(engine), 2**12, 60.0).refit(engine.host.version + 1))
     prompt = Prompts(13).one(20)
     got = engine.run(collect(engine.host, [request(prompt, "a", PLAIN, 12, seed=1)]))["a"]
     assert gaps(adapted(network, policy.whole), prompt, got).max() < 1e-3

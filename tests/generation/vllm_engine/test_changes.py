@@ -1,5 +1,6 @@
 """What changed, from a policy of two ranks into an engine that goes on sampling. Float32 travels alike."""
 
+import asyncio
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ class Setup:
     def refit(self, which: int) -> float:
         """To the next version, with one of the folders' weights; the share of a full refit that it took."""
         self.policy.load(self.folders[which])
-        stats = self.exchange.refit(self.engine.host.version + 1)
+        stats = asyncio.run(self.exchange.refit(self.engine.host.version + 1))
         return stats.num_bytes / stats.num_bytes_whole
 
     def check(self, which: int) -> None:
@@ -78,11 +79,11 @@ def test_changes_come_onto_what_an_engine_has(setup: Setup) -> None:
 def test_changes_onto_another_base_are_refused_and_all_is_sent(setup: Setup) -> None:
     setup.refit(0)
     version = setup.engine.host.version
-    exchange_of(Policy(setup.folders[1]), setup.receivers).refit(version + 1)
+    asyncio.run(exchange_of(Policy(setup.folders[1]), setup.receivers).refit(version + 1))
     setup.policy.load(setup.folders[0])
     message = f"changed since version {version}, and holds version {version + 1}"
     with pytest.raises(RefitFailed, match=message):
-        setup.exchange.refit(version + 2)
+        asyncio.run(setup.exchange.refit(version + 2))
     assert setup.engine.host.version == version + 1
     setup.check_sampling(1)
     assert setup.refit(0) == 1

@@ -54,7 +54,7 @@ def _weights_of_the_folder(one: Any, dense: Any, pristine: dict[str, torch.Tenso
     yield
     if one.host.version != version:
         dense[1].load_state_dict(pristine)
-        exchange_of(one, dense[0], of_network(*dense)).refit(one.host.version + 1)
+        asyncio.run(exchange_of(one, dense[0], of_network(*dense)).refit(one.host.version + 1))
 
 
 def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
@@ -264,7 +264,7 @@ def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> No
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(0.9)
-    stats = exchange.refit(before + 1)
+    stats = asyncio.run(exchange.refit(before + 1))
     completions = running.result(120)
     new = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     assert stats.num_bytes == sum(4 * np.prod(s) for s in hf_tensors(ModelShape.load(folder)).values())
@@ -289,7 +289,7 @@ def test_new_weights_read_a_cached_prompt_anew(one: Any, dense: Any) -> None:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(0.8)
-    exchange_of(one, folder, of_network(folder, network)).refit(one.host.version + 1)
+    asyncio.run(exchange_of(one, folder, of_network(folder, network)).refit(one.host.version + 1))
     assert gaps(network, prompt, one.run(collect(one.host, asked))["a"]).max() < 1e-3
 
 
@@ -300,7 +300,7 @@ def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> No
     version = one.host.version
     asked = group("", 2, 12)
     undisturbed = one.run(collect(one.host, asked))
-    exchange.refit(version + 1)
+    asyncio.run(exchange.refit(version + 1))
     good = sender.send
 
     def dying(session: RefitSession) -> Sequence[SendReport]:
@@ -315,7 +315,7 @@ def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> No
 
     sender.send = dying  # type: ignore[method-assign]
     with pytest.raises((RefitFailed, ValueError)):
-        exchange.refit(version + 2)
+        asyncio.run(exchange.refit(version + 2))
     assert one.host.version == version + 1
     after = one.run(collect(one.host, asked))
     for name, completion in after.items():

@@ -1,5 +1,6 @@
 """An engine of two processes that is updated in place, and what it says when one of them dies."""
 
+import asyncio
 import os
 import re
 import signal
@@ -68,7 +69,7 @@ def test_an_update_in_place_is_what_the_network_became(two: Any, mixture: Any) -
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(0.9)
-    stats = exchange_of(two, folder, checkpoint(folder, 0.9)).refit(1)
+    stats = asyncio.run(exchange_of(two, folder, checkpoint(folder, 0.9)).refit(1))
     assert stats.version == two.host.version == 1
     check_against(two, network, 1)
 
@@ -86,7 +87,7 @@ def test_a_sharded_policy_reaches_both_ranks(two: Any, mixture: Any, tmp_path: P
     version = two.host.version
     for now in (tmp_path / "before", after):
         policy.load(now)
-        stats = exchange.refit(two.host.version + 1)
+        stats = asyncio.run(exchange.refit(two.host.version + 1))
         if transport != "files":  # of which the ranks check by themselves what they have read
             found = [report.fingerprints for report in receivers.reports]
             assert found == all_fingerprints(now, two.host.describe_weights())
@@ -102,12 +103,12 @@ def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: A
     version = two.host.version + 1
     last = parameters.popitem()  # found missing after others were sent
     with pytest.raises((RefitFailed, ValueError)):
-        exchange.refit(version)
+        asyncio.run(exchange.refit(version))
     assert "its weights are of two versions" in two.host.health().torn
     waiting = two.submit(collect(two.host, group("torn", 1)))
     parameters.update([last])
     assert not waiting.done()
-    exchange.refit(version)
+    asyncio.run(exchange.refit(version))
     assert two.host.health().torn is None
     for answer in waiting.result(60).values():
         assert set(answer.versions.tolist()) == {version}
@@ -141,7 +142,7 @@ def test_a_worker_that_dies_in_an_update_is_named(
     assert all(path.exists() for path in left)
     monkeypatch.setattr(SocketSender, "publish", publish_and_kill)
     with pytest.raises(RefitFailed, match=re.escape(message)):
-        exchange.refit(two.host.version + 1)
+        asyncio.run(exchange.refit(two.host.version + 1))
     failure = waiting.exception(60)
     assert isinstance(failure, EngineFailed)
     assert str(failure).startswith(message)
