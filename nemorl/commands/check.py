@@ -11,6 +11,7 @@ import json
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.config.checks.metrics import metrics, reward_names
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
-from nemorl.config.environment import FunctionRewardConfig
+from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import acted_on
 from nemorl.config.generation import EndpointConfig
@@ -56,6 +57,22 @@ def custom_function_problems(experiment: Experiment) -> Iterator[Problem]:
             try_out_loss(algorithm.loss, taken)
         except NemorlError as error:
             yield Problem("algorithm.loss.function", algorithm.loss.function, str(error))
+
+
+def environment_problems(experiment: Experiment) -> Iterator[Problem]:
+    """A custom environment that cannot be found or constructed, or in which an episode fails."""
+    if not isinstance(experiment.env, CustomEnvConfig):
+        return
+    from nemorl.data.datasets import load_tasks  # with numpy
+    from nemorl.data.json_lines import DatasetError
+    from nemorl.rollout.custom_environment import custom_environment_problems
+
+    task = None
+    with suppress(DatasetError):  # reported by the checks of the data
+        for _, dataset in acted_on(experiment.data, experiment.algorithm):
+            task = load_tasks(dataset, experiment.data)[0]
+            break
+    yield from custom_environment_problems(experiment.env, task, experiment.cluster.deadlines.environment)
 
 
 _TRIED = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
@@ -146,6 +163,7 @@ def prepare(
         yield from plans[0].problems
         yield from reward_problems(experiment)
         yield from custom_function_problems(experiment)
+        yield from environment_problems(experiment)
         yield from _run_folder(experiment, new_run)
         if starts:
             yield from node_problems(experiment.cluster)

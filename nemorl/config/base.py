@@ -3,6 +3,7 @@
 Code of one's own that a config names as `package.module:function`.
 """
 
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -57,3 +58,28 @@ def function_at(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise NotImported(f"{module} has no function {attribute}")
     return function  # type: ignore[no-any-return]
+
+
+def call_within(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return what code of the user's returns, or raise what it raises, as an Exception.
+
+    Raises TimeoutError after `seconds`. The call runs in a daemon thread, which is left behind when it hangs.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = function()
+        except SystemExit as error:
+            outcome["error"] = RuntimeError(f"SystemExit: {error}")
+        except Exception as error:  # noqa: BLE001  raised in the caller's thread
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]

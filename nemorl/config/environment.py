@@ -3,19 +3,29 @@
 `env`: what the policy acts in.
 """
 
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from .auxiliary import ModelGroupConfig
-from .base import Config, default_variant
+from .base import Config, call_within, default_variant, function_at
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 
-class SingleTurnEnvConfig(Config):
+class EnvBase(Config):
+    """What all environments have in common: `factory`, the import path of an EnvironmentFactory."""
+
+    def make_factory(self) -> Any:
+        """Construct the factory, which takes this section. Raises NotImported."""
+        return function_at(self.factory)(self)  # type: ignore[attr-defined]  a constant, or a field
+
+
+class SingleTurnEnvConfig(EnvBase):
     """One answer, scored by `rewards` alone."""
 
+    factory: ClassVar[str] = "nemorl.environments.single_turn:SingleTurnFactory"
     name: Literal["single_turn"] = "single_turn"
 
     @property
@@ -24,9 +34,10 @@ class SingleTurnEnvConfig(Config):
         return {}
 
 
-class MathEnvConfig(Config):
+class MathEnvConfig(EnvBase):
     """One answer, compared with the task's by the math-verify library."""
 
+    factory: ClassVar[str] = "nemorl.environments.math_answers:MathFactory"
     name: Literal["math"]
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
@@ -37,9 +48,10 @@ class MathEnvConfig(Config):
         return {self.name: self.weight}
 
 
-class ReasoningGymEnvConfig(Config):
+class ReasoningGymEnvConfig(EnvBase):
     """One answer, scored by the reasoning-gym dataset that made the task."""
 
+    factory: ClassVar[str] = "nemorl.environments.reasoning_gym:ReasoningGymFactory"
     name: Literal["reasoning_gym"]
     answer_tag: str | None = "answer"
     """Score what stands in `<answer>...</answer>`, an empty answer if missing; null scores the whole text."""
@@ -52,9 +64,10 @@ class ReasoningGymEnvConfig(Config):
         return {self.name: self.weight}
 
 
-class CalculatorEnvConfig(Config):
+class CalculatorEnvConfig(EnvBase):
     """Several turns: the policy may call a calculator before it answers; the final answer is compared."""
 
+    factory: ClassVar[str] = "nemorl.environments.calculator:CalculatorFactory"
     name: Literal["calculator"]
     max_turns: int = Field(4, ge=1)
     """Turns of the policy before the conversation ends without an answer."""
@@ -70,9 +83,10 @@ class CalculatorEnvConfig(Config):
         return {self.name: self.weight, **of_calls}
 
 
-class ChainedSumsEnvConfig(Config):
+class ChainedSumsEnvConfig(EnvBase):
     """Several turns that a tiny model can do: sums of which each goes on from the answer before it."""
 
+    factory: ClassVar[str] = "nemorl.environments.chained_sums:ChainedSumsFactory"
     name: Literal["chained_sums"]
     num_sums: int = Field(2, ge=2)
     """Turns of the policy, a sum each."""
@@ -87,8 +101,38 @@ class ChainedSumsEnvConfig(Config):
         return {self.name: self.weight, "chained_sums_turn": self.turn_weight}
 
 
+FACTORY_SECONDS = 30.0  # most that the constructor of a custom factory may take
+
+
+class CustomEnvConfig(EnvBase):
+    """An environment of your own (docs/environments.md)."""
+
+    name: Literal["custom"]
+    factory: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:Factory`, a class with the methods of `nemorl.trajectories.EnvironmentFactory`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+
+    def make_factory(self) -> Any:
+        """Construct the factory with its options. Raises NotImported, and what the constructor raises."""
+        return function_at(self.factory)(**self.options)
+
+    @cached_property
+    def reward_weights(self) -> dict[str, float]:
+        """Weights that the factory declares; empty where it cannot be constructed, which `check` reports."""
+        try:
+            return dict(call_within(FACTORY_SECONDS, self.make_factory).reward_weights)
+        except Exception:  # noqa: BLE001  code of the user's
+            return {}
+
+
 EnvConfig = Annotated[
-    SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig | CalculatorEnvConfig | ChainedSumsEnvConfig,
+    SingleTurnEnvConfig
+    | MathEnvConfig
+    | ReasoningGymEnvConfig
+    | CalculatorEnvConfig
+    | ChainedSumsEnvConfig
+    | CustomEnvConfig,
     Field(discriminator="name"),
     default_variant(SingleTurnEnvConfig),
 ]

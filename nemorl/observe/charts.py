@@ -49,7 +49,7 @@ class Chart:
     """A plot with the heading that stands over it."""
 
     title: str
-    metric: go.Metric
+    figure: go.Figure
     wide: bool = False
 
 
@@ -65,18 +65,18 @@ class StageTotal:
 
 def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
     """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
-    metric = _metric(steps, height=360)
+    figure = _figure(steps, height=360)
     rewarded = [step for step in steps if "reward/mean" in step.values]
     if rewarded:
-        _add_band(metric, [step for step in rewarded if "reward/std" in step.values])
-        _add_line(metric, rewarded, "reward/mean", "training", PALETTE[0])
+        _add_band(figure, [step for step in rewarded if "reward/std" in step.values])
+        _add_line(figure, rewarded, "reward/mean", "training", PALETTE[0])
     validated = [step for step in steps if "validation/reward" in step.values]
     if validated:
-        _add_line(metric, validated, "validation/reward", "validation", PALETTE[1], "lines+markers")
-    if not metric.data:
+        _add_line(figure, validated, "validation/reward", "validation", PALETTE[1], "lines+markers")
+    if not figure.data:
         return None
-    metric.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
-    return Chart("Reward", metric, wide=True)
+    figure.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
+    return Chart("Reward", figure, wide=True)
 
 
 def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
@@ -97,7 +97,7 @@ def _validation_sets(keys: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     names = [key.split("/")[1] for key in keys if key.startswith("validation/") and key.endswith("/accuracy")]
     drawn = ("reward", "accuracy", "pass@", "cons@")
     return [
-        (f"Validation: {name}", tuple(f"validation/{name}/{metric}" for metric in drawn))
+        (f"Validation: {name}", tuple(f"validation/{name}/{value}" for value in drawn))
         for name in names
         if name != "rewards"  # of preferences
     ]
@@ -110,16 +110,16 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         return None
     size = -(-len(timed) // MAX_BARS)
     groups = [timed[start : start + size] for start in range(0, len(timed), size)]
-    metric = _metric(steps, height=320)
+    figure = _figure(steps, height=320)
     for total in totals:
         seconds = [
             sum(stage_seconds(step).get(total.name, 0) for step in group) / len(group) for group in groups
         ]
-        metric.add_bar(
+        figure.add_bar(
             x=[group[0].step for group in groups], y=seconds, name=total.name, marker_color=total.color
         )
     axis = "step" if size == 1 else f"step (means over {size})"
-    metric.update_layout(
+    figure.update_layout(
         barmode="stack",
         bargap=0.1,
         showlegend=True,
@@ -127,7 +127,7 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         xaxis_title=axis,
         yaxis_title="seconds",
     )
-    return Chart("Seconds of each stage", metric, wide=True)
+    return Chart("Seconds of each stage", figure, wide=True)
 
 
 def stage_totals(steps: Sequence[StepMetrics]) -> list[StageTotal]:
@@ -158,18 +158,18 @@ def stage_seconds(step: StepMetrics) -> dict[str, float]:
 
 
 def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -> Chart:
-    metric = _metric(steps, height=260)
+    figure = _figure(steps, height=260)
     for number, key in enumerate(keys):
         drawn = [step for step in steps if key in step.values]
         mode = "lines+markers" if len(drawn) < 2 or key.startswith("validation/") else "lines"
         name = (key.partition("/")[2] or key).replace("_", " ")
-        _add_line(metric, drawn, key, name, PALETTE[number % len(PALETTE)], mode)
-    metric.update_layout(showlegend=len(keys) > 1)
+        _add_line(figure, drawn, key, name, PALETTE[number % len(PALETTE)], mode)
+    figure.update_layout(showlegend=len(keys) > 1)
     if _always(steps, keys, lambda value: value >= 0):
-        metric.update_yaxes(rangemode="tozero")
+        figure.update_yaxes(rangemode="tozero")
     if title.startswith("Logprob gap") and _always(steps, keys, lambda value: value > 0):
-        metric.update_yaxes(type="log")  # mean and largest lie orders of magnitude apart
-    return Chart(title, metric)
+        figure.update_yaxes(type="log")  # mean and largest lie orders of magnitude apart
+    return Chart(title, figure)
 
 
 def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[float], bool]) -> bool:
@@ -177,9 +177,9 @@ def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[
 
 
 def _add_line(
-    metric: go.Metric, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
+    figure: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
 ) -> None:
-    metric.add_scatter(
+    figure.add_scatter(
         x=[step.step for step in steps],
         y=[step.values[key] for step in steps],
         name=name,
@@ -189,14 +189,14 @@ def _add_line(
     )
 
 
-def _add_band(metric: go.Metric, steps: Sequence[StepMetrics]) -> None:
+def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
     """The mean with one standard deviation above and below."""
     if len(steps) < 2:
         return
     low = [step.values["reward/mean"] - step.values["reward/std"] for step in steps]
     high = [step.values["reward/mean"] + step.values["reward/std"] for step in steps]
     numbers = [step.step for step in steps]
-    metric.add_scatter(
+    figure.add_scatter(
         x=numbers + numbers[::-1],
         y=high + low[::-1],
         fill="toself",
@@ -208,10 +208,10 @@ def _add_band(metric: go.Metric, steps: Sequence[StepMetrics]) -> None:
     )
 
 
-def _metric(steps: Sequence[StepMetrics], height: int) -> go.Metric:
+def _figure(steps: Sequence[StepMetrics], height: int) -> go.Figure:
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
-    return go.Metric(
+    return go.Figure(
         layout={
             "template": None,
             "height": height,

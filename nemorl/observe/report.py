@@ -92,8 +92,8 @@ def _rendered(charts: Sequence[Chart], place: str) -> list[dict[str, Any]]:
             "id": f"{place}-{number}",
             "title": chart.title,
             "wide": chart.wide,
-            "height": chart.metric.layout.height,
-            "json": chart.metric.to_json(),
+            "height": chart.figure.layout.height,
+            "json": chart.figure.to_json(),
         }
         for number, chart in enumerate(charts)
     ]

@@ -1,22 +1,16 @@
-"""A rollout worker: samples groups, lets them be paid, keeps the trajectories, answers with summaries.
+"""Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries.
 
-Engines in processes of their own, as a router calls them, and a router, as their pool calls it.
-
-From the `env` section to the factory of its environments.
-
-The rollout worker as one of Ray's processes: it samples from workers of another group.
+`RayRolloutWorker` samples from engines in other processes, through a router.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.group import Worker
-from nemorl.config.environment import EnvConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
@@ -90,23 +84,6 @@ class PooledRouter:
         return self._router.take_metrics()
 
 
-# Imported when asked for: each brings its own libraries.
-FACTORIES = {
-    "single_turn": "nemorl.environments.single_turn:SingleTurnFactory",
-    "math": "nemorl.environments.math_answers:MathFactory",
-    "reasoning_gym": "nemorl.environments.reasoning_gym:ReasoningGymFactory",
-    "calculator": "nemorl.environments.calculator:CalculatorFactory",
-    "chained_sums": "nemorl.environments.chained_sums:ChainedSumsFactory",
-}
-
-
-def environment_factory(config: EnvConfig) -> EnvironmentFactory:
-    """The factory of the environments that `config` describes."""
-    module, _, name = FACTORIES[config.name].partition(":")
-    factory: EnvironmentFactory = getattr(import_module(module), name)(config)
-    return factory
-
-
 Store = Callable[[list[Trajectory]], Any]
 
 
@@ -129,7 +106,7 @@ class RolloutWorker:
         self._votes = bool(experiment.algorithm.validation.cons_at_k)
         self._sampling = {False: _params(experiment.generation.sampling), True: _validation(experiment)}
         self._tokenizer = load_tokenizer(experiment.policy)
-        self._environments = environment_factory(experiment.env)
+        self._environments: EnvironmentFactory = experiment.env.make_factory()
         deadlines = experiment.cluster.deadlines
         self._rewards = Rewards(
             experiment.rewards, self._environments.reward_weights, data.chat, deadlines.environment

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +53,7 @@ def experiment(tmp_path: Path) -> Path:
 
 @dataclass
 class Trainer:
-    """Stands in for `nemorl.algorithms.train` and `.export`: remembers its calls and fails on demand."""
+    """Replaces what trains, evaluates and exports: remembers its calls and fails on demand."""
 
     calls: list[tuple[str, object]] = field(default_factory=list)
     failure: BaseException | None = None
@@ -87,9 +87,7 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """What the commands find in place of the real one."""
     stand_in = Trainer()
-    for module, names in (("run", ("train", "evaluate")), ("export", ("export_checkpoint",))):
-        replaced = ModuleType(f"nemorl.algorithms.{module}")
-        for name in names:
-            setattr(replaced, name, getattr(stand_in, name))
-        monkeypatch.setitem(sys.modules, replaced.__name__, replaced)
+    monkeypatch.setattr("nemorl.algorithms.train.train", stand_in.train)
+    monkeypatch.setattr("nemorl.algorithms.train.evaluate", stand_in.evaluate)
+    monkeypatch.setattr("nemorl.algorithms.checkpoints.export_checkpoint", stand_in.export_checkpoint)
     return stand_in

@@ -36,9 +36,9 @@ async def later(groups):
     return []
 
 
-def told(batch, logprobs, old, advantages, figure):
-    """REINFORCE, and a figure."""
-    return TokenLoss(-logprobs * advantages, figures={figure: -logprobs})
+def measured(batch, logprobs, old, advantages, metric):
+    """REINFORCE, and a metric."""
+    return TokenLoss(-logprobs * advantages, metrics={metric: -logprobs})
 '''
 
 
@@ -51,13 +51,13 @@ def told(batch, logprobs, old, advantages, figure):
         ("advantage={name: custom, function: 'my_parts:later'}", "it is an async function"),
         ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
-        ("loss={name: custom, function: 'my_parts:told', arguments: {figure: own/gain}}", None),
+        ("loss={name: custom, function: 'my_parts:measured', arguments: {metric: own/gain}}", None),
         (
-            "loss={name: custom, function: 'my_parts:told', arguments: {figure: loss/total}}",
+            "loss={name: custom, function: 'my_parts:measured', arguments: {metric: loss/total}}",
             "its figure loss/total has the name of one that the run has already",
         ),
         (
-            "loss={name: custom, function: 'my_parts:told', arguments: {figure: tokens}}",
+            "loss={name: custom, function: 'my_parts:measured', arguments: {metric: tokens}}",
             "its figure tokens has the name of one that the run has already",
         ),
         ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),

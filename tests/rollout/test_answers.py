@@ -9,7 +9,6 @@ import pytest
 from nemorl.config.environment import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
 from nemorl.environments.math_answers import found_answer
 from nemorl.rollout.groups import last_answer
-from nemorl.rollout.worker import environment_factory
 from nemorl.trajectories import Message
 
 PLAIN = SingleTurnEnvConfig()
@@ -21,7 +20,7 @@ def answered(config: Any, *texts: str, error: str | None = None) -> str | None:
     async def ask() -> str | None:
         exchange = [m for text in texts for m in (Message("assistant", text), Message("tool", "12"))]
         conversation: Any = SimpleNamespace(trajectory=SimpleNamespace(error=error), exchange=tuple(exchange))
-        factory = environment_factory(config)
+        factory = config.make_factory()
         try:
             return await last_answer(conversation, factory)
         finally:

@@ -1,0 +1,165 @@
+"""Trial of a custom environment before a run: one episode with scripted answers."""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from nemorl.config.base import NotImported
+from nemorl.config.environment import CustomEnvConfig
+from nemorl.errors import Problem
+from nemorl.trajectories import Action, Message, Step, StopReason, Task
+
+MAX_TURNS = 8  # of the scripted episode; an environment may go on for longer
+
+
+class _Failed(Exception):
+    """What the environment did wrong; the message names the call."""
+
+
+def custom_environment_problems(
+    config: CustomEnvConfig, task: Task | None, seconds: float
+) -> Iterator[Problem]:
+    """Construct the factory and run one episode on `task`: an empty answer, then the expected one repeated.
+
+    Without a task no episode is run. `seconds` bounds each call; a call that hangs is left behind in a daemon
+    thread.
+    """
+    calls = _Calls(seconds)
+    field, value, problem = "env.factory", config.factory, None
+    try:
+        factory = calls.run("the constructor", config.make_factory)
+    except NotImported as error:
+        problem = f"{error}; set it to `package.module:Factory`"
+    except _Failed as failure:
+        problem = f"{failure}; correct the factory"
+        if config.options:
+            field, value = "env.options", config.options  # type: ignore[assignment]
+            problem += " or its options"
+    else:
+        problem = _not_a_factory(factory)
+        if problem is None and task is not None:
+            try:
+                _episode(calls, factory, task)
+            except _Failed as failure:
+                problem = f"{failure}; correct the environment (docs/environments.md)"
+        with suppress(_Failed):
+            calls.run("factory.close()", getattr(factory, "close", lambda: None))
+    calls.end()
+    if problem is not None:
+        yield Problem(field, value, problem)
+
+
+def _not_a_factory(factory: Any) -> str | None:
+    if problem := _lacks(factory, "an EnvironmentFactory", "create", "close"):
+        return problem
+    weights = getattr(factory, "reward_weights", None)
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and _is_number(weight) for name, weight in weights.items()
+    ):
+        return (
+            f"its reward_weights is {weights!r}; set it to a dict of reward names and their weights, "
+            "empty where the environment gives no rewards"
+        )
+    return None
+
+
+def _lacks(value: Any, what: str, *methods: str) -> str | None:
+    missing = [name for name in methods if not callable(getattr(value, name, None))]
+    if not missing:
+        return None
+    return f"{type(value).__name__} is not {what}; add the methods {', '.join(missing)}"
+
+
+def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
+    """Raises _Failed."""
+    environment = calls.run("create()", factory.create)
+    if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
+        raise _Failed(problem)
+    try:
+        opening = calls.run("reset()", environment.reset, task, awaits=True)
+        if not opening or not _are_messages(opening):
+            raise _Failed(f"reset() returned {_shown(opening)}; return a tuple of Messages, at least one")
+        for turn in range(MAX_TURNS):
+            text = (task.answer or "") if turn else ""
+            action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
+            step = calls.run(f"step({text!r})", environment.step, action, awaits=True)
+            if (problem := _step_problem(step, factory.reward_weights)) is not None:
+                raise _Failed(f"step({text!r}) {problem}")
+            if step.done:
+                break
+    except _Failed:
+        with suppress(_Failed):
+            calls.run("close()", environment.close)
+        raise
+    calls.run("close()", environment.close, awaits=True)
+
+
+def _step_problem(step: Any, weights: dict[str, float]) -> str | None:
+    if not isinstance(step, Step):
+        return f"returned {_shown(step)}; return a Step"
+    if not _are_messages(step.messages):
+        return f"returned the messages {_shown(step.messages)}; return a tuple of Messages"
+    for name, value in step.rewards.items():
+        if name not in weights:
+            return f"gave the reward {name!r}, which has no weight; add it to the factory's reward_weights"
+        if not _is_number(value):
+            return f"gave the reward {name!r} the value {value!r}; return a finite number"
+    return None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(message, Message) for message in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+class _Calls:
+    """Calls code of the user's in an event loop of another thread, each for a bounded time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._hangs = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, what: str, function: Callable[..., Any], *arguments: Any, awaits: bool = False) -> Any:
+        """Return what the function returns, awaited where it is a coroutine. Raises _Failed, NotImported."""
+
+        async def call() -> Any:
+            try:
+                answer = function(*arguments)
+                if awaits and not inspect.isawaitable(answer):
+                    raise _Failed(f"{what} is not async; define it with `async def`")
+                return await answer if inspect.isawaitable(answer) else answer
+            except (NotImported, _Failed):
+                raise
+            except (Exception, SystemExit) as error:
+                raise _Failed(f"{what} raised {type(error).__name__}: {error}") from error
+
+        if self._hangs:
+            raise _Failed(f"{what} was not called, since another call hangs")
+        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        try:
+            return future.result(self._seconds)
+        except TimeoutError:
+            self._hangs = True
+            raise _Failed(
+                f"{what} returned nothing within {self._seconds:g} s (cluster.deadlines.environment)"
+            ) from None
+
+    def end(self) -> None:
+        """End the thread, unless a call hangs in it."""
+        self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,0 +1,146 @@
+"""An environment of the user's own, named by its import path, is tried before a run and trained in."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemorl.config.environment import CustomEnvConfig
+from nemorl.errors import Problem
+from nemorl.rollout.custom_environment import custom_environment_problems
+from tests.algorithms.runs import finish, lines, start, tiny_model, write_experiment
+from tests.environments.episodes import task
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = "examples.second_try:SecondTryFactory"
+SECONDS = 0.5
+
+GOOD = """
+import time
+from nemorl.trajectories import Message, Step
+
+class Environment:
+    async def reset(self, task):
+        return task.messages
+
+    async def step(self, action):
+        return Step(rewards={"right": 1.0})
+
+    async def close(self):
+        pass
+
+class Factory:
+    def __init__(self, size=1):
+        self.reward_weights = {"right": 1.0}
+
+    def create(self):
+        return Environment()
+
+    async def close(self):
+        pass
+"""
+
+
+def problems(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, **options: object) -> list[Problem]:
+    """What is wrong with the environment of a module with this source."""
+    (folder / "my_environment.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_environment", raising=False)
+    config = CustomEnvConfig(name="custom", factory="my_environment:Factory", options=options)
+    return list(custom_environment_problems(config, task(), SECONDS))
+
+
+def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert problems(monkeypatch, tmp_path, GOOD, size=3) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ("class Factory:", "class Other:", "my_environment has no function Factory; set it to"),
+        ("import time", "import no_such_module", "cannot import my_environment: ModuleNotFoundError"),
+        ("def create(self)", "def make(self)", "Factory is not an EnvironmentFactory; add the methods"),
+        ("async def step", "async def act", "Environment is not an Environment; add the methods step"),
+        ('{"right": 1.0}\n\n    def create', '["right"]\n\n    def create', "its reward_weights is ["),
+        ("return task.messages", "raise LookupError('no board')", "reset() raised LookupError: no board"),
+        ("return Step(", "raise SystemExit(3)  # ", "step('') raised SystemExit: 3"),
+        ("return Step(", "time.sleep(60)  # ", "step('') returned nothing within 0.5 s"),
+        ("        pass\n\nclass", "        time.sleep(60)\n\nclass", "close() returned nothing within 0.5 s"),
+        ("return task.messages", "return 'a text'", "reset() returned 'a text'; return a tuple of Messages"),
+        ("return task.messages", "return ()", "reset() returned (); return a tuple of Messages"),
+        ("    async def reset", "    def reset", "reset() is not async; define it with `async def`"),
+        ('Step(rewards={"right": 1.0})', '{"right": 1.0}', "returned {'right': 1.0}; return a Step"),
+        ("Step(", "Step(messages=('7',), ", "step('') returned the messages ('7',); return a tuple of"),
+        ('Step(rewards={"right": 1.0})', 'Step(rewards={"left": 1.0})', "gave the reward 'left', which"),
+        ('Step(rewards={"right": 1.0})', 'Step(rewards={"right": None})', "gave the reward 'right' the"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good: str, bad: str, problem: str
+) -> None:
+    assert good in GOOD
+    (found,) = problems(monkeypatch, tmp_path, GOOD.replace(good, bad))
+    assert (found.field, found.value) == ("env.factory", "my_environment:Factory")
+    assert problem in found.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "bad", "problem"),
+    [
+        ({"sise": 2}, "", "the constructor raised TypeError: Factory.__init__() got an unexpected keyword"),
+        ({"size": 2}, "raise ValueError('too small')", "the constructor raised ValueError: too small"),
+        ({"size": 2}, "time.sleep(60)", "the constructor returned nothing within 0.5 s"),
+    ],
+)
+def test_options_that_the_factory_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, object], bad: str, problem: str
+) -> None:
+    source = GOOD.replace("size=1):", f"size=1):\n        {bad}")
+    (found,) = problems(monkeypatch, tmp_path, source, **options)
+    assert (found.field, found.value) == ("env.options", options)
+    assert problem in found.fix
+
+
+def test_the_reward_weights_are_those_of_the_factory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "weighted.py").write_text(
+        GOOD.replace("1.0}\n\n    def", "size}\n\n    def"), encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = CustomEnvConfig(name="custom", factory="weighted:Factory", options={"size": 0.25})
+    assert config.reward_weights == {"right": 0.25}
+    assert CustomEnvConfig(name="custom", factory="weighted:Missing").reward_weights == {}
+
+
+def test_the_example_of_the_page_is_sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "environments.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(# my_environment\.py\n.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\nenv:\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_environment.py").write_text(example, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_environment", raising=False)
+    config = CustomEnvConfig.model_validate(yaml.safe_load(section))
+    assert list(custom_environment_problems(config, task(), SECONDS)) == []
+    assert config.reward_weights
+
+
+def test_a_run_trains_in_the_example(tmp_path: Path) -> None:
+    """Both the first answer and, where it is wrong, the second are sampled and rewarded."""
+    shipped = yaml.safe_load((REPOSITORY / "configs" / "grpo_custom_environment.yaml").read_text())
+    path = write_experiment(
+        tmp_path,
+        tiny_model(tmp_path / "model"),
+        "custom",
+        env=shipped["env"],
+        rewards=[],
+        policy={"max_sequence_length": 32, "layout": {}},
+        algorithm={"num_steps": 2, "kl": {"coefficient": 0}, "validation": {}},
+        checkpointing={"period": 2},
+    )
+    status, output = finish(start("train", path))
+    assert status == 0, output
+    steps = lines(tmp_path / "custom")
+    assert [step.step for step in steps] == [1, 2]
+    assert all("reward/second_try" in step.values for step in steps)
+    assert any(step.values["turns/mean"] > 1 for step in steps)
