@@ -15,17 +15,19 @@ from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 
 class EnvBase(Config):
-    """What all environments have in common: `factory`, the import path of an EnvironmentFactory."""
+    """What all environments have in common."""
+
+    factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
 
     def make_factory(self) -> Any:
-        """Construct the factory, which takes this section. Raises NotImported."""
-        return function_at(self.factory)(self)  # type: ignore[attr-defined]  a constant, or a field
+        """Construct the factory. Raises NotImported."""
+        return function_at(self.factory_path)(self)
 
 
 class SingleTurnEnvConfig(EnvBase):
     """One answer, scored by `rewards` alone."""
 
-    factory: ClassVar[str] = "nemorl.environments.single_turn:SingleTurnFactory"
+    factory_path: ClassVar[str] = "nemorl.environments.single_turn:SingleTurnFactory"
     name: Literal["single_turn"] = "single_turn"
 
     @property
@@ -37,7 +39,7 @@ class SingleTurnEnvConfig(EnvBase):
 class MathEnvConfig(EnvBase):
     """One answer, compared with the task's by the math-verify library."""
 
-    factory: ClassVar[str] = "nemorl.environments.math_answers:MathFactory"
+    factory_path: ClassVar[str] = "nemorl.environments.math_answers:MathFactory"
     name: Literal["math"]
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
@@ -51,7 +53,7 @@ class MathEnvConfig(EnvBase):
 class ReasoningGymEnvConfig(EnvBase):
     """One answer, scored by the reasoning-gym dataset that made the task."""
 
-    factory: ClassVar[str] = "nemorl.environments.reasoning_gym:ReasoningGymFactory"
+    factory_path: ClassVar[str] = "nemorl.environments.reasoning_gym:ReasoningGymFactory"
     name: Literal["reasoning_gym"]
     answer_tag: str | None = "answer"
     """Score what stands in `<answer>...</answer>`, an empty answer if missing; null scores the whole text."""
@@ -67,7 +69,7 @@ class ReasoningGymEnvConfig(EnvBase):
 class CalculatorEnvConfig(EnvBase):
     """Several turns: the policy may call a calculator before it answers; the final answer is compared."""
 
-    factory: ClassVar[str] = "nemorl.environments.calculator:CalculatorFactory"
+    factory_path: ClassVar[str] = "nemorl.environments.calculator:CalculatorFactory"
     name: Literal["calculator"]
     max_turns: int = Field(4, ge=1)
     """Turns of the policy before the conversation ends without an answer."""
@@ -86,7 +88,7 @@ class CalculatorEnvConfig(EnvBase):
 class ChainedSumsEnvConfig(EnvBase):
     """Several turns that a tiny model can do: sums of which each goes on from the answer before it."""
 
-    factory: ClassVar[str] = "nemorl.environments.chained_sums:ChainedSumsFactory"
+    factory_path: ClassVar[str] = "nemorl.environments.chained_sums:ChainedSumsFactory"
     name: Literal["chained_sums"]
     num_sums: int = Field(2, ge=2)
     """Turns of the policy, a sum each."""
