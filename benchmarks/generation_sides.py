@@ -15,8 +15,8 @@ import torch
 
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.generation.torch_engine.host import GenerationHost
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
-from nemorl.session.hosts import GenerationHost
 
 MAX_LENGTH = 512  # tokens of prompt and completion
 
@@ -167,7 +167,7 @@ async def _torch(setting: Setting) -> tuple[Any, Stage]:
 
 
 async def _vllm(setting: Setting) -> tuple[Any, Stage]:
-    from nemorl.session.vllm_host import VllmHost
+    from nemorl.generation.vllm_engine.host import VllmHost
 
     host = VllmHost(
         config=VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch), **_options(setting)
@@ -178,8 +178,8 @@ async def _vllm(setting: Setting) -> tuple[Any, Stage]:
 
 async def _megatron(setting: Setting) -> tuple[Any, Stage]:
     """A policy of one process; `stage` is as long as its rank samples."""
+    from nemorl.generation.megatron_engine import PolicySampler
     from nemorl.megatron.worker import PolicyWorker
-    from nemorl.session.hosts import PolicySampler
 
     policy = PolicyConfig(
         model_path=setting.model, precision=setting.precision, max_sequence_length=MAX_LENGTH

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "errors"},
     "plan": {"config", "errors", "models"},
     "cluster": {"config", "errors"},
-    "generation": {"config", "errors", "models", "trajectories"},
+    "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster"},
     "weights": {"config", "errors", "models"},
     "megatron": {"config", "errors", "models", "data"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
@@ -52,6 +52,11 @@ NOT_REACHED: dict[str, set[str]] = {
     "nemorl.cli": TORCH | {"numpy", "plotly"},
     "nemorl.config": TORCH | {"numpy"},
     "nemorl.plan": TORCH | {"numpy"},
+    # What `plan` loads by the section's `plan_check`.
+    **{
+        f"nemorl.generation.{engine}_engine.plan": TORCH | {"numpy", "vllm", "tensorrt_llm"}
+        for engine in ("torch", "vllm", "trtllm")
+    },
     "nemorl.trajectories": TORCH,
     "nemorl.models.slices": TORCH | {"numpy"},
     "nemorl.models.shape": TORCH | {"numpy"},

@@ -14,9 +14,9 @@ from typing import Literal
 from rich.text import Text
 
 from nemorl.commands.terminal import output, say, table
+from nemorl.generation.vllm_engine.plan import vllm_version
 from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
-from nemorl.plan.vllm import vllm_version
 
 from .terminal import ExitCode
 

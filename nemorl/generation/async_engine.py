@@ -11,7 +11,7 @@ Standing still between two steps, for whoever wants it and only as long.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
+from nemorl.weights.session import RefitDeadline, RefitFailed
 
 from .engine_thread import PauseMode
 from .types import (
@@ -439,6 +440,35 @@ class AsyncEngineWorker:
             self._gate.clear()
         else:
             self._gate.set()
+
+
+class RefittedEngine(AsyncEngineWorker):
+    """An engine that comes to a stand for new weights, and answers nothing when it may have torn ones."""
+
+    def __init__(self, backend: AsyncBackend, name: str, *, commit_seconds: float) -> None:
+        """`commit_seconds` is the most that coming to a stand may last."""
+        super().__init__(backend, name)
+        self._commit_seconds = commit_seconds
+
+    @asynccontextmanager
+    async def _standing_for(self, version: int, *, drain: bool) -> AsyncIterator[None]:
+        """`standing`, which must begin in time. Raises `RefitDeadline`."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(self._commit_seconds):
+                    await stack.enter_async_context(self.standing(drain=drain))
+            except TimeoutError as error:
+                raise RefitDeadline(
+                    f"refit to version {version}: {self._name} did not come to a stand within "
+                    f"{self._commit_seconds:g} s (cluster.deadlines.refit)"
+                ) from error
+            yield
+
+    def _torn_by(self, version: int, error: Exception) -> RefitFailed:
+        """The failure of taking a version, after which the engine answers nothing; to be raised."""
+        torn = f"{self._name} may have weights of no version, since it failed to take version {version}"
+        self.fail(EngineFailed(f"{torn}: {error}"))
+        return RefitFailed(f"refit to version {version}: {error}; {torn}")
 
 
 async def _first_of(*events: asyncio.Event) -> None:

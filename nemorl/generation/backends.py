@@ -12,7 +12,7 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
-from .torch_engine import TorchEngine
+from .torch_engine.engine import TorchEngine
 from .types import Completion, EngineStats, GenerationRequest, Progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -46,7 +46,6 @@ from nemorl.models.shape import ModelShape
 
 from .machine import Machine, is_this_machine, memory_problems
 from .memory import ProcessMemory, estimate_memory
-from .vllm import vllm_problems
 
 _HOST, _PORT = "generation.endpoint.host", "generation.endpoint.port"
 
@@ -228,8 +227,6 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Pro
     if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
-    if packages:
-        yield from _engine_packages(experiment)
     yield from _keys(experiment)
 
 
@@ -275,17 +272,6 @@ def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
         tokens = {number: token for token, number in vocabulary.items()}
     added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
     return tokens | added, set(added)
-
-
-def _engine_packages(experiment: Experiment) -> Iterator[Problem]:
-    """Packages of an engine that this installation does not bring; a run on other machines may have them."""
-    backend = experiment.generation.backend
-    if backend == "trtllm" and "RAY_ADDRESS" not in os.environ and not _installed("tensorrt_llm"):
-        fix = (
-            "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
-            "(docs/trtllm.md), or take torch or vllm"
-        )
-        yield Problem("generation.backend", backend, fix)
 
 
 def _keys(experiment: Experiment) -> Iterator[Problem]:
@@ -420,8 +406,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     gpus = experiment.cluster.gpus_per_node > 0
     problems += moe_problems(shape, experiment.policy.moe, sampler, gpus=gpus)
     if generates(experiment.algorithm) or not training:
-        problems += _engine_problems(experiment, shape)
-        problems += vllm_problems(experiment, shape, installed=machine.same_packages)
+        problems += _engine_problems(experiment, shape, installed=machine.same_packages)
     refused_layout = list(_layout_problems(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*problems, *refused_layout))
@@ -560,21 +545,11 @@ def _adapter_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Pro
         yield Problem("policy.lora.rank", lora.rank, fix)
 
 
-def _engine_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
-    """The embedded engine is a plain dense decoder; a window that no sequence fills is none."""
-    length = experiment.policy.max_sequence_length
-    beyond = {
-        "experts": shape.moe,
-        "latent attention (MLA)": shape.mla,
-        "sliding windows": any(window is not None and window < length for window in shape.windows),
-        "attention sinks": shape.sinks,
-        "norms after attention and MLP": shape.post_norms,
-        f"the activation {shape.activation!r}": shape.activation != "silu",
-    }
-    found = [what for what, there in beyond.items() if there]
-    if experiment.generation.backend == "torch" and found:
-        fix = f"the embedded engine samples dense Llama-like models only, and this one has {', '.join(found)}"
-        yield Problem("generation.backend", "torch", f"{fix}: take another model or back end")
+def _engine_problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
+    """What the engine's own package has against this model and this machine."""
+    if check := experiment.generation.plan_check:
+        module, _, name = check.partition(":")
+        yield from getattr(importlib.import_module(module), name)(experiment, shape, installed=installed)
 
 
 def _thread_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:

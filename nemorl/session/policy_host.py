@@ -23,6 +23,7 @@ from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihoo
 from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
 from nemorl.data.packed import with_compared, with_turns
 from nemorl.generation.engine_thread import PauseMode
+from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
 from nemorl.megatron.stats import Evaluation, TrainStats
 from nemorl.megatron.worker import PolicyWorker
@@ -31,7 +32,6 @@ from nemorl.weights.messages import Part, SenderLayout, SendReport
 from nemorl.weights.session import RefitSession
 
 from .endpoints import EndpointTeacher
-from .hosts import PolicySampler
 from .shard import ColumnShard, Field, Shard, rows_of, with_rows
 
 

@@ -34,13 +34,6 @@ from .pool import GenerationPool
 from .refit import GenerationReceivers, PolicySenders
 from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
 
-# What runs in the process of an engine.
-HOSTS = {
-    "torch": "nemorl.session.hosts:GenerationHost",
-    "openai": "nemorl.session.hosts:OpenAIHost",
-    "vllm": "nemorl.session.vllm_host:VllmHost",
-    "trtllm": "nemorl.session.trtllm_host:TrtllmHost",
-}
 # TensorRT-LLM's workers hold a replica's GPUs, not its own process, which must see them nevertheless.
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
@@ -107,7 +100,7 @@ class Starter:
                 here = self.placement.on_node_of("generation", kwargs["rank"], "policy")
                 others = [rank for rank in here if rank not in neighbours]
                 kwargs["gpus"] = tuple(name for rank in (*neighbours, *others) for name in gpus[rank])
-        return await self._start("generation", HOSTS[config.backend], ranks, **options)
+        return await self._start("generation", config.host_class, ranks, **options)
 
     async def endpoint(self, engines: Sequence[Worker]) -> WorkerGroup:
         """The endpoint over these engines."""

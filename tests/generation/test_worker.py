@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine import TorchEngine
+from nemorl.generation.torch_engine.engine import TorchEngine
 from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.generation.worker import GenerationWorker
 from nemorl.models.create import create_arithmetic_model

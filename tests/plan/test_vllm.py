@@ -7,9 +7,9 @@ import pytest
 from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
+from nemorl.generation.vllm_engine.plan import vllm_problems
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
-from nemorl.plan.vllm import vllm_problems
 from tests.plan.conftest import Configure
 
 VLLM = "generation.backend=vllm"

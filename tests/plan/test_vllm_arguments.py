@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemorl.plan.vllm import argument_problems, engine_arguments, vllm_problems
+from nemorl.generation.vllm_engine.plan import argument_problems, engine_arguments, vllm_problems
 from tests.plan.conftest import Configure
 from tests.plan.test_vllm import VLLM, shape_of
 from tests.vllm_there import require_vllm

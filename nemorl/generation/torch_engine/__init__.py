@@ -1,5 +1,1 @@
 """The embedded engine: a compact decoder with a KV cache and continuous batching, in plain torch."""
-
-from .engine import TorchEngine
-
-__all__ = ["TorchEngine"]

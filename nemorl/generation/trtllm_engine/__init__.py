@@ -1,5 +1,1 @@
-"""TensorRT-LLM as an engine: its arguments, its requests, and the way its workers are spoken to."""
-
-from .engine import TrtllmEngine
-
-__all__ = ["TrtllmEngine"]
+"""TensorRT-LLM as an engine. Importing the package does not import TensorRT-LLM."""

@@ -28,7 +28,7 @@ def standin() -> Iterator[None]:
         patch.setattr(reductions, "reduce_tensor", reduce_tensor)
         with ClusterRuntime(ClusterConfig(object_store_megabytes=100), []):
             yield
-    ours = ("tensorrt_llm", "nemorl.generation.trtllm_engine", "nemorl.session.trtllm_")
+    ours = ("tensorrt_llm", "nemorl.generation.trtllm_engine")
     for name in [name for name in sys.modules if name.startswith(ours)]:
         del sys.modules[name]
 
@@ -41,7 +41,7 @@ def loop() -> Loop:
 @pytest.fixture(scope="package")
 def make(standin, loop, hf_models):
     """Starts replicas; they end with the folder."""
-    from nemorl.session import trtllm_host
+    from nemorl.generation.trtllm_engine import host as trtllm_host
 
     trtllm_host._WATCH_SECONDS = 0.2
     hosts = []

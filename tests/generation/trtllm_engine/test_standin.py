@@ -16,7 +16,7 @@ class Clashing:
 
 
 def test_our_extension_is_mixed_in_and_clashes_with_nothing(standin):
-    extended = inject("nemorl.session.trtllm_host.NemorlExtension")
+    extended = inject("nemorl.generation.trtllm_engine.host.NemorlExtension")
     assert extended.__name__ == "RayGPUWorkerWithNemorlExtension"
     assert callable(extended.nemorl_hold)
 

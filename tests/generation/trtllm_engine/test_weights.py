@@ -189,7 +189,7 @@ def test_handles_that_a_worker_cannot_take_leave_an_engine_that_answers_nothing(
 
 def trtllm_host():
     """Imported once the stand-in is on the path."""
-    from nemorl.session import trtllm_host as module
+    from nemorl.generation.trtllm_engine import host as module
 
     return module
 

@@ -50,7 +50,7 @@ class Running:
 
     async def _make(self, folder: Path, config: dict[str, Any]) -> Any:
         from nemorl.config.generation import VllmGenerationConfig
-        from nemorl.session.vllm_host import VllmHost
+        from nemorl.generation.vllm_engine.host import VllmHost
 
         host = VllmHost(
             folder, VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config), rank=3, device="cpu",

@@ -31,7 +31,7 @@ def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
 
     torch.set_num_threads(1)
     packing = linear_layers()
-    import nemorl.session.vllm_worker as worker
+    import nemorl.generation.vllm_engine.worker as worker
 
     if rank == 0:
         with ranks_of_one_engine(0, 1, rendezvous.with_name("alone")):

@@ -26,16 +26,6 @@ from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.vllm_engine.arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
-from nemorl.generation.vllm_engine.trace import LoaderTrace
-from nemorl.generation.vllm_engine.weights import (
-    Learned,
-    WorkerAdapters,
-    WorkerWeights,
-    compute_one_adapter,
-    layout_of,
-    learn,
-)
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
@@ -43,7 +33,10 @@ from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import whole_slices
 
-from .vllm_host import LAYOUT, PARTS, REPORT, SESSION
+from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
+from .host import LAYOUT, PARTS, REPORT, SESSION
+from .trace import LoaderTrace
+from .weights import Learned, WorkerAdapters, WorkerWeights, compute_one_adapter, layout_of, learn
 
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 2.0  # that an update which was given up may take to end

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nemorl.config.generation import OpenAIGenerationConfig
-from nemorl.session.hosts import OpenAIHost
+from nemorl.generation.openai_engine import OpenAIHost
 from nemorl.session.pool import hanging
 from tests.generation.examples import request
 from tests.serve.conftest import served_model  # noqa: F401

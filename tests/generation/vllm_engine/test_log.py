@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.session.vllm_host import first_error, last_words
+from nemorl.generation.vllm_engine.host import first_error, last_words
 
 LOG = """
 (Worker pid=7) ERROR 11-21 18:47:40 [multiproc_executor.py:953] WorkerProc failed to start.
@@ -27,7 +27,7 @@ def test_a_log_ends_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.Monk
     log = tmp_path / "log"
     log.write_text("\n".join(LOG) + "\n")
     with log.open() as file:
-        monkeypatch.setattr("nemorl.session.vllm_host._OUTPUT", file.fileno())
+        monkeypatch.setattr("nemorl.generation.vllm_engine.host._OUTPUT", file.fileno())
         told = last_words(2)
     assert told == (
         f": ValueError: no room for the cache. The last lines of its log:\n  | {LOG[-2]}\n  | {LOG[-1]}"
@@ -36,7 +36,7 @@ def test_a_log_ends_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_output_that_is_no_file_is_pointed_to(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
-    monkeypatch.setattr("nemorl.session.vllm_host._OUTPUT", writing)
+    monkeypatch.setattr("nemorl.generation.vllm_engine.host._OUTPUT", writing)
     assert last_words() == "; its output says more"
     os.close(reading)
     os.close(writing)

@@ -26,18 +26,18 @@ from pydantic import TypeAdapter
 from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.generation.async_engine import RefittedEngine
 from nemorl.generation.backends import text_of
 from nemorl.generation.torch_engine.batching import RequestLimits
 from nemorl.generation.types import EngineFailed
-from nemorl.generation.vllm_engine.arguments import engine_arguments, environment
-from nemorl.generation.vllm_engine.backend import VllmBackend
 from nemorl.models.adapters import adapted_projections
 from nemorl.models.shape import ModelShape
 from nemorl.weights import session as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
 
-from .refit import RefittedEngine
+from .arguments import engine_arguments, environment
+from .backend import VllmBackend
 
 _OUTPUT = 2  # file descriptor
 _LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other

@@ -21,12 +21,12 @@ from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.async_engine import Chunk
 from nemorl.generation.types import Completion, EngineFailed, EngineHealth, GenerationRequest
+from nemorl.generation.vllm_engine import host
+from nemorl.generation.vllm_engine.host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
 from nemorl.models.create import create_arithmetic_model
-from nemorl.session import vllm_host
 from nemorl.session.pool import GenerationPool, hanging
 from nemorl.session.refit import GenerationReceivers
 from nemorl.session.session import Session
-from nemorl.session.vllm_host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
@@ -149,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_host, "VllmBackend", Engine)
+    monkeypatch.setattr(host, "VllmBackend", Engine)
 
 
 async def start(folder: Path, rank: int, device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> VllmHost:

@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from nemorl.config.generation import TrtllmGenerationConfig
+from nemorl.generation.async_engine import RefittedEngine
 from nemorl.generation.backends import text_of
 from nemorl.generation.torch_engine.batching import RequestLimits
-from nemorl.generation.trtllm_engine import TrtllmEngine
-from nemorl.generation.trtllm_engine.arguments import Place
 from nemorl.generation.types import EngineFailed
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
@@ -42,7 +41,8 @@ from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
-from .refit import RefittedEngine
+from .arguments import Place
+from .engine import TrtllmEngine
 
 EXTENSION = "nemorl.session.trtllm_host.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live

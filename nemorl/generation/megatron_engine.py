@@ -1,0 +1,65 @@
+"""The policy's own processes as a generation back end, as one of their leaders sees it.
+
+callers ─▶ EngineService ─▶ EngineLoop, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner ─▶ all
+ranks of the copy
+"""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from nemorl.config.generation import MegatronGenerationConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.megatron.decode import DecodingCopy, LeadingRunner
+from nemorl.models.shape import ModelShape
+
+from .backends import text_of
+from .engine_thread import EngineLoop
+from .torch_engine.batching import BatchingEngine, RequestLimits
+from .worker import EngineService
+
+
+class PolicySampler(EngineService):
+    """Samples with a data-parallel copy of the policy, stage by stage; between stages requests wait."""
+
+    def __init__(
+        self,
+        copy: DecodingCopy,
+        policy: PolicyConfig,
+        config: MegatronGenerationConfig,
+        *,
+        name: str,
+        tokenizer_path: Path,
+        device: torch.device,
+    ) -> None:
+        """In the process that leads `copy`; `name` is what errors call it."""
+        shape = ModelShape.load(policy.model_path)
+        decode = text_of(tokenizer_path)
+        self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
+        self._engine = BatchingEngine(
+            self._runner,
+            RequestLimits(
+                shape.vocab_size, policy.max_sequence_length, config.max_kv_tokens, decode is not None
+            ),
+            max_batch_size=config.max_batch_size,
+            device=device,
+            decode=decode,
+            experts=self._runner.experts if policy.moe.router_replay else None,
+        )
+        super().__init__(self._engine, EngineLoop(self._engine, name, rest=self._runner.rest))
+
+    def serve(self, version: int) -> None:
+        """Sample in this thread with the weights in place, which are of `version`, until `stop`.
+
+        What is still in flight then stays where it is until the next stage. Raises what ends the engine.
+        """
+        self._engine.weights_changed(version)
+        self._loop.run()
+        if not self._engine.num_running:
+            self._runner.cache.release()
+        self._runner.end()
+
+    async def stop(self) -> None:
+        """End the stage after the present step."""
+        await asyncio.wrap_future(self._loop.leave())
