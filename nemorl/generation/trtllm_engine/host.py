@@ -44,7 +44,7 @@ from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 from .arguments import Place
 from .engine import TrtllmEngine
 
-EXTENSION = "nemorl.session.trtllm_host.NemorlExtension"
+EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 

@@ -69,7 +69,7 @@ REPORT = TypeAdapter(ReceiveReport)
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "nemorl.session.vllm_worker.VllmWorkerExtension"
+EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 
 
