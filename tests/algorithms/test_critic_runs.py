@@ -9,7 +9,7 @@ from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
 from nemorl.megatron.checkpoint_store import verify
 from nemorl.observe.metrics import StepMetrics
-from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.algorithms.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,10 @@ def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: P
     assert "grad_norm" not in alone.values
     assert alone.values["critic/grad_norm"] > 0
     assert alone.values["critic/value"] == 0  # a head of zeros expects nothing
-    assert alone.values["kl/penalty"] == pytest.approx(0, abs=1e-6)  # the reference is what samples
+    assert alone.values["kl/penalty"] == pytest.approx(0, abs=1e-5)  # the reference is what samples
     assert [step.values["kl/penalty"] for step in later] == pytest.approx([0, 0], abs=0.1)
-    assert later[0].values["kl/penalty"] == pytest.approx(0, abs=1e-6)  # nor has the policy learnt before it
-    assert abs(later[1].values["kl/penalty"]) > 1e-6
+    assert later[0].values["kl/penalty"] == pytest.approx(0, abs=1e-5)  # nor has the policy learnt before it
+    assert abs(later[1].values["kl/penalty"]) > 1e-5
     assert all(step.values["critic/value"] != 0 for step in later)
     assert all(step.values["grad_norm"] > 0 for step in later)
     assert max(step.values["logprob_gap/max"] for step in later) < 1e-4
@@ -79,4 +79,4 @@ def test_a_run_with_a_critic_on_the_policys_devices_goes_on_as_it_would_have(fol
     whole = run(ppo(folder, "whole", 4, **sections))
     run(ppo(folder, "halves", 2, **sections))
     resumed = run(ppo(folder, "halves", 4, **sections), "--resume")
-    assert [timeless(step) for step in resumed] == [timeless(step) for step in whole]
+    assert_same_run(resumed, whole)

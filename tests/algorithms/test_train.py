@@ -11,7 +11,7 @@ import yaml
 
 from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
-from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.algorithms.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,7 @@ def test_a_killed_driver_resumes_to_the_run_that_would_have_been(
     assert status == 0, output
     resumed = lines(folder / "killed")
     assert [s.step for s in resumed] == [1, 2, 3, 4, 5, 6]
-    for ours, theirs in zip(resumed, lines(uninterrupted), strict=True):
-        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+    assert_same_run(resumed, lines(uninterrupted))
 
 
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
@@ -125,8 +124,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     assert status == 0, output
     assert victim.name in output
     assert "4 of 6 done" in output
-    for ours, theirs in zip(lines(uninterrupted), before, strict=True):
-        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+    assert_same_run(lines(uninterrupted), before)
 
 
 @pytest.mark.parametrize(("group", "rank"), [("policy", 1), ("generation", 0), ("rollout", 0)])
@@ -232,5 +230,4 @@ def test_a_run_that_is_told_to_stop_keeps_its_last_step_and_goes_on_as_if_nothin
     status, output = finish(start("train", config, "--resume"))
     assert status == 0, output
     assert f"{done} of 6 done" in output
-    for ours, theirs in zip(lines(folder / "stopped"), lines(uninterrupted), strict=True):
-        assert timeless(ours) == pytest.approx(timeless(theirs), rel=1e-5, abs=1e-7), f"step {ours.step}"
+    assert_same_run(lines(folder / "stopped"), lines(uninterrupted))

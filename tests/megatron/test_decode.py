@@ -58,6 +58,10 @@ LAYOUTS = {
     "TP2-SP ETP2": ("mixtral", layout(tp=2, sp=True, etp=2)),
 }
 
+# Rounding of a logprob in float32. It depends on which requests are batched together, and so on timing.
+# Metrics near 0 such as `logprob_gap/k1` consist of nothing else and are compared absolutely.
+ROUNDING = 1e-5
+
 Sample = Callable[[str, LayoutConfig, SamplingParams], dict[str, Completion]]
 
 
@@ -204,9 +208,10 @@ def test_what_the_routers_chose_is_returned_and_replayed(
         np.testing.assert_array_equal(completion.routed_experts, own_experts(original.eval(), read))
     for (plain, _, without), (_, gap, stats) in zip(seen[False], seen[True], strict=True):
         assert all(completion.routed_experts is None for completion in plain.values())
-        assert gap.gap_max < 1e-5
+        assert gap.gap_max < ROUNDING
         assert stats.grad_norm == pytest.approx(without.grad_norm, rel=1e-4)
-        assert stats.sums == pytest.approx(without.sums, rel=1e-4, abs=1e-6)
+        rounding = 2 * ROUNDING * where.data_parallel_size  # both runs round; each copy's weights sum to 1
+        assert stats.sums == pytest.approx(without.sums, rel=1e-4, abs=rounding)
         assert stats.experts is not None
         assert without.experts is not None
         assert stats.experts.metrics() == pytest.approx(without.experts.metrics())

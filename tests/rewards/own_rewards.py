@@ -39,7 +39,7 @@ def raises(completions):
     raise LookupError("no such word")
 
 
-def sleeps(completions, seconds=0.3):
+def sleeps(completions, seconds=60):
     time.sleep(seconds)
     return [1.0 for _ in completions]
 

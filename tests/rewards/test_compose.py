@@ -215,15 +215,16 @@ def test_who_waits_for_a_place_is_not_late(monkeypatch):
 def test_functions_that_never_return_keep_no_place():
     """Many more of them than a pool of threads would have; what comes after them is scored."""
     never = threading.Event()
-    hangs = own("waits", arguments={"event": never}, max_concurrent=100, deadline=0.01)
+    hangs = own("waits", arguments={"event": never}, max_concurrent=10, deadline=0.01)
 
     async def main():
-        rewards = Rewards([hangs], {}, chat=False, seconds=5.0)
+        rewards = Rewards([hangs], {}, chat=False, seconds=60.0)
         lost = await asyncio.gather(*(rewards.apply(TASK, [conversation("4")]) for _ in range(70)))
-        never.set()
-        return lost, await rewards.apply(TASK, [conversation("4")])
+        returns = Rewards([own("fails_for_five")], {}, chat=False, seconds=60.0)
+        return lost, await returns.apply(TASK, [conversation("4")])
 
     lost, after = asyncio.run(main())
+    never.set()
     assert all("no answer within 0.01 s" in paid.trajectories[0].error for paid in lost)
     assert after.trajectories[0].reward == 1.0
 

@@ -116,7 +116,7 @@ def test_a_member_that_gives_up_waits_for_nobody_though_another_has_gone_before(
 
 
 def test_a_member_that_never_comes_is_named(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, "gloo", deadline_seconds=0.5)
+    setup = Setup(tmp_path, "gloo", deadline_seconds=2.0)
     setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
     with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to join since"):
         asyncio.run(setup.exchange.refit(1))

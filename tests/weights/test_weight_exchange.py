@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,29 +161,39 @@ def test_checks_of_one_in_three_come_to_all_in_turn(monkeypatch: pytest.MonkeyPa
     assert found[1] - found[0] == 3
 
 
+def set_deadline(setup: Setup, seconds: float) -> None:
+    """For the next refits: the first, which also connects, takes its time on a busy machine."""
+    assert setup.exchange._route is not None
+    venue: Any = setup.exchange._route.venue
+    venue._deadline_seconds = seconds
+
+
 def test_a_receiver_that_never_comes_is_named() -> None:
-    setup = Setup(deadline_seconds=0.3)
+    setup = Setup()
     asyncio.run(setup.exchange.refit(1))
+    set_deadline(setup, 0.3)
     setup.engines[1].exchange.receive = lambda session: None  # type: ignore[assignment,method-assign]
     message = (
         r"refit to version 2: policy rank \d waits for generation rank 1 to connect "
-        r"since \d\d:\d\d:\d\d \(0\.[3-9] s\); the deadline is 0\.3 s"
+        r"since \d\d:\d\d:\d\d \(\d+\.\d s\); the deadline is 0\.3 s"
     )
     with pytest.raises(RefitDeadline, match=message):
         asyncio.run(setup.exchange.refit(2))
 
 
 def test_a_sender_that_never_comes_is_named() -> None:
-    setup = Setup(deadline_seconds=0.3)
+    setup = Setup()
     asyncio.run(setup.exchange.refit(1))
+    set_deadline(setup, 0.3)
     setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
     with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to listen since"):
         asyncio.run(setup.exchange.refit(2))
 
 
 def test_a_receiver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(deadline_seconds=0.5)
+    setup = Setup()
     asyncio.run(setup.exchange.refit(1))
+    set_deadline(setup, 0.5)
     released = threading.Event()
     monkeypatch.setattr(SocketReceiver, "taken", SocketReceiver.taken)  # and back
     before_taken(SocketReceiver, 3, lambda: released.wait(2.0))
