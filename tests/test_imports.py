@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"config", "errors", "models", "trajectories"},
     "environments": {"config", "errors", "trajectories"},
     "observe": {"config", "errors"},
-    "plan": {"config", "errors", "models"},
+    "plan": {"config", "errors", "models", "data"},
     "cluster": {"config", "errors"},
     "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster"},
     "weights": {"config", "errors", "models"},

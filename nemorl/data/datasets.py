@@ -8,6 +8,7 @@ The order in which tasks are trained on, as a pure function of one integer.
 """
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +40,7 @@ from .json_lines import (
     messages,
     number,
     opening,
+    parsed_rows,
     probability,
     read_rows,
     text_or_messages,
@@ -102,6 +104,7 @@ def _draw(population: int, count: int, seed: int) -> list[int]:
 
 
 Messages = tuple[Message, ...]
+FileDataset = JsonlDataset | ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
 
 
 @dataclass(frozen=True)
@@ -303,6 +306,38 @@ def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
             return ArithmeticTasks(dataset, data)
         case ConversationsDataset() | PreferenceDataset() | FeedbackDataset() | StepsDataset():
             return tasks_of(dataset, data)
+
+
+def _parse(
+    index: int, row: Row, dataset: FileDataset, data: DataConfig
+) -> Task | Dialogue | Pair | Feedback | Steps:
+    match dataset:
+        case JsonlDataset():
+            return _jsonl_task(index, row, dataset, data)
+        case ConversationsDataset():
+            return _conversation(row, dataset, data)
+        case PreferenceDataset():
+            return _pair(row, dataset, data)
+        case FeedbackDataset():
+            return _feedback(row, dataset, data)
+        case StepsDataset():
+            return _steps(row, dataset, data)
+
+
+def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[DatasetError]:
+    """The first lines of the dataset's file that loading it would refuse; none for a dataset without a file.
+
+    Reading ends after 5 errors, or after `seconds`; what is left is then checked when it is loaded.
+    """
+    if isinstance(dataset, ArithmeticDataset | ReasoningGymDataset):
+        return []
+    deadline, errors = time.monotonic() + seconds, []
+    for row in parsed_rows(dataset.path, lambda index, row: _parse(index, row, dataset, data)):
+        if isinstance(row, DatasetError):
+            errors.append(row)
+        if len(errors) == 5 or time.monotonic() > deadline:
+            break
+    return errors
 
 
 def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:

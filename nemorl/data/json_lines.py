@@ -6,7 +6,7 @@ Tasks that are made when they are asked for.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -24,26 +24,37 @@ class DatasetError(NemorlError, ValueError):
     """A dataset that cannot be read or made; the message names the file, line and key or the option."""
 
 
-def read_rows(path: Path, made_of: Callable[[int, Row], T]) -> list[T]:
-    """What `made_of` makes of each line, given its number among those that are not blank, from 0.
+def parsed_rows(path: Path, parse: Callable[[int, Row], T]) -> Iterator[T | DatasetError]:
+    """`parse(index, row)` of each line that is not blank, or the line's error, which names file and line.
 
-    Raises DatasetError with the file and the line.
+    Raises DatasetError for a file that cannot be read.
     """
+    index = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield parse(index, _row(line))
+                except DatasetError as error:
+                    yield DatasetError(f"{path}, line {number}: {error}")
+                index += 1
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"cannot read the dataset {path}: {error}") from error
-    made: list[T] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            made.append(made_of(len(made), _row(line)))
-        except DatasetError as error:
-            raise DatasetError(f"{path}, line {number}: {error}") from error
-    if not made:
+
+
+def read_rows(path: Path, parse: Callable[[int, Row], T]) -> list[T]:
+    """All rows of a file. Raises DatasetError at the first wrong line, and for a file without rows."""
+    rows: list[T] = []
+    for row in parsed_rows(path, parse):
+        if isinstance(row, DatasetError):
+            raise row
+        rows.append(row)
+    if not rows:
         raise DatasetError(f"{path} holds no tasks")
-    return made
+    return rows
 
 
 def column(row: Row, key: str, option: str) -> Any:

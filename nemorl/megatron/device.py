@@ -11,7 +11,7 @@ but slows every operation.
 import importlib
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -209,9 +209,52 @@ def _teach_megatron_the_cpu() -> None:
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         module.torch = view
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    mappings._gather_along_first_dim = _uneven_gather(gather)
+    mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(reduce_scatter)
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # or it would make one
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_cpu
+
+
+def _uneven_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers only tensors of equal size: pad those that expert tensor parallelism gathers unevenly."""
+
+    def gather_along_first_dim(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
+            return gather(tensor, group, sizes, use_global_buffer)
+        padded = _padded(tensor, max(sizes))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return gather_along_first_dim
+
+
+def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The reverse of `_uneven_gather`, for its gradient and for the experts' outputs."""
+
+    def reduce_scatter_along_first_dim(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
+            return reduce_scatter(tensor, group, sizes, use_global_buffer)
+        parts = [_padded(part, max(sizes)) for part in tensor.split(list(sizes))]
+        output = torch.empty_like(parts[0])
+        torch.distributed.reduce_scatter(output, parts, group=group)
+        return output[: sizes[group.rank()]]
+
+    return reduce_scatter_along_first_dim
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """`tensor` [n, ...] with zeros behind it, [rows, ...]."""
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -6,7 +6,6 @@ Which settings of `policy.moe` a model has a use for. Imports no torch.
 """
 
 from collections.abc import Iterator
-from typing import Literal
 
 from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
@@ -21,11 +20,10 @@ _LAYOUT = "policy.layout"
 def layout_problems(
     shape: ModelShape,
     layout: LayoutConfig,
-    device: Literal["cpu", "cuda"],
     *,
     adapters: bool = False,
 ) -> Iterator[Problem]:
-    """Everything that speaks against a layout of a model on a device; `adapters` are LoRA's."""
+    """All reasons why a layout cannot run a model; `adapters` are LoRA's."""
     yield from division_problems(shape, layout)
     if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
         fix = (
@@ -39,7 +37,7 @@ def layout_problems(
     if shape.moe is None:
         yield from _no_experts(layout)
     else:
-        yield from _expert_problems(shape, layout, device)
+        yield from _expert_problems(shape, layout)
 
 
 def division_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
@@ -167,9 +165,7 @@ def _no_experts(layout: LayoutConfig) -> Iterator[Problem]:
             yield _problem(layout, name, "the model has no experts: set this to 1")
 
 
-def _expert_problems(
-    shape: ModelShape, layout: LayoutConfig, device: Literal["cpu", "cuda"]
-) -> Iterator[Problem]:
+def _expert_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
     tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
     if tp_size > 1 and not layout.sequence_parallel:
         fix = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
@@ -182,17 +178,8 @@ def _expert_problems(
             f"{share} (EP x ETP) does not divide {layout.stage_size}"
         )
         yield _problem(layout, field, fix)
-    if etp_size == 1:
-        return
-    if shape.linear_bias:
+    if etp_size > 1 and shape.linear_bias:
         fix = "Megatron does not divide the biases of experts: set this to 1"
-        yield _problem(layout, "expert_tensor_parallel_size", fix)
-    together = tp_size * layout.context_parallel_size
-    if device == "cpu" and (layout.expert_parallel_size > 1 or together % etp_size):
-        fix = (
-            "gloo gathers equally many tokens from each rank, so on a CPU processes share experts' matrices "
-            "only where expert_parallel_size is 1 and this divides TP x CP: set this to 1"
-        )
         yield _problem(layout, "expert_tensor_parallel_size", fix)
 
 

@@ -88,7 +88,7 @@ def _is_valid(experiment: Experiment, shape: ModelShape, layout: LayoutConfig) -
         layout.context_parallel_size == 1 or policy.max_sequence_length >= 2 * layout.context_parallel_size
     )
     return has_work and not (
-        any(layout_problems(shape, layout, "cuda", adapters=policy.lora is not None))
+        any(layout_problems(shape, layout, adapters=policy.lora is not None))
         or any(recompute_problems(shape, layout, policy.recompute))
         or any(data_parallel_divides(policy, algorithm))
         or any(interleaved_stages_have_work(policy, algorithm))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.config.data import DatasetConfig
+from nemorl.config.data import DataConfig, DatasetConfig
 from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, generates, held_out, models_of
@@ -223,7 +223,7 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Pro
     for path, dataset in (("data.train", experiment.data.train), *held_out(experiment.data)):
         file = getattr(dataset, "path", None)
         if file is not None:
-            yield from _json_lines(path, dataset, file)
+            yield from _json_lines(path, dataset, file, experiment.data)
     if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
@@ -348,8 +348,8 @@ def _has_template(folder: Path) -> bool:
     return bool(settings.get("chat_template"))
 
 
-def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Problem]:
-    """The first task stands for the others: it shows a wrong file and wrong keys."""
+def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig) -> Iterator[Problem]:
+    """A wrong file or wrong keys, which the first row shows, or rows that loading would refuse."""
     field = f"{path}.path"
     try:
         with file.open(encoding="utf-8") as lines:
@@ -368,11 +368,23 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path) -> Iterator[Probl
     if not isinstance(first, dict):
         yield Problem(field, str(file), "the first task is not a JSON object, with keys and values")
         return
-    for name in type(dataset).model_fields:
-        key = getattr(dataset, name)
-        if name.endswith("_key") and key is not None and key not in first:
-            known = ", ".join(f"`{name}`" for name in first) or "no key at all"
-            yield Problem(f"{path}.{name}", key, f"the first task of {file} has no such key, but {known}")
+    keys = ", ".join(f"`{name}`" for name in first) or "no key at all"
+    missing = [
+        Problem(f"{path}.{name}", key, f"the first task of {file} has no such key, but {keys}")
+        for name in type(dataset).model_fields
+        if name.endswith("_key") and (key := getattr(dataset, name)) is not None and key not in first
+    ]
+    if missing:
+        yield from missing
+        return
+    from nemorl.data.datasets import DatasetError, file_errors  # numpy, needed for files alone
+
+    try:
+        errors = file_errors(dataset, data)
+    except DatasetError as error:
+        errors = [error]
+    for error in errors:
+        yield Problem(field, str(file), f"{str(error).removeprefix(f'{file}, ')}; correct or remove the line")
 
 
 @dataclass(frozen=True)
@@ -490,9 +502,7 @@ def _of_section(problem: Problem, section: str) -> Problem:
 
 def _layout_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     policy = experiment.policy
-    device: Literal["cpu", "cuda"] = "cuda" if experiment.cluster.gpus_per_node else "cpu"
-    adapters = policy.lora is not None
-    found = list(layout_problems(shape, policy.layout, device, adapters=adapters))
+    found = list(layout_problems(shape, policy.layout, adapters=policy.lora is not None))
     yield from found or recompute_problems(shape, policy.layout, policy.recompute)
     modules = policy.recompute.modules if policy.recompute.name == "selective" else ()
     if "layernorm" in modules and policy.kernels == "transformer_engine" and norms_are_fused(shape):

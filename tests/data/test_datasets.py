@@ -167,3 +167,11 @@ class TestJsonl:
             load_tasks(JsonlDataset(name="jsonl", path=tmp_path / "none.jsonl"), data())
         with pytest.raises(DatasetError, match=r"tasks\.jsonl holds no tasks"):
             load_tasks(jsonl(tmp_path), data())
+
+
+def test_a_character_that_unicode_calls_a_line_break_does_not_end_a_row(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "one\u2028two", "answer": "3"}\n', encoding="utf-8")
+    dataset = JsonlDataset(name="jsonl", path=path)
+    (task,) = load_tasks(dataset, DataConfig(train=dataset))
+    assert task.messages[-1].content == "one\u2028two"

@@ -5,11 +5,13 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from nemorl.config.policy import AdamConfig
 from nemorl.models import registry
 from nemorl.models.tensors import local_view
-from tests.megatron.cases import start_worker
-from tests.megatron.examples import FAMILIES, LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
+from tests.megatron.cases import LOSS, partition, start_worker
+from tests.megatron.examples import COMMON, FAMILIES, LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
 
 DISTINCT_MAPS = tuple(
     name for name in FAMILIES if name not in ("llama", "llama-rope3", "deepseek-v3-plain-query")
@@ -54,6 +56,36 @@ def test_all_logits_equal_transformers(pool, model, name):
         expected = theirs(batch.tokens[start:end].unsqueeze(0)).logits[0]
         torch.testing.assert_close(mine[start:end], expected, atol=1e-4, rtol=0)
     assert batch.num_sequences == len(LENGTHS)
+
+
+def embedding_rows_that_moved(rank, world_size, rendezvous, config, batch):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    (name,) = (name for name in worker.parameters() if name.endswith("word_embeddings.weight"))
+    before = worker.parameters()[name].clone()
+    everything = partition(batch.num_sequences, 3)
+    worker.load_batch(batch)
+    worker.compute_logprobs(everything, old=True, reference=True)
+    worker.train(LOSS, everything)
+    moved = (worker.parameters()[name] != before).any(1)
+    worker.close()
+    return moved[:VOCABULARY]
+
+
+def test_the_embedding_of_the_padding_token_is_trained_unlike_in_transformers(pool, tmp_path):
+    """docs/families.md has the reason."""
+    padding, batch = 3, ragged_batch()
+    assert (batch.tokens == padding).any()
+    torch.manual_seed(5)
+    theirs = AutoModelForCausalLM.from_config(LlamaConfig(**COMMON, pad_token_id=padding))
+    theirs.get_input_embeddings().weight.data.normal_(std=0.15)
+    theirs.save_pretrained(tmp_path)
+    theirs(batch.tokens.unsqueeze(0)).logits.logsumexp(-1).sum().backward()
+    assert not theirs.get_input_embeddings().weight.grad[padding].any()
+
+    config = policy_config(tmp_path, optimizer=AdamConfig(lr=1e-2, weight_decay=0.0))
+    (moved,) = pool.run(1, embedding_rows_that_moved, config, batch)
+    assert moved[padding]
+    assert not moved[~torch.isin(torch.arange(VOCABULARY), batch.tokens)].any()
 
 
 @pytest.mark.parametrize("name", DISTINCT_MAPS)

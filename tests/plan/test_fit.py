@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from nemorl.config.data import DatasetConfig
+from nemorl.config.data import DatasetConfig, FeedbackDataset
 from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
 from nemorl.plan.machine import Gpu, Machine, memory_problems
@@ -250,7 +250,7 @@ def test_the_first_task_shows_wrong_files_and_keys(
 @pytest.mark.parametrize(
     ("place", "kind", "line", "field"),
     [
-        ("train", "conversations", '{"messages": []}', None),
+        ("train", "conversations", '{"messages": []}', "path"),
         ("train", "conversations", '{"turns": []}', "messages_key"),
         ("train", "preference", '{"prompt": "a", "chosen": "b", "rejected": "c"}', None),
         ("train", "preference", '{"prompt": "a", "chosen": "b"}', "rejected_key"),
@@ -276,6 +276,41 @@ def test_every_file_of_data_is_looked_at(
     problems = list(file_problems(experiment.model_copy(update={"data": data})))
 
     assert [problem.field for problem in problems] == ([f"data.{place}.{field}"] if field else [])
+
+
+RIGHT = '{"prompt": "1+1=", "completion": "2", "label": true}'
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ('{"prompt": "1+1=", "compl', "line 3: not JSON"),
+        ('{"prompt": "1+1=", "completion": "3", "label": "no"}', "line 3: key `label`: true or false"),
+        ('{"prompt": "1+1=", "completion": "3"}', "line 3: key `label` is missing"),
+        ('{"prompt": [], "completion": "3", "label": false}', "line 3: key `prompt`"),
+    ],
+)
+def test_every_line_of_a_file_is_looked_at(configure: Configure, tmp_path: Path, line: str, fix: str) -> None:
+    file = tmp_path / "judged.jsonl"
+    file.write_text(f"{RIGHT}\n\n{line}\n{RIGHT}\n", encoding="utf-8")
+    experiment = configure()
+    data = experiment.data.model_copy(update={"train": FeedbackDataset(name="feedback", path=file)})
+
+    (problem,) = file_problems(experiment.model_copy(update={"data": data}))
+
+    assert (problem.field, problem.value) == ("data.train.path", str(file))
+    assert problem.fix.startswith(fix)
+
+
+def test_of_many_wrong_lines_the_first_are_named(configure: Configure, tmp_path: Path) -> None:
+    file = tmp_path / "judged.jsonl"
+    file.write_text("\n".join([RIGHT, *["{}"] * 1000]), encoding="utf-8")
+    experiment = configure()
+    data = experiment.data.model_copy(update={"train": FeedbackDataset(name="feedback", path=file)})
+
+    problems = list(file_problems(experiment.model_copy(update={"data": data})))
+
+    assert [problem.fix.partition(":")[0] for problem in problems] == [f"line {n}" for n in range(2, 7)]
 
 
 SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, gpus=())
