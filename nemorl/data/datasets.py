@@ -308,9 +308,7 @@ def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
             return tasks_of(dataset, data)
 
 
-def _parse(
-    index: int, row: Row, dataset: FileDataset, data: DataConfig
-) -> Task | Dialogue | Pair | Feedback | Steps:
+def _parse(index: int, row: Row, dataset: FileDataset, data: DataConfig) -> object:
     match dataset:
         case JsonlDataset():
             return _jsonl_task(index, row, dataset, data)
@@ -324,19 +322,23 @@ def _parse(
             return _steps(row, dataset, data)
 
 
-def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[DatasetError]:
-    """The first lines of the dataset's file that loading it would refuse; none for a dataset without a file.
+def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[str]:
+    """Errors of the first lines that loading the dataset's file would refuse; none without a file.
 
-    Reading ends after 5 errors, or after `seconds`; what is left is then checked when it is loaded.
+    Reading ends after 5 errors or after `seconds`; loading checks what is left.
     """
     if isinstance(dataset, ArithmeticDataset | ReasoningGymDataset):
         return []
-    deadline, errors = time.monotonic() + seconds, []
-    for row in parsed_rows(dataset.path, lambda index, row: _parse(index, row, dataset, data)):
-        if isinstance(row, DatasetError):
-            errors.append(row)
-        if len(errors) == 5 or time.monotonic() > deadline:
-            break
+    deadline = time.monotonic() + seconds
+    errors: list[str] = []
+    try:
+        for row in parsed_rows(dataset.path, lambda index, row: _parse(index, row, dataset, data)):
+            if isinstance(row, DatasetError):
+                errors.append(str(row))
+            if len(errors) == 5 or time.monotonic() > deadline:
+                break
+    except DatasetError as error:
+        errors.append(str(error))
     return errors
 
 

@@ -377,14 +377,10 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig)
     if missing:
         yield from missing
         return
-    from nemorl.data.datasets import DatasetError, file_errors  # numpy, needed for files alone
+    from nemorl.data.datasets import file_errors  # needs numpy
 
-    try:
-        errors = file_errors(dataset, data)
-    except DatasetError as error:
-        errors = [error]
-    for error in errors:
-        yield Problem(field, str(file), f"{str(error).removeprefix(f'{file}, ')}; correct or remove the line")
+    for error in file_errors(dataset, data):
+        yield Problem(field, str(file), f"{error.removeprefix(f'{file}, ')}; correct or remove the line")
 
 
 @dataclass(frozen=True)
