@@ -379,8 +379,8 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig)
         return
     from nemorl.data.datasets import file_errors  # needs numpy
 
-    for error in file_errors(dataset, data):
-        yield Problem(field, str(file), f"{error.removeprefix(f'{file}, ')}; correct or remove the line")
+    for line in file_errors(dataset, data):
+        yield Problem(field, str(file), f"{line.removeprefix(f'{file}, ')}; correct or remove the line")
 
 
 @dataclass(frozen=True)
