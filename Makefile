@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint format house bench bench-algorithms clean
+.PHONY: help quickstart test test-ci test-all mutants lint format house bench bench-algorithms clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,11 +17,17 @@ quickstart: .venv/ready-dev  ## Teach a tiny model sums: a short SFT, then GRPO 
 	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
 	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
 
-test: .venv/ready-dev  ## Run the tests, without the slow ones, in two processes
-	@$(BIN)/pytest -m "not slow" --numprocesses 2
+test: .venv/ready-dev  ## Run the tests of every package in two processes (10 minutes)
+	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
-test-slow: .venv/ready-dev  ## Run the slow tests
-	@$(BIN)/pytest -m slow
+test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run runs too
+	@$(BIN)/pytest -m "ci and not slow" --numprocesses 2
+
+test-all: .venv/ready-dev  ## Run all tests, the slow ones too (more than an hour)
+	@$(BIN)/pytest --numprocesses 2
+
+mutants: .venv/ready-mutants  ## Count the small errors in pure modules that the tests notice
+	@$(BIN)/python tools/mutants.py
 
 lint: .venv/ready-dev  ## Check style, format and types
 	@$(BIN)/ruff check

@@ -1,9 +1,8 @@
 """Measure which small errors in pure modules the tests notice: `python tools/mutants.py [MODULE ...]`.
 
 mutmut changes one operator, number, comparison, keyword or branch of a function at a time and runs the tests
-that reach it. The table counts the mutants of each module, the list after it shows those that no test noticed.
+that reach it. The table counts the mutants of each module; the list after it has those that no test noticed.
 `tools/equivalent_mutants.yaml` lists the ones that change nothing a caller can observe, with the reasons.
-
 Exits with 1 if fewer than 90% of the other mutants were noticed.
 """
 
