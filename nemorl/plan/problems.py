@@ -14,6 +14,7 @@ dtype, shape and place. Reading that takes no torch and no time.
 Files, packages and keys that an experiment names: whether they are there and hold what is asked.
 """
 
+import difflib
 import errno
 import importlib.util
 import json
@@ -25,7 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.config.data import DataConfig, DatasetConfig
+from nemorl.config.base import call_within
+from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, generates, held_out, models_of
@@ -224,6 +226,8 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Pro
         file = getattr(dataset, "path", None)
         if file is not None:
             yield from _json_lines(path, dataset, file, experiment.data)
+        if packages and isinstance(dataset, ReasoningGymDataset):
+            yield from _reasoning_gym(path, dataset)
     if packages and experiment.logger.tensorboard and not _installed("tensorboard"):
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
@@ -346,6 +350,36 @@ def _has_template(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return bool(settings.get("chat_template"))
+
+
+_FIRST_TASK_SECONDS = 60.0
+
+
+def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Iterator[Problem]:
+    """Make the dataset and its first task, since some datasets check their options only then."""
+    import reasoning_gym  # takes seconds
+    from reasoning_gym.factory import DATASETS
+
+    if dataset.task not in DATASETS:
+        close = difflib.get_close_matches(dataset.task, DATASETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see its list of datasets"
+        yield Problem(f"{path}.task", dataset.task, f"reasoning-gym has no dataset of this name; {hint}")
+        return
+
+    def first_task() -> object:
+        made = reasoning_gym.create_dataset(
+            dataset.task, size=dataset.size, seed=dataset.seed, **dataset.options
+        )
+        return made[0]
+
+    try:
+        call_within(_FIRST_TASK_SECONDS, first_task)
+    except Exception as error:  # noqa: BLE001  a dataset's own code, with checks by assert
+        fix = (
+            f"the dataset {dataset.task} does not accept these options ({type(error).__name__}: {error}); "
+            f"see the fields of its {DATASETS[dataset.task][1].__name__}"
+        )
+        yield Problem(f"{path}.options", dataset.options, fix)
 
 
 def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig) -> Iterator[Problem]:

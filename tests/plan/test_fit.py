@@ -485,3 +485,31 @@ def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest
 
     assert (problem.field, problem.value) == ("logger.tensorboard", True)
     assert "pip install 'nemorl[trackers]'" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("dataset", "field", "fix"),
+    [
+        ("task: chain_sum, options: {max_terms: abc}", "options", "ChainSumConfig"),
+        ("task: chain_sum, options: {max_termz: 3}", "options", "unexpected keyword argument 'max_termz'"),
+        (
+            "task: chain_sum, options: {min_terms: 5, max_terms: 2}",
+            "options",
+            "max_terms must be >= min_terms",
+        ),
+        ("task: chain_some", "task", "did you mean chain_sum?"),
+    ],
+)
+@pytest.mark.parametrize("section", ["train", "validation"])
+def test_reasoning_gym_accepts_its_options(
+    configure: Configure, section: str, dataset: str, field: str, fix: str
+) -> None:
+    gym = f"data.{section}={{name: reasoning_gym, {dataset}}}"
+    problem = only_problem(configure, gym)
+    assert problem.field == f"data.{section}.{field}"
+    assert fix in problem.fix
+
+
+def test_reasoning_gym_is_not_asked_for_another_machine(configure: Configure) -> None:
+    gym = "data.train={name: reasoning_gym, task: chain_sum, options: {max_terms: abc}}"
+    assert list(file_problems(configure(gym), packages=False)) == []
