@@ -1,47 +1,16 @@
-"""The plots of a report. Colours that depend on light or dark are set by the page."""
+"""The plots of a report. Colors that depend on the light or dark theme are set by the page."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from .metrics import StepMetrics
+from .metrics import SHOWN, StepMetrics, shown
 
 PALETTE = ("#4a8bd0", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a514", "#9d7660", "#8c8c94")
 REST_COLOR = "#8c8c94"
 MAX_BARS = 200  # more steps than this are averaged in groups
-DRAWN_ELSEWHERE = ("reward/mean", "reward/std", "time/")
-
-# Title and what the keys begin with; keys that none of these match get a plot of their own at the end. What
-# is drawn together has one unit.
-GROUPS: tuple[tuple[str, str | tuple[str, ...]], ...] = (
-    ("Validation", ("validation/reward", "validation/accuracy", "validation/pass@", "validation/cons@")),
-    ("Validation loss", "validation/loss"),
-    ("Sampled tokens in validation", "validation/length"),
-    ("Loss", "loss/"),
-    ("Distance from the teacher", ("distillation/", "validation/distillation/")),
-    ("Share of pairs or steps told right", ("rewards/accuracy", "accuracy", "validation/rewards/accuracy")),
-    ("Implicit rewards", "rewards/"),
-    ("Scores", "score/"),
-    ("Logprobs of answers", "logprobs/"),
-    ("Divergence taken from a trajectory's reward", "kl/penalty"),
-    ("Divergence from the reference", "kl/"),
-    ("Values and returns of the critic", ("critic/value", "critic/return")),
-    ("What the critic explains of the returns' variance", "critic/explained_variance"),
-    ("Entropy of the policy", "entropy"),
-    ("Gradient norm", "grad_norm"),
-    ("Logprob gap, engine and trainer", "logprob_gap/"),
-    ("Throughput, tokens per second", "throughput/"),
-    ("Learning rate", "lr"),
-    ("Rewards by name", "reward/"),
-    ("Spread of each reward", "reward_std/"),
-    ("Share of answers to which a reward does not apply", "reward_absent/"),
-    ("Trajectories lost to a reward", "reward_errors/"),
-    ("Seconds of a group's scoring", "reward_seconds/"),
-    ("Seconds that a group's scoring waits for a place", "reward_waiting/"),
-    ("Requests of rewards sent again", "reward_retries/"),
-    ("Tokens of a step", "tokens/"),
-)
 
 
 @dataclass(frozen=True)
@@ -80,27 +49,33 @@ def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
 
 
 def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
-    """Lines of all other figures: those everybody looks at, and the rest."""
-    found = {key for step in steps for key in step.values if not key.startswith(DRAWN_ELSEWHERE)}
+    """Plots of all other metrics: first those of `SHOWN` and of further validation sets, then the rest."""
+    found = {key for step in steps for key in step.values}
     keys = sorted(key for key in found if key.removesuffix("_low").removesuffix("_high") not in found - {key})
-    main = []
-    for title, beginning in (*GROUPS, *_validation_sets(keys)):
-        if chosen := [key for key in keys if key.startswith(beginning)]:
-            chosen.sort(key=lambda key: key != "validation/reward")
-            main.append(_line_chart(title, steps, chosen))
-            keys = [key for key in keys if key not in chosen]
-    return main, [_line_chart(key, steps, [key]) for key in keys]
+    titles = dict.fromkeys([row.title for row in SHOWN if row.title] + _validation_titles(keys))
+    grouped: dict[str, list[str]] = {title: [] for title in titles}
+    for key in sorted(keys, key=lambda key: SHOWN.index(shown(key)) if shown(key) in SHOWN else len(SHOWN)):
+        title = _validation_title(key) or shown(key).title
+        if title:
+            grouped.setdefault(title, []).append(key)
+    charts = {title: _line_chart(title, steps, members) for title, members in grouped.items() if members}
+    main = [chart for title, chart in charts.items() if title in titles]
+    return main, [chart for title, chart in charts.items() if title not in titles]
 
 
-def _validation_sets(keys: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """A group for each of `data.validation_sets`: what is between 0 and 1 of it."""
-    names = [key.split("/")[1] for key in keys if key.startswith("validation/") and key.endswith("/accuracy")]
-    drawn = ("reward", "accuracy", "pass@", "cons@")
-    return [
-        (f"Validation: {name}", tuple(f"validation/{name}/{value}" for value in drawn))
-        for name in names
-        if name != "rewards"  # of preferences
-    ]
+_VALIDATION_SET = re.compile(
+    r"validation/(?!rewards/|distillation/)(\w+)/(reward|accuracy|pass@\d+|cons@\d+)"
+)
+
+
+def _validation_title(key: str) -> str | None:
+    """Metrics between 0 and 1 of one of `data.validation_sets` share a plot."""
+    match = _VALIDATION_SET.fullmatch(key)
+    return f"Validation: {match[1]}" if match else None
+
+
+def _validation_titles(keys: Sequence[str]) -> list[str]:
+    return [title for key in keys if (title := _validation_title(key))]
 
 
 def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> Chart | None:
@@ -167,8 +142,8 @@ def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -
     figure.update_layout(showlegend=len(keys) > 1)
     if _always(steps, keys, lambda value: value >= 0):
         figure.update_yaxes(rangemode="tozero")
-    if title.startswith("Logprob gap") and _always(steps, keys, lambda value: value > 0):
-        figure.update_yaxes(type="log")  # mean and largest lie orders of magnitude apart
+    if shown(keys[0]).log_scale and _always(steps, keys, lambda value: value > 0):
+        figure.update_yaxes(type="log")
     return Chart(title, figure)
 
 

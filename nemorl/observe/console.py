@@ -23,7 +23,6 @@ from rich.text import Text
 from nemorl.config.run import LoggerConfig
 
 from .formatting import (
-    Column,
     choose_columns,
     describe_losses,
     describe_step,
@@ -34,7 +33,7 @@ from .formatting import (
     table_header,
     table_row,
 )
-from .metrics import Change, StepMetrics
+from .metrics import Change, Shown, StepMetrics
 from .timeline import Stage, StageListener
 
 
@@ -135,7 +134,7 @@ class BarConsole:
         self._terminal = terminal
         self._total_steps = total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of the last steps
-        self._columns: tuple[Column, ...] = ()
+        self._columns: tuple[Shown, ...] = ()
         self._stages: dict[int, TaskID] = {}  # by id of the running stage
         self._progress = Progress(
             SpinnerColumn(),
@@ -184,10 +183,10 @@ class BarConsole:
         width = 2 * len(str(self._total_steps)) + 3
         columns = self._columns or choose_columns(metrics.values, self._terminal.width - width)
         # Line 0 of a run holds a validation only: the columns come with the first step that has figures.
-        if not self._columns and any(column.key != "time/step" for column in columns):
+        if not self._columns and any(column.prefix != "time/step" for column in columns):
             self._columns = columns
             self._print(f"{'step':>{width}}{table_header(columns)}", "bold")
-        if any(column.key in metrics.values for column in self._columns if column.key != "time/step"):
+        if any(column.prefix in metrics.values for column in self._columns if column.prefix != "time/step"):
             self._print(f"{place:>{width}}{table_row(self._columns, metrics.values)}")
         if lost := describe_losses(metrics):
             self._print(f"{place:>{width}}  lost: {lost}", "yellow")

@@ -2,44 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from .metrics import StepMetrics
+from .metrics import SHOWN, Shown, StepMetrics
 from .timeline import Stage
 
-
-@dataclass(frozen=True)
-class Column:
-    """One figure of the step table."""
-
-    key: str  # in metrics.jsonl
-    header: str
-    width: int
-
-
-# In the order of the table; a narrow terminal loses columns from the end of `BY_IMPORTANCE`.
-COLUMNS = (
-    Column("reward/mean", "reward", 8),
-    Column("reward/std", "spread", 8),
-    Column("loss/policy", "loss", 10),
-    Column("loss/preference", "preference", 10),
-    Column("loss/sft", "loss", 10),
-    Column("rewards/accuracy", "told right", 10),
-    Column("accuracy", "told right", 10),
-    Column("critic/explained_variance", "explained", 10),
-    Column("kl/reference", "kl", 10),
-    Column("entropy", "entropy", 9),
-    Column("grad_norm", "grad norm", 10),
-    Column("lr", "lr", 10),
-    Column("logprob_gap/max", "gap", 10),
-    Column("throughput/tokens_per_second", "tokens/s", 10),
-    Column("time/step", "seconds", 9),
-)
-BY_IMPORTANCE = (
-    "reward/mean", "loss/policy", "loss/preference", "rewards/accuracy", "accuracy", "loss/sft", "time/step",
-    "grad_norm", "throughput/tokens_per_second",
-    "entropy", "critic/explained_variance", "kl/reference", "reward/std", "logprob_gap/max", "lr",
-)  # fmt: skip
+COLUMNS = tuple(row for row in SHOWN if row.column)
 VALIDATION = "validation/"
 
 
@@ -75,34 +42,31 @@ def format_progress(stage: Stage) -> str:
     return ", ".join(parts)
 
 
-def choose_columns(values: Mapping[str, float], width: int) -> tuple[Column, ...]:
-    """The columns that a run has figures for; the important ones first, as many as fit into `width`."""
-    present = {column.key: column for column in COLUMNS if column.key in values}
+def choose_columns(values: Mapping[str, float], width: int) -> tuple[Shown, ...]:
+    """The columns for which a run has metrics, as many as fit into `width`, by priority."""
     chosen, room = set(), width
-    for key in BY_IMPORTANCE:
-        if key in present and present[key].width <= room:
-            chosen.add(key)
-            room -= present[key].width
-    return tuple(column for column in COLUMNS if column.key in chosen)
+    for row in sorted(COLUMNS, key=lambda row: row.priority):
+        if row.prefix in values and row.width <= room:
+            chosen.add(row)
+            room -= row.width
+    return tuple(row for row in COLUMNS if row in chosen)
 
 
-def table_header(columns: Sequence[Column]) -> str:
-    """The heading over the figures."""
-    return "".join(f"{column.header:>{column.width}}" for column in columns)
+def table_header(columns: Sequence[Shown]) -> str:
+    """The header of the table of steps."""
+    return "".join(f"{row.column:>{row.width}}" for row in columns)
 
 
-def table_row(columns: Sequence[Column], values: Mapping[str, float]) -> str:
-    """The figures of one step under `table_header`; `-` for one that this step does not have."""
-    cells = (format_number(values[c.key], digits=3) if c.key in values else "-" for c in columns)
+def table_row(columns: Sequence[Shown], values: Mapping[str, float]) -> str:
+    """The metrics of one step under `table_header`; `-` for a missing one."""
+    cells = (format_number(values[c.prefix], digits=3) if c.prefix in values else "-" for c in columns)
     return "".join(f"{cell:>{column.width}}" for column, cell in zip(columns, cells, strict=True))
 
 
 def describe_step(metrics: StepMetrics) -> str:
-    """The figures of one step as words: `reward 0.5, loss 0.01, seconds 3.2`."""
-    present = (column for column in COLUMNS if column.key in metrics.values)
-    return ", ".join(
-        f"{column.header} {format_number(metrics.values[column.key], digits=3)}" for column in present
-    )
+    """The metrics of one step as words: `reward 0.5, loss 0.01, seconds 3.2`."""
+    present = (row for row in COLUMNS if row.prefix in metrics.values)
+    return ", ".join(f"{row.column} {format_number(metrics.values[row.prefix], digits=3)}" for row in present)
 
 
 def describe_losses(metrics: StepMetrics) -> str | None:

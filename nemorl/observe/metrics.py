@@ -129,3 +129,74 @@ class SampleWriter:
 def read_samples(path: Path) -> list[Sample]:
     """All samples of a file, without a torn last line. Raises `RunFolderError` for another damaged line."""
     return [Sample(**line) for line in read_json_lines(path)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How metrics are shown on the console and in the report."""
+
+    prefix: str  # of the names in metrics.jsonl; the complete name where there is a column or a tile
+    title: str = (
+        ""  # of the plot; rows with one title share a plot and have one unit. Empty: plotted elsewhere
+    )
+    column: str = ""  # header in the table of steps
+    priority: int = 0  # of the column: a narrow terminal keeps the lowest
+    width: int = 10  # of the column, in characters
+    tile: str = ""  # label among the large numbers of the report
+    log_scale: bool = False
+
+
+# The first row whose prefix matches decides. Plots, columns and tiles have this order; a metric without a row
+# has a plot with its own name at the end of the report.
+SHOWN = (
+    Shown("reward/mean", column="reward", priority=1, width=8, tile="reward"),
+    Shown("reward/std", column="spread", priority=13, width=8),
+    Shown("validation/rewards/accuracy", "Accuracy of pairs and steps"),
+    Shown("validation/rewards/", "Implicit rewards"),
+    Shown("validation/reward", "Validation", tile="validation reward"),
+    Shown("validation/accuracy", "Validation"),
+    Shown("validation/pass@", "Validation"),
+    Shown("validation/cons@", "Validation"),
+    Shown("validation/loss", "Validation loss"),
+    Shown("validation/length", "Sampled tokens in validation"),
+    Shown("loss/policy", "Loss", "loss", 2),
+    Shown("loss/preference", "Loss", "preference", 3, tile="preference loss"),
+    Shown("loss/sft", "Loss", "loss", 6, tile="loss"),
+    Shown("loss/", "Loss"),
+    Shown("distillation/", "Distance from the teacher"),
+    Shown("validation/distillation/", "Distance from the teacher"),
+    Shown("rewards/accuracy", "Accuracy of pairs and steps", "accuracy", 4, tile="accuracy of pairs"),
+    Shown("accuracy", "Accuracy of pairs and steps", "accuracy", 5, tile="accuracy"),
+    Shown("rewards/", "Implicit rewards"),
+    Shown("score/", "Scores"),
+    Shown("logprobs/", "Logprobs of answers"),
+    Shown("critic/explained_variance", "Explained variance of the critic", "explained", 11),
+    Shown("critic/value", "Values and returns of the critic"),
+    Shown("critic/return", "Values and returns of the critic"),
+    Shown("kl/reference", "Divergence from the reference", "kl", 12),
+    Shown("kl/penalty", "Divergence subtracted from the reward of a trajectory"),
+    Shown("kl/", "Divergence from the reference"),
+    Shown("entropy", "Entropy of the policy", "entropy", 10, 9),
+    Shown("grad_norm", "Gradient norm", "grad norm", 8),
+    Shown("lr", "Learning rate", "lr", 15),
+    # Mean and maximum lie orders of magnitude apart.
+    Shown("logprob_gap/max", "Logprob gap between engine and trainer", "gap", 14, log_scale=True),
+    Shown("logprob_gap/", "Logprob gap between engine and trainer", log_scale=True),
+    Shown("throughput/tokens_per_second", "Throughput, tokens per second", "tokens/s", 9),
+    Shown("throughput/", "Throughput, tokens per second"),
+    Shown("time/step", column="seconds", priority=7, width=9),
+    Shown("time/"),
+    Shown("reward/", "Rewards by name"),
+    Shown("reward_std/", "Standard deviation of each reward"),
+    Shown("reward_absent/", "Share of answers to which a reward does not apply"),
+    Shown("reward_errors/", "Trajectories lost to an error of a reward"),
+    Shown("reward_seconds/", "Seconds to score a group"),
+    Shown("reward_waiting/", "Seconds that the scoring of a group waits for a free slot"),
+    Shown("reward_retries/", "Retried requests of rewards"),
+    Shown("tokens/", "Tokens of a step"),
+)
+
+
+def shown(name: str) -> Shown:
+    """How a metric is shown; one without a row by its own name."""
+    return next((row for row in SHOWN if name.startswith(row.prefix)), Shown(name, title=name))

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 from .charts import Chart, metric_charts, reward_chart, stage_chart, stage_totals
 from .files import RunFolderError, write_atomically
 from .formatting import format_number, format_seconds
-from .metrics import Sample, StepMetrics, read_metrics, read_samples
+from .metrics import SHOWN, Sample, StepMetrics, read_metrics, read_samples
 from .run_folder import RunPaths, read_header
 
 SAMPLES_SHOWN = 3  # of the first step, and of the last
@@ -125,17 +125,12 @@ def _state(config: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
 def _tiles(steps: Sequence[StepMetrics], planned: int | None) -> list[Tile]:
     done = steps[-1].step if steps else 0
     tiles = [Tile("steps", f"{done:,}", f"of {planned:,}" if planned is not None else "")]
-    for key, label in (
-        ("reward/mean", "reward"),
-        ("validation/reward", "validation reward"),
-        ("loss/preference", "loss of preferences"),
-        ("rewards/accuracy", "pairs told right"),
-        ("accuracy", "told right"),
-        ("loss/sft", "loss"),
-    ):
-        values = [step.values[key] for step in steps if key in step.values]
+    for row in SHOWN:
+        if not row.tile:
+            continue
+        values = [step.values[row.prefix] for step in steps if row.prefix in step.values]
         if values:
-            tiles.append(Tile(label, format_number(values[-1]), f"from {format_number(values[0])}"))
+            tiles.append(Tile(row.tile, format_number(values[-1]), f"from {format_number(values[0])}"))
     seconds = sum(step.values.get("time/step", 0.0) for step in steps)
     tiles.append(Tile("time of all steps", format_seconds(seconds)))
     if tokens := sum(step.values.get("tokens/trained", 0.0) for step in steps):

@@ -183,9 +183,9 @@ def test_bars_are_for_terminals_unless_asked_for(screen):
 
 def test_a_narrow_terminal_keeps_the_important_columns():
     values = dict.fromkeys(["reward/mean", "reward/std", "loss/policy", "lr", "time/step"], 1.0)
-    assert [c.header for c in choose_columns(values, 100)] == ["reward", "spread", "loss", "lr", "seconds"]
-    assert [c.header for c in choose_columns(values, 30)] == ["reward", "loss", "seconds"]
-    assert [c.header for c in choose_columns({"loss/sft": 1.0}, 100)] == ["loss"]
+    assert [c.column for c in choose_columns(values, 100)] == ["reward", "spread", "loss", "lr", "seconds"]
+    assert [c.column for c in choose_columns(values, 30)] == ["reward", "loss", "seconds"]
+    assert [c.column for c in choose_columns({"loss/sft": 1.0}, 100)] == ["loss"]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_every_figure_is_drawn_somewhere():
         "Loss",
         "Divergence from the reference",
         "Gradient norm",
-        "Logprob gap, engine and trainer",
+        "Logprob gap between engine and trainer",
     ]
     assert [chart.title for chart in main] == titles
     assert [chart.title for chart in more] == ["house/odd</script>"]
@@ -138,8 +138,8 @@ def test_every_reward_has_its_curve():
     main, more = metric_charts([StepMetrics(step, step, dict.fromkeys(names, 0.5)) for step in (1, 2)])
     drawn = {chart.title: [line.name for line in chart.figure.data] for chart in main}
     assert drawn["Rewards by name"] == ["judge", "math"]
-    assert drawn["Spread of each reward"] == ["judge"]
-    assert drawn["Trajectories lost to a reward"] == ["judge"]
+    assert drawn["Standard deviation of each reward"] == ["judge"]
+    assert drawn["Trajectories lost to an error of a reward"] == ["judge"]
     assert not more
 
 
