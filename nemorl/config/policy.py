@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,7 +13,51 @@ from .base import Config, default_variant
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
 
 
-class AdamConfig(Config):
+_TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+class OptimizerBase(Config):
+    """What the rest of the product needs to know about an optimizer."""
+
+    is_sharded: ClassVar[bool] = True
+    """Data-parallel copies update different runs of elements, instead of complete parameters."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors that the optimizer keeps of parameters, in its state and in checkpoints."""
+        raise NotImplementedError
+
+    @property
+    def num_moments(self) -> int:
+        """Most moments that one parameter has."""
+        return len(self.moments)
+
+    @property
+    def kernel(self) -> str | None:
+        """What computes the step; None for the AdamW that Megatron chooses."""
+        return None
+
+    @property
+    def state_is_on_host(self) -> bool:
+        """True if the state is in host memory."""
+        return False
+
+    @property
+    def narrow_fields(self) -> tuple[str, ...]:
+        """Its fields that name another type than float32."""
+        return ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes in which the gradient of a parameter is summed."""
+        return _TYPE_BYTES["float32"]
+
+    def state_bytes(self, precision: str) -> int:
+        """Bytes of state per parameter of a model of this precision, with the float32 copy of its weights."""
+        return _TYPE_BYTES["float32"] * (self.num_moments + (precision != "float32"))
+
+
+class AdamConfig(OptimizerBase):
     """Types other than float32 are Megatron's precision-aware optimizer: Transformer Engine's Adam."""
 
     name: Literal["adam"] = "adam"
@@ -40,18 +84,32 @@ class AdamConfig(Config):
     """Type in which gradients are summed over micro-batches and data-parallel copies."""
 
     @property
+    def moments(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def kernel(self) -> str | None:
+        return "torch AdamW in host memory" if self.on_host else None
+
+    @property
+    def state_is_on_host(self) -> bool:
+        return self.on_host
+
+    @property
+    def gradient_bytes(self) -> int:
+        return _TYPE_BYTES[self.main_grads_dtype]
+
+    def state_bytes(self, precision: str) -> int:
+        moments = _TYPE_BYTES[self.exp_avg_dtype] + _TYPE_BYTES[self.exp_avg_sq_dtype]
+        return moments + (_TYPE_BYTES[self.main_params_dtype] if precision != "float32" else 0)
+
+    @property
     def narrow_fields(self) -> tuple[str, ...]:
-        """Those of its fields that name another type than float32."""
         types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
         return tuple(name for name in types if getattr(self, name) != "float32")
 
-    @property
-    def narrow_grads(self) -> bool:
-        """Whether gradients are summed in fewer bits than float32 has."""
-        return self.main_grads_dtype != "float32"
 
-
-class SgdConfig(Config):
+class SgdConfig(OptimizerBase):
     name: Literal["sgd"]
     lr: float = Field(gt=0)
     """Peak learning rate."""
@@ -60,8 +118,16 @@ class SgdConfig(Config):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum."""
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
 
-class MuonConfig(Config):
+    @property
+    def kernel(self) -> str | None:
+        return "torch SGD"
+
+
+class MuonConfig(OptimizerBase):
     """Matrices by Muon; embedding, head, norms and biases by AdamW; one rate and weight decay for all."""
 
     name: Literal["muon"]
@@ -79,6 +145,20 @@ class MuonConfig(Config):
     """Decay of the second moment, of what is no matrix."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
+
+    is_sharded: ClassVar[bool] = False
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+    @property
+    def kernel(self) -> str | None:
+        return "Muon on matrices, torch AdamW on the rest"
+
+    @property
+    def num_moments(self) -> int:
+        return 2  # of what is no matrix
 
 
 OptimizerConfig = Annotated[

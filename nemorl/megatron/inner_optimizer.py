@@ -229,20 +229,9 @@ def build_optimizer(
     return whole, shards
 
 
-def moments(config: PolicyConfig) -> tuple[str, ...]:
-    """Names of the tensors that the inner optimizer keeps of parameters."""
-    optimizer = config.optimizer
-    if isinstance(optimizer, AdamConfig):
-        return ("exp_avg", "exp_avg_sq")
-    if isinstance(optimizer, MuonConfig):
-        return ("momentum_buffer", "exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if optimizer.momentum else ()
-
-
 def holds_weights(config: PolicyConfig) -> bool:
-    """Whether the float32 weights are a state of the inner optimizer, which steps the model's own."""
-    optimizer = config.optimizer
-    return _is_narrow(config) or (isinstance(optimizer, AdamConfig) and optimizer.on_host)
+    """True if the float32 weights are a state of the inner optimizer, which updates the model's weights."""
+    return bool(config.optimizer.narrow_fields) or config.optimizer.state_is_on_host
 
 
 def _replace_inner(config: PolicyConfig, distributed: Any, device: DeviceKind) -> None:
@@ -295,7 +284,7 @@ def _main_shards(
 ) -> dict[str, MainShard]:
     kind = MainShard
     if holds_weights(config):
-        kind = NarrowShard if _is_narrow(config) else HeldShard
+        kind = NarrowShard if config.optimizer.narrow_fields else HeldShard
     found = {}
     for distributed in optimizers:
         for name, parameter in parameters.items():
@@ -305,10 +294,6 @@ def _main_shards(
                 optimizer = distributed.optimizer
                 found[name] = kind(start, optimizer.param_groups[group]["params"][order], optimizer)
     return found
-
-
-def _is_narrow(config: PolicyConfig) -> bool:
-    return isinstance(config.optimizer, AdamConfig) and bool(config.optimizer.narrow_fields)
 
 
 def _prepare_groups(config: PolicyConfig, optimizer: Any) -> None:
@@ -324,13 +309,13 @@ def _prepare_groups(config: PolicyConfig, optimizer: Any) -> None:
             if isinstance(optimizer, HostAdam):
                 optimizer.allocate(main)
                 continue
-            if _is_narrow(config):
+            if config.optimizer.narrow_fields:
                 optimizer.initialize_state(main, store_param_remainders=False)
                 continue
             state = optimizer.state[main]
             if is_torch_adam:
                 state["step"] = torch.zeros((), device=main.device)
-            names = optimizer.moments(main) if isinstance(optimizer, Muon) else moments(config)
+            names = optimizer.moments(main) if isinstance(optimizer, Muon) else config.optimizer.moments
             for name in names:
                 state[name] = torch.zeros_like(main)
 
@@ -365,7 +350,7 @@ def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
         adam_eps=adam.eps,
         bf16=config.precision == "bfloat16",
         params_dtype=DTYPES[config.precision],
-        use_distributed_optimizer=not isinstance(optimizer, MuonConfig),
+        use_distributed_optimizer=optimizer.is_sharded,
         clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
         use_precision_aware_optimizer=bool(adam.narrow_fields),
         # Remainders beside bfloat16 would be put together here, by that kernel's arithmetic.

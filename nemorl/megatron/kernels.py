@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.policy import AdamConfig, MuonConfig, OptimizerConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, OptimizerConfig
 
 Device = Literal["cpu", "cuda"]
 AttentionName = Literal["flash_attn", "torch_varlen", "torch_buckets"]
@@ -135,9 +135,10 @@ def choose(
 
 def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:
     """Raise `KernelsNotFound` where `optimizer` names types that only an Adam takes that is not here."""
-    fields = optimizer.narrow_fields if isinstance(optimizer, AdamConfig) else ()
-    if fields and TRANSFORMER_ENGINE not in installed:
-        named = ", ".join(f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in fields)
+    if optimizer.narrow_fields and TRANSFORMER_ENGINE not in installed:
+        named = ", ".join(
+            f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in optimizer.narrow_fields
+        )
         raise KernelsNotFound(
             f"{named}, which Transformer Engine's Adam takes, but the package transformer_engine cannot be "
             "imported here: install it, or set float32"
@@ -146,12 +147,8 @@ def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:
 
 def optimizer_kernel(installed: Installed, kind: Device, optimizer: OptimizerConfig = _ADAM) -> str:
     """The Adam that Megatron takes: it looks for them in this order. On a CPU `device.py` says which."""
-    if isinstance(optimizer, SgdConfig):
-        return "torch SGD"
-    if isinstance(optimizer, MuonConfig):
-        return "Muon on matrices, torch AdamW on the rest"
-    if optimizer.on_host:
-        return "torch AdamW in host memory"
+    if optimizer.kernel is not None:
+        return optimizer.kernel
     if kind == "cpu":
         return "torch AdamW"
     for library in (TRANSFORMER_ENGINE, APEX):

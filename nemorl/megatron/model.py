@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
@@ -335,8 +335,8 @@ def build_model(
     """
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=not isinstance(policy.optimizer, MuonConfig),
-        grad_reduce_in_fp32=not (isinstance(policy.optimizer, AdamConfig) and policy.optimizer.narrow_grads),
+        use_distributed_optimizer=policy.optimizer.is_sharded,
+        grad_reduce_in_fp32=policy.optimizer.gradient_bytes == 4,
         overlap_grad_reduce=False,
     )
     chunks = range(policy.layout.virtual_pipeline_parallel_size)

@@ -20,7 +20,7 @@ from nemorl.models.megatron_names import local_name
 
 from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
 from .device import DeviceKind
-from .inner_optimizer import build_optimizer, moments
+from .inner_optimizer import build_optimizer
 
 
 def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -133,7 +133,7 @@ class PolicyOptimizer:
     @property
     def state_names(self) -> tuple[str, ...]:
         """The float32 weights and the optimizer's own tensors, as a checkpoint names them."""
-        return (WEIGHT, *moments(self._config))
+        return (WEIGHT, *self._config.optimizer.moments)
 
     def shards(self, state: str) -> dict[str, Shard]:
         """What this rank updates of one state, by parameter; the tensors themselves if they are float32."""

@@ -23,13 +23,10 @@ from nemorl.config.generation import (
     VllmGenerationConfig,
 )
 from nemorl.config.policy import (
-    AdamConfig,
     FullRecompute,
     LayoutConfig,
-    MuonConfig,
     PolicyConfig,
     SelectiveRecompute,
-    SgdConfig,
 )
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
@@ -214,7 +211,6 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 _FLOAT32 = 4
 _INT16 = 2
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
-_STATE_SIZE = {**ITEM_SIZE, "float16": 2, "fp8": 1}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # An engine's logits of a step, the sampled distribution and its sorted copy.
@@ -320,8 +316,8 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     tokens = min(policy.micro_batch_tokens, whole_tokens)
     own_tokens = -(-tokens // layout.context_parallel_size)
     # Muon's matrices are whole on every copy.
-    updated = trained.total if isinstance(policy.optimizer, MuonConfig) else trained.per_copy(layout)
-    on_host = isinstance(policy.optimizer, AdamConfig) and policy.optimizer.on_host
+    updated = trained.per_copy(layout) if policy.optimizer.is_sharded else trained.total
+    on_host = policy.optimizer.state_is_on_host
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     checkpointing = experiment.checkpointing
     copies = checkpointing.enabled and checkpointing.asynchronous
@@ -335,8 +331,8 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         "policy",
         layout.world_size,
         weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
-        gradients=trained.total * _gradient_bytes(policy),
-        optimizer=0 if on_host else updated * _optimizer_bytes(policy),
+        gradients=trained.total * policy.optimizer.gradient_bytes,
+        optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
         reference=parameters.total * item if has_reference else 0,
         activations=kept * item,
         logits=max(
@@ -348,8 +344,8 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         kv_cache=_own_cache(experiment, shape, stage) * item + _kept_experts(experiment, shape),
         staging=buckets_bytes(experiment.generation, parameters.total * sent_item) if sends else 0,
         staging_on_host=parameters.total * sent_item if sends and experiment.generation.delta else 0,
-        optimizer_on_host=updated * _FLOAT32 * (1 + _num_moments(policy)) if on_host else 0,
-        checkpoint=updated * _FLOAT32 * (1 + _num_moments(policy)) if copies else 0,
+        optimizer_on_host=updated * _FLOAT32 * (1 + policy.optimizer.num_moments) if on_host else 0,
+        checkpoint=updated * _FLOAT32 * (1 + policy.optimizer.num_moments) if copies else 0,
         runtime=_POLICY_RUNTIME,
     )
 
@@ -444,26 +440,6 @@ def _trtllm(config: TrtllmGenerationConfig, shape: ModelShape, weights: int) -> 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
     """Of a process that sends or takes so many bytes of weights: a bucket is no larger than what it holds."""
     return _BUCKETS * min(generation.bucket_megabytes * 2**20, weights)
-
-
-def _gradient_bytes(policy: PolicyConfig) -> int:
-    """Bytes for each parameter: float32 whatever the precision, if nothing else is asked for."""
-    optimizer = policy.optimizer
-    return _STATE_SIZE[optimizer.main_grads_dtype] if isinstance(optimizer, AdamConfig) else _FLOAT32
-
-
-def _optimizer_bytes(policy: PolicyConfig) -> int:
-    """Bytes for each parameter: the moments, and the optimizer's weights beside those of bfloat16."""
-    optimizer = policy.optimizer
-    if isinstance(optimizer, AdamConfig):
-        moments = _STATE_SIZE[optimizer.exp_avg_dtype] + _STATE_SIZE[optimizer.exp_avg_sq_dtype]
-        return moments + (_STATE_SIZE[optimizer.main_params_dtype] if policy.precision != "float32" else 0)
-    return _FLOAT32 * (_num_moments(policy) + (policy.precision != "float32"))
-
-
-def _num_moments(policy: PolicyConfig) -> int:
-    """Float32 tensors that the optimizer keeps for each parameter."""
-    return 1 if isinstance(policy.optimizer, SgdConfig) else 2  # Muon's matrices have one, the rest two
 
 
 def _tokens_per_rank(policy: PolicyConfig, algorithm: AlgorithmConfig) -> int:

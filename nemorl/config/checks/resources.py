@@ -31,7 +31,7 @@ from nemorl.config.base import Config
 from nemorl.config.environment import LocalModelRewardConfig, RewardConfig
 from nemorl.config.facts import generates, is_address
 from nemorl.config.generation import GenerationConfig, TrtllmGenerationConfig
-from nemorl.config.policy import AdamConfig, PolicyConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem
 
@@ -54,14 +54,14 @@ def kernels_want_gpus(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[
 def narrow_optimizer_has_its_kernel(cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Problem]:
     """Transformer Engine's Adam keeps its tensors in types of fewer bits, on a GPU, beside bfloat16."""
     optimizer = policy.optimizer
-    if not isinstance(optimizer, AdamConfig):
-        return
     reasons = {
         "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, runs on GPUs only": (
             cluster.gpus_per_node == 0
         ),
         "policy.precision is float32, which has no use for it": policy.precision == "float32",
-        "policy.optimizer.on_host is true, and the Adam of the host takes float32 only": optimizer.on_host,
+        "policy.optimizer.on_host is true, and the Adam of the host takes float32 only": (
+            optimizer.state_is_on_host
+        ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     for field in optimizer.narrow_fields if reason else ():
