@@ -23,7 +23,7 @@ from generation_sides import Sampled, Setting, Work, equal_work, ragged_work, st
 from processes import Processes
 from rich.console import Console
 
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 
 BASE = "transformers"
 # Of the tokens compared; logits of equal height to the last bit may fall either way.
@@ -93,7 +93,7 @@ def main() -> None:
         arguments.threads,
         max(arguments.batches),
     )
-    vocabulary = ModelShape.load(setting.model).vocab_size
+    vocabulary = load_shape(setting.model).vocab_size
     engines = [BASE, *arguments.engines]
     load = os.getloadavg()
     rows = []

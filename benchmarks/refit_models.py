@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
 
 DENSE = {
@@ -64,4 +65,4 @@ DEEPSEEK_V3 = DENSE | {
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """A model's shape from the fields of its config.json."""
-    return ModelShape.from_config(config, "benchmarks/refit.py")
+    return shape_from_config(config, "benchmarks/refit.py")

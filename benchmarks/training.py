@@ -42,7 +42,7 @@ from training_work import (
     training_flops,
 )
 
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 
 # Relative differences of loss and gradient norm that the sides may have; bfloat16 keeps 8 bits.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -103,7 +103,7 @@ def measure_comparison(
     setting: Setting, comparison: Comparison, rounds: int, console: Console
 ) -> dict[str, Any]:
     """All sides of a comparison, with a table."""
-    shape = ModelShape.load(setting.model)
+    shape = load_shape(setting.model)
     work, peak = comparison.work, peak_flops(setting.device)
     flops = training_flops(shape, work)
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def measure_comparison(
 
 def measure_growth(setting: Setting, title: str, works: Sequence[Work], console: Console) -> dict[str, Any]:
     """Our step on works that grow, in a process of its own; exponents of time and memory over tokens."""
-    shape = ModelShape.load(setting.model)
+    shape = load_shape(setting.model)
     with ExitStack() as stack:
         processes = Processes(partial(ready, setting), stack)
         step(processes, OURS, works[0])  # warms up
@@ -227,7 +227,7 @@ def main() -> None:
 def report(setting: Setting, arguments: argparse.Namespace) -> None:
     """All comparisons and growths in one file, and the bounds beside what was seen."""
     console = Console(width=max(100, Console().width))  # a pipe counts as 80 columns
-    shape = ModelShape.load(setting.model)
+    shape = load_shape(setting.model)
     budget, length, vocabulary = arguments.micro_batch_tokens, arguments.length, shape.vocab_size
     ragged = Comparison(
         "lengths of rollouts",

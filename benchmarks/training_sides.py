@@ -36,7 +36,7 @@ from nemorl.data.batches import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device
 from nemorl.megatron.micro_batch import MicroBatch
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 
 # So small that the weights of the sides that step stay those of the sides that do not.
 LEARNING_RATE = 1e-12
@@ -105,7 +105,7 @@ class Nemorl:
     def __init__(self, setting: Setting) -> None:
         self.optimizer = Span(0.0, 0.0)
         self._worker = _worker(setting)
-        self._hidden_size = ModelShape.load(setting.model).hidden_size
+        self._hidden_size = load_shape(setting.model).hidden_size
         self._grad_norm = math.nan
         self._time_the_optimizer(setting.device)
 
@@ -176,7 +176,7 @@ class Megatron(_MegatronSide):
         worker = _worker(setting)
         (self._model,) = worker._chunks
         self._maker = worker._maker
-        self._hidden_size = ModelShape.load(setting.model).hidden_size
+        self._hidden_size = load_shape(setting.model).hidden_size
         del worker  # and its optimizer's state
         gc.collect()
 
@@ -209,7 +209,7 @@ class StockMegatron(_MegatronSide):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        shape = ModelShape.load(setting.model)
+        shape = load_shape(setting.model)
         self._hidden_size = shape.hidden_size
         (policy,) = _worker(setting)._modules
         with building(setting.device):

@@ -59,7 +59,7 @@ NOT_REACHED: dict[str, set[str]] = {
     },
     "nemorl.trajectories": TORCH,
     "nemorl.models.slices": TORCH | {"numpy"},
-    "nemorl.models.shape": TORCH | {"numpy"},
+    "nemorl.models.registry": TORCH | {"numpy"},
     "nemorl.models.layout": TORCH | {"numpy"},
     "nemorl.megatron": {"ray"},
 }

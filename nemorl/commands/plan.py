@@ -9,7 +9,7 @@ from rich.table import Table
 from nemorl.commands.terminal import notes, output, say, table
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import memory_parts
@@ -59,7 +59,7 @@ def run(arguments: Namespace) -> int:
 
 def _layouts(arguments: Namespace) -> None:
     experiment = load_experiment(arguments.config, arguments.overrides)
-    shape = ModelShape.load(experiment.policy.model_path)
+    shape = load_shape(experiment.policy.model_path)
     choices = list_layouts(experiment, shape, arguments.gpus, _memory_bytes(arguments))
     if not choices:
         raise NemorlError(

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.models.slices import TensorSlice
 
 from .torch_engine.engine import TorchEngine
@@ -100,7 +100,7 @@ def create_engine(
     `precision` is the policy's, taken where the config names none.
     """
     engine = TorchEngine(
-        ModelShape.load(model_path),
+        load_shape(model_path),
         config,
         device=torch.device(device),
         dtype=_DTYPES[config.precision or precision],

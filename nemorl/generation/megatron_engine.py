@@ -12,7 +12,7 @@ import torch
 from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.megatron.decode import DecodingCopy, LeadingRunner
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 
 from .backends import text_of
 from .engine_thread import EngineLoop
@@ -34,7 +34,7 @@ class PolicySampler(EngineService):
         device: torch.device,
     ) -> None:
         """In the process that leads `copy`; `name` is what errors call it."""
-        shape = ModelShape.load(policy.model_path)
+        shape = load_shape(policy.model_path)
         decode = text_of(tokenizer_path)
         self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
         self._engine = BatchingEngine(

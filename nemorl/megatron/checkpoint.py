@@ -35,6 +35,7 @@ from nemorl.models.adapters import TrainedWeights
 from nemorl.models.convert import ImportedModel
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
@@ -177,7 +178,7 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 
     The whole model lies in this process's memory meanwhile. Raises FileExistsError where `out` exists.
     """
-    shape = ModelShape.load(config.model_path, config.head)
+    shape = load_shape(config.model_path, config.head)
     folder = begin_folder(out)
     try:
         with _whole_model(shape, config) as model:
@@ -200,7 +201,7 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     Runs code that the checkpoint contains (see above). config.json, its type of weights and the tokenizer
     come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
     """
-    shape = ModelShape.load(like)
+    shape = load_shape(like)
     # Read in float32, into which every type goes without a loss.
     config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
     dtype: torch.dtype = getattr(torch, shape.torch_dtype)

@@ -24,6 +24,7 @@ from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import hf_tensors
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.tensors import merge_adapter
 
@@ -46,7 +47,7 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 
 def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `export_hf`, one after the other, in the shapes of the Hugging Face folder."""
-    shape = ModelShape.load(config.model_path, config.head)
+    shape = load_shape(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
     frozen = cache(lambda: HfFolder(config.model_path))  # read only where something is
@@ -75,7 +76,7 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
         )
-    shape = ModelShape.load(config.model_path, config.head)
+    shape = load_shape(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
     adapters = adapter_tensors(shape, config.lora)

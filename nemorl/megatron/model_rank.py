@@ -15,7 +15,7 @@ from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.models.slices import TensorSlice
 
 from . import checkpoint, parallel
@@ -63,7 +63,7 @@ class ModelRank:
         self._device = select_device(device, rank)
         self._temperature = temperature
         self._keep_reference = keep_reference
-        self._shape = ModelShape.load(config.model_path, config.head)
+        self._shape = load_shape(config.model_path, config.head)
         self._installed = Installed.find()
         check_optimizer(config.optimizer, self._installed)
         self._kernels = choose(

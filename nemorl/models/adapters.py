@@ -11,9 +11,9 @@ from typing import get_args
 
 from nemorl.config.policy import LoraConfig, Projection
 
-from .family import Dim, HfTensor, Split, WeightRule
+from .family import HfTensor, Split, WeightRule
 from .layout import SCALAR_HEAD, PolicyRank, slices_of, tensors_of, weight_rules
-from .shape import ModelShape
+from .shape import Dim, ModelShape
 from .slices import TensorSlice
 
 PEFT_PREFIX = "base_model.model."  # before the names of PEFT's files

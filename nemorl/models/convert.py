@@ -10,6 +10,7 @@ from .errors import BrokenModelFolder
 from .hf_folder import HfFolder
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
+from .registry import load_shape
 from .shape import ModelShape
 
 
@@ -30,7 +31,7 @@ def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
     embeddings. Raises `UnsupportedModel`,
     `BrokenModelFolder` (also naming a tensor that holds NaN or infinity), or FileExistsError for `out`.
     """
-    shape = ModelShape.load(hf_dir)
+    shape = load_shape(hf_dir)
     tensors = hf_tensors(shape)
     folder = HfFolder(hf_dir)
     folder.check(tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
+from .registry import load_shape
 from .shape import ModelShape
 
 PAD, EOS = "<pad>", "<eos>"
@@ -41,7 +42,7 @@ def create_arithmetic_model(
         _write_tokenizer(source)
         config = _config(hidden, ffn, layers, heads, kv_heads, tied)
         (source / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        shape = ModelShape.load(source)
+        shape = load_shape(source)
         generator = torch.Generator().manual_seed(seed)
         with HfFolderWriter(folder, source) as writer:
             for name, extents in hf_tensors(shape).items():

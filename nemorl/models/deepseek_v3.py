@@ -6,11 +6,11 @@ of the policy: their tensors are left on disk.
 
 import math
 
-from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
+from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, yarn_sharpening
 from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM
-from .mixture import ROUTER, gated_experts
-from .shape import MlaShape, ModelShape, MoeShape
+from .mixtral import ROUTER, gated_experts
+from .shape import Dim, MlaShape, ModelShape, MoeShape
 
 _HF_MLP = "model.layers.{layer}.mlp."
 _SHARED = "decoder.layers.{layer}.mlp.shared_experts."

@@ -5,39 +5,12 @@ a folder, the checks of a config.json) is computed from these declarations, so t
 file; docs/families.md shows how.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # reading a config.json needs the families' declarations, so shape.py stands above
-    from .hf_config import HfConfig
-    from .shape import ModelShape
-
-
-class Dim(Enum):
-    """Extents of weight tensors, by name; `ModelShape.extent` gives their numbers."""
-
-    ONE = "one"
-    TWO = "two"
-    HIDDEN = "hidden"
-    FFN = "ffn"
-    VOCABULARY = "vocabulary"
-    HEAD = "head"
-    HEADS = "heads"  # query heads, for one number a head
-    QUERY = "query"  # all query heads
-    KEY_VALUE = "key_value"  # all key (or value) heads
-    VALUE = "value"  # all value heads, where they are as many as query heads (MLA)
-    QUERY_LATENT = "query_latent"  # MLA's compressed query
-    KEY_VALUE_LATENT = "key_value_latent"  # MLA's compressed key and value
-    KEY_VALUE_LATENT_AND_ROTARY = "key_value_latent_and_rotary"  # the same and the key's shared rotary part
-    KEY_VALUE_FROM_LATENT = "key_value_from_latent"  # keys (without the rotary part) and values of all heads
-    EXPERTS = "experts"
-    EXPERT_FFN = "expert_ffn"
-    SHARED_FFN = "shared_ffn"  # of all shared experts together
-    ADAPTER_RANK = "adapter_rank"
+from .hf_config import HfConfig
+from .shape import Dim, ModelShape
 
 
 class Split(Enum):

@@ -6,11 +6,11 @@ not read.
 
 from typing import Any
 
-from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
+from .family import HfTensor, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION_OUTPUT, EMBEDDINGS, INPUT_NORM, MLP, QKV
 from .qwen import QK_NORMS
-from .shape import ModelShape, Rope
+from .shape import Dim, ModelShape, Rope
 
 
 def _norm(param: str, name: str) -> WeightRule:

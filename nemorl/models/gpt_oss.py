@@ -3,12 +3,12 @@
 All experts of a layer lie in one tensor, input first, and gate and up take turns along its last dimension.
 """
 
-from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, WeightRule
+from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
-from .mixture import EXPERT, ROUTER, router_weight, softmax_top_k
+from .mixtral import EXPERT, ROUTER, router_weight, softmax_top_k
 from .qwen import QKV_BIAS
-from .shape import ModelShape, MoeShape
+from .shape import Dim, ModelShape, MoeShape
 
 _ATTENTION = "decoder.layers.{layer}.self_attention."
 _HF_ATTENTION = "model.layers.{layer}.self_attn."

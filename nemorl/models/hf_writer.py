@@ -20,8 +20,7 @@ from torch import Tensor
 from .errors import BrokenModelFolder
 from .json_files import INDEX_FILE, SINGLE_FILE, read_json_object
 from .layout import hf_tensors
-from .registry import family_of
-from .shape import ModelShape
+from .registry import family_of, load_shape
 
 
 def begin_folder(out: Path) -> Path:
@@ -92,7 +91,7 @@ class HfFolderWriter:
         self.out = Path(out)
         self.source = Path(source)
         self._shard_bytes = shard_bytes
-        self._shape = ModelShape.load(self.source, head)
+        self._shape = load_shape(self.source, head)
         self._missing = hf_tensors(self._shape)
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []  # names of the tensors in each file

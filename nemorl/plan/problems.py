@@ -44,6 +44,7 @@ from nemorl.models.layout_rules import (
     norms_are_fused,
     recompute_problems,
 )
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
 from .machine import Machine, is_this_machine, memory_problems
@@ -144,7 +145,7 @@ def weight_problems(
         yield f"the folder holds no weights: {SINGLE_FILE} or {INDEX_FILE} is wanted"
         return
     try:
-        wanted = hf_tensors(ModelShape.load(model, head))
+        wanted = hf_tensors(load_shape(model, head))
     except (BrokenModelFolder, UnsupportedModel):
         return
     try:
@@ -436,7 +437,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         *_thread_problems(experiment, machine),
     ]
     try:
-        shape = ModelShape.load(experiment.policy.model_path, experiment.policy.head)
+        shape = load_shape(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
         problems.append(_model_problem("policy", experiment.policy.model_path, str(error)))
         return Plan((), tuple(problems))
@@ -480,7 +481,7 @@ def models_beside(
     for model in models:
         config = model.config
         try:
-            shape = ModelShape.load(config.model_path, config.head)
+            shape = load_shape(config.model_path, config.head)
         except (BrokenModelFolder, UnsupportedModel) as error:
             refused.append(_model_problem(model.section, config.model_path, str(error)))
             continue

@@ -33,7 +33,7 @@ from nemorl.data.micro_batches import BatchPlan, packing_metrics, plan_batch
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import FileRecord
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.weights.process_group import served_store
 
 from .shard import Column, Field, SequencePlace, column_of, column_shards, make_shards
@@ -280,7 +280,7 @@ class ModelGroup(HeldModel):
         self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig, *, trains: bool
     ) -> None:
         super().__init__(group, config, deadlines, trains=trains)
-        self._hidden_size = ModelShape.load(self._config.model_path, self._config.head).hidden_size
+        self._hidden_size = load_shape(self._config.model_path, self._config.head).hidden_size
         self._plan: BatchPlan | None = None
         self._lengths: list[int] = []  # tokens of the loaded sequences
 

@@ -9,7 +9,7 @@ import yaml
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemorl.models.create import MAX_POSITIONS
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
@@ -32,7 +32,7 @@ def mixture(folder: Path, dense: Path) -> Path:
     """Four experts of which two serve a token, with the dense model's tokenizer."""
     torch.manual_seed(4)
     config = Qwen3MoeConfig(
-        vocab_size=ModelShape.load(dense).vocab_size,
+        vocab_size=load_shape(dense).vocab_size,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,

@@ -7,7 +7,7 @@ import yaml
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemorl.models.create import MAX_POSITIONS
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
 GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024, "stop_strings": ["3"]}
@@ -60,7 +60,7 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
     """
     out = folder / "mixture"
     config = Qwen3MoeConfig(
-        vocab_size=ModelShape.load(dense).vocab_size,
+        vocab_size=load_shape(dense).vocab_size,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,

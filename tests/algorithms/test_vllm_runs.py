@@ -21,7 +21,7 @@ from nemorl.config.policy import LoraConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
 from tests.algorithms.runs import finish, lines, start, write_experiment
 from tests.vllm_there import require_vllm
@@ -58,7 +58,7 @@ def test_changes_alone_go_from_two_policy_ranks_to_two_of_vllm(tmp_path: Path, m
     engine = {"backend": "vllm", "tensor_parallel_size": 2, "threads": 1, "delta": True}
     policy = {"precision": "bfloat16", "optimizer": {"name": "adam", "lr": 1e-6}}
     steps = run(tmp_path, model, engine, policy)
-    sizes = {name: math.prod(size) for name, size in hf_tensors(ModelShape.load(model)).items()}
+    sizes = {name: math.prod(size) for name, size in hf_tensors(load_shape(model)).items()}
     on_both = sum(size for name, size in sizes.items() if name.endswith("norm.weight"))
     whole = 2 * (sum(sizes.values()) + on_both) / 1e9
     assert steps[0].values["refit/gigabytes"] == whole
@@ -80,7 +80,7 @@ def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path
     steps = run(tmp_path, model, engine, policy)
     # Every batch is sampled by the weights of the step before it, in the policy's own distribution.
     assert max(s.values["logprob_gap/max"] for s in steps) < 1e-3
-    sent = adapter_tensors(ModelShape.load(model), lora)
+    sent = adapter_tensors(load_shape(model), lora)
     num_bytes = 4 * 2 * sum(map(math.prod, sent.values()))  # to each rank all of them
     assert all(s.values["refit/gigabytes"] == num_bytes / 1e9 for s in steps)
     assert all(s.values["version/lag"] == 0 for s in steps)

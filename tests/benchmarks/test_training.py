@@ -17,7 +17,7 @@ from training_work import Work, equal_work, growth, padding_waste, rollout_work,
 from transformers import AutoModelForCausalLM
 
 from nemorl.megatron import parallel
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.megatron.examples import VOCABULARY, random_model
 
 SIDES = (
@@ -124,7 +124,7 @@ def test_lengths_of_rollouts_vary_within_their_limits():
 def test_operations_are_those_that_torch_counts(model: Path):
     """Torch counts all pairs of tokens in attention, of which a causal one needs half."""
     length = 32
-    work, shape = equal_work(1, length, length, VOCABULARY), ModelShape.load(model)
+    work, shape = equal_work(1, length, length, VOCABULARY), load_shape(model)
     theirs = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     (rows,) = work.padded([[0]], torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:

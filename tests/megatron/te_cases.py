@@ -19,7 +19,7 @@ from nemorl.megatron.model import PolicyModel, transformer_config
 from nemorl.megatron.worker import TrainStats
 from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.megatron_names import local_name
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.megatron.cases import Life, live, start_worker
 from tests.megatron.test_checkpoint import train
 
@@ -39,7 +39,7 @@ class Names:
 
 def names_of_rank(_: int, __: int, ___: str, config: PolicyConfig, rank: int) -> Names:
     """Both models of one rank of a layout, built without the other ranks."""
-    shape, place = ModelShape.load(config.model_path), policy_rank(config.layout, rank)
+    shape, place = load_shape(config.model_path), policy_rank(config.layout, rank)
     select_device("cpu", rank)
     with alone(config, rank), building("cpu"):
         local, engine = (

@@ -15,7 +15,7 @@ from nemorl.megatron.checkpoint_files import SavedState
 from nemorl.megatron.export import export_hf
 from nemorl.megatron.model import PolicyParallel
 from nemorl.models.adapters import TrainedWeights
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 
@@ -153,7 +153,7 @@ def test_weights_are_read_as_hf_tensors_without_a_worker(pool, model, tmp_path):
     folder = model("qwen3")[1]
     config = policy_config(folder, layout=layout(tp=2, dp=2))
     pool.run(4, save_untrained, config, tmp_path)
-    saved = SavedState(tmp_path, TrainedWeights(ModelShape.load(folder)))
+    saved = SavedState(tmp_path, TrainedWeights(load_shape(folder)))
     for name, expected in model("qwen3")[0].state_dict().items():
         assert torch.equal(saved.hf_tensor(name), expected), name
 

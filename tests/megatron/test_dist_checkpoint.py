@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from nemorl.megatron.checkpoint import export_megatron, import_megatron, sharded_state
 from nemorl.megatron.device import building
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import VOCABULARY, layout, policy_config
 
@@ -140,7 +140,7 @@ def names_in(rank, world_size, rendezvous, folder):
 def load_under(rank, world_size, rendezvous, config, folder):
     worker = start_worker(rank, world_size, rendezvous, config)
     (chunk,) = worker._chunks
-    shards = sharded_state(chunk.module, ModelShape.load(config.model_path))
+    shards = sharded_state(chunk.module, load_shape(config.model_path))
     state = dist_checkpointing.load(shards, str(folder / "release"))
     wrong = [name for name, weight in worker.parameters().items() if not torch.equal(state[name], weight)]
     worker.close()

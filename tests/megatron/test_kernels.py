@@ -15,7 +15,7 @@ from nemorl.megatron.kernels import (
     optimizer_kernel,
 )
 from nemorl.megatron.parallel import recompute_notes
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import shape_from_config
 from tests.plan.models import CONFIG
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -134,7 +134,7 @@ def test_types_that_only_transformer_engine_takes_want_it():
     ],
 )
 def test_the_header_says_where_norms_are_not_recomputed(config, layers, told):
-    shape = ModelShape.from_config(config, "config.json")
+    shape = shape_from_config(config, "config.json")
     recompute = SelectiveRecompute(name="selective", modules=("core_attn", "layernorm"))
 
     assert bool(recompute_notes(shape, recompute, layers)) == told

@@ -7,6 +7,7 @@ import pytest
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
 from nemorl.models.layout_rules import layout_problems, recompute_problems
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import FAMILIES, layout
@@ -145,7 +146,7 @@ def _is_valid(shape: ModelShape, where: LayoutConfig, recompute: RecomputeConfig
 )
 def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
     """Eight sequences: two for each of four copies, so that two interleaved stages have one each."""
-    family, where, per_micro_batch, recompute = drawn(seed, lambda family: ModelShape.load(model(family)[1]))
+    family, where, per_micro_batch, recompute = drawn(seed, lambda family: load_shape(model(family)[1]))
     interleaved = where.virtual_pipeline_parallel_size > 1
     (alone,) = run(family, layout(), 8)
     for life in run(family, where, 1 if interleaved else per_micro_batch, recompute):

@@ -15,7 +15,7 @@ from nemorl.models.adapters import TrainedWeights, adapter_tensors
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.models.tensors import local_view, merge_adapter
 from nemorl.weights.messages import ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_transfers
@@ -92,9 +92,7 @@ def test_logprobs_and_gradients_equal_peft(worker, family, lora):
     loss.backward()
     assert stats.sums["loss/total"] == pytest.approx(loss.item(), rel=1e-5)
     grads = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if p.requires_grad}
-    assert (
-        set(grads) == set(adapters) == set(adapter_tensors(ModelShape.load(policy._config.model_path), lora))
-    )
+    assert set(grads) == set(adapters) == set(adapter_tensors(load_shape(policy._config.model_path), lora))
     for name, grad in grads.items():
         assert grad.abs().max() > 1e-5, name
         torch.testing.assert_close(
@@ -130,9 +128,7 @@ def test_first_values_are_pefts(worker):
 
 def test_frozen_weights_cost_no_gradients_and_no_optimizer_state(worker):
     policy = worker("qwen3", ALL)
-    expected = sum(
-        a * b for a, b in adapter_tensors(ModelShape.load(policy._config.model_path), ALL).values()
-    )
+    expected = sum(a * b for a, b in adapter_tensors(load_shape(policy._config.model_path), ALL).values())
     shards = policy.optimizer.shards("exp_avg")
     assert {name for name in policy.parameters() if ".lora." in name} == set(shards)
     assert sum(shard.values.numel() for shard in shards.values()) == expected
@@ -271,7 +267,7 @@ def replace_layout(config, where):
 
 def test_the_checkpoint_holds_adapters_only(saved):
     config, folder, _ = saved
-    shape = ModelShape.load(config.model_path)
+    shape = load_shape(config.model_path)
     held = json.loads((folder / "policy.json").read_text())["tensors"]
     assert set(held) == set(adapter_tensors(shape, SOME))
     assert held["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == [3, 64]
@@ -312,7 +308,7 @@ def test_exports_and_checkpoints_of_another_kind_are_refused(saved, tmp_path):
     without = config.model_copy(update={"lora": None})
     with pytest.raises(UnsupportedModel, match=r"policy.lora is null in its run: leave out --adapter"):
         export_adapter(folder, tmp_path / "adapter", without)
-    shape = ModelShape.load(config.model_path)
+    shape = load_shape(config.model_path)
     for lora in (None, ALL):
         with pytest.raises(UnfitCheckpoint, match=r"with policy.lora as it is"):
             SavedState(folder, TrainedWeights(shape, lora))

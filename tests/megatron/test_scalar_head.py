@@ -13,7 +13,7 @@ from nemorl.config.policy import LoraConfig
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.models.errors import UnsupportedModel
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 
@@ -216,4 +216,4 @@ def test_what_a_head_cannot_do_is_refused(worker, critic, model):
     ):
         policy.train(LOSS, partition(8, 3))
     with pytest.raises(UnsupportedModel, match=r"'LlamaForSequenceClassification', which has no head for"):
-        ModelShape.load(critic("llama-tied")[1])
+        load_shape(critic("llama-tied")[1])

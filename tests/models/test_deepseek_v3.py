@@ -8,7 +8,8 @@ import pytest
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import check_divisible, hf_tensors
-from nemorl.models.shape import MlaShape, ModelShape, MoeShape, YarnRopeScaling
+from nemorl.models.registry import shape_from_config
+from nemorl.models.shape import MlaShape, MoeShape, YarnRopeScaling
 
 DEEPSEEK_V3: dict[str, Any] = {  # as published, but for quantization_config
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -64,7 +65,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 def test_the_published_model() -> None:
-    shape = ModelShape.from_config(DEEPSEEK_V3, "config.json")
+    shape = shape_from_config(DEEPSEEK_V3, "config.json")
     assert shape.mla == MlaShape(1536, 512, head_dim=128, rotary_dim=64, value_dim=128)
     assert shape.moe == MoeShape(
         num_experts=256,
@@ -86,30 +87,30 @@ def test_the_published_model() -> None:
 
 
 def test_without_rope_scaling_the_softmax_scale_is_the_usual() -> None:
-    shape = ModelShape.from_config(changed(rope_scaling=None), "")
+    shape = shape_from_config(changed(rope_scaling=None), "")
     assert shape.softmax_scale == pytest.approx(192**-0.5)
 
 
 def test_sharpening_wants_a_factor_where_positions_are_scaled_at_all() -> None:
     """As in transformers, where `mscale_all_dim` beside the plain rotation says nothing."""
     plain = {"rope_type": "default", "rope_theta": 10000.0, "mscale_all_dim": 1.0}
-    shape = ModelShape.from_config(changed(rope_scaling=None, rope_parameters=plain), "")
+    shape = shape_from_config(changed(rope_scaling=None, rope_parameters=plain), "")
     assert shape.softmax_scale == pytest.approx(192**-0.5)
 
     without_factor = {"type": "yarn", "mscale_all_dim": 1.0}
     with pytest.raises(BrokenModelFolder, match="rope_scaling of rope_type 'yarn' lacks factor"):
-        ModelShape.from_config(changed(rope_scaling=without_factor), "m/config.json")
+        shape_from_config(changed(rope_scaling=without_factor), "m/config.json")
 
 
 def test_one_group_is_no_group() -> None:
-    moe = ModelShape.from_config(changed(n_group=1, topk_group=1), "").moe
+    moe = shape_from_config(changed(n_group=1, topk_group=1), "").moe
     assert moe is not None
     assert (moe.num_groups, moe.groups_per_token) == (1, 1)
 
 
 def test_the_published_size_and_no_layer_that_predicts_further_tokens() -> None:
     """671 billion parameters (arXiv 2412.19437, abstract) without the 61 + 1st layer, whose are 11.5 more."""
-    tensors = hf_tensors(ModelShape.from_config(DEEPSEEK_V3, ""))
+    tensors = hf_tensors(shape_from_config(DEEPSEEK_V3, ""))
     assert sum(math.prod(extents) for extents in tensors.values()) == pytest.approx(671.03e9, rel=1e-4)
     assert not any(name.startswith("model.layers.61.") for name in tensors)
 
@@ -130,7 +131,7 @@ def test_the_published_size_and_no_layer_that_predicts_further_tokens() -> None:
 )
 def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        ModelShape.from_config(changed(**fields), "m/config.json")
+        shape_from_config(changed(**fields), "m/config.json")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,6 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) ->
     ],
 )
 def test_latents_that_do_not_divide_are_refused(fields: dict[str, Any], what: str) -> None:
-    shape = ModelShape.from_config(changed(**fields), "")
+    shape = shape_from_config(changed(**fields), "")
     with pytest.raises(ValueError, match=f"tensor_parallel_size is 8: it must divide the model's {what}"):
         check_divisible(shape, LayoutConfig(tensor_parallel_size=8))

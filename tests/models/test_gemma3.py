@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from nemorl.models.errors import UnsupportedModel
-from nemorl.models.shape import LinearRopeScaling, ModelShape, Rope
+from nemorl.models.registry import shape_from_config
+from nemorl.models.shape import LinearRopeScaling, Rope
 
 GEMMA_3_1B: dict[str, Any] = {  # as published
     "architectures": ["Gemma3ForCausalLM"],
@@ -40,7 +41,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 def test_the_published_model() -> None:
-    shape = ModelShape.from_config(GEMMA_3_1B, "config.json")
+    shape = shape_from_config(GEMMA_3_1B, "config.json")
     assert shape.windows == (*(512, 512, 512, 512, 512, None) * 4, 512, 512)
     assert (shape.rope, shape.local_rope) == (Rope(1e6), Rope(1e4))
     assert shape.softmax_scale == pytest.approx(1 / 16)
@@ -61,8 +62,8 @@ def test_transformers_5_says_the_same_in_other_fields() -> None:
     for field in ("rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"):
         del newer[field]
     older = changed(rope_scaling={"rope_type": "linear", "factor": 8.0})
-    shape = ModelShape.from_config(newer, "")
-    assert shape == ModelShape.from_config(older, "")
+    shape = shape_from_config(newer, "")
+    assert shape == shape_from_config(older, "")
     assert shape.rope.scaling == LinearRopeScaling(8.0)
 
 
@@ -79,4 +80,4 @@ def test_transformers_5_says_the_same_in_other_fields() -> None:
 )
 def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        ModelShape.from_config(changed(**fields), "m/config.json")
+        shape_from_config(changed(**fields), "m/config.json")

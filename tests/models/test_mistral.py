@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from nemorl.models.errors import UnsupportedModel
-from nemorl.models.shape import ModelShape, Rope
+from nemorl.models.registry import shape_from_config
+from nemorl.models.shape import Rope
 
 MISTRAL_7B_V01: dict[str, Any] = {  # as published
     "architectures": ["MistralForCausalLM"],
@@ -28,19 +29,19 @@ MISTRAL_7B_V01: dict[str, Any] = {  # as published
 
 
 def test_all_layers_have_the_window() -> None:
-    shape = ModelShape.from_config(MISTRAL_7B_V01, "config.json")
+    shape = shape_from_config(MISTRAL_7B_V01, "config.json")
     assert shape.windows == (4096,) * 32
     assert (shape.family, shape.head_dim, shape.rope) == ("mistral", 128, Rope(10000.0))
 
 
 def test_null_is_no_window_and_a_missing_field_is_the_default() -> None:
     later = {**MISTRAL_7B_V01, "sliding_window": None}
-    assert ModelShape.from_config(later, "").windows == ()
+    assert shape_from_config(later, "").windows == ()
     del later["sliding_window"]
-    assert ModelShape.from_config(later, "").windows == (4096,) * 32
+    assert shape_from_config(later, "").windows == (4096,) * 32
 
 
 def test_layers_of_different_kinds_are_another_family() -> None:
     mixed = {**MISTRAL_7B_V01, "layer_types": ["full_attention"] * 32}
     with pytest.raises(UnsupportedModel, match=r"layer_types is .*for MistralForCausalLM only None"):
-        ModelShape.from_config(mixed, "")
+        shape_from_config(mixed, "")

@@ -12,6 +12,7 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.errors import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import policy_rank, policy_slices
+from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape, MoeShape
 from tests.models.megatron_ranks import empty_parameters
 from tests.models.tiny_models import CONFIGS, TinyModel, write_tiny
@@ -141,4 +142,4 @@ def shape(name: str, **fields: Any) -> ModelShape:
         "mixtral": "MixtralForCausalLM",
         "gpt-oss": "GptOssForCausalLM",
     }
-    return ModelShape.from_config({**config, "architectures": [architectures[name]], **fields}, "config.json")
+    return shape_from_config({**config, "architectures": [architectures[name]], **fields}, "config.json")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.family import Dim
-from nemorl.models.registry import family_of
-from nemorl.models.shape import Llama3RopeScaling, ModelShape, Rope
+from nemorl.models.registry import family_of, load_shape, shape_from_config
+from nemorl.models.shape import Dim, Llama3RopeScaling, ModelShape, Rope
 from tests.models.tiny_models import LLAMA3_ROPE, TinyModel
 
 LLAMA_3_2_1B = {  # as published
@@ -47,7 +46,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 def test_an_older_config_is_read() -> None:
-    shape = ModelShape.from_config(LLAMA_3_2_1B, "config.json")
+    shape = shape_from_config(LLAMA_3_2_1B, "config.json")
     assert shape == ModelShape(
         family="llama",
         num_layers=16,
@@ -73,7 +72,7 @@ def test_rope_parameters_of_transformers_5_say_the_same_as_the_older_fields() ->
     newer = changed(rope_parameters=LLAMA3_ROPE)
     del newer["rope_theta"], newer["rope_scaling"]
     older = changed(rope_scaling={**LLAMA_3_2_1B["rope_scaling"], "factor": 8.0})  # type: ignore[dict-item]
-    assert ModelShape.from_config(newer, "") == ModelShape.from_config(older, "")
+    assert shape_from_config(newer, "") == shape_from_config(older, "")
 
 
 def test_every_family_reads_what_transformers_writes(tiny: TinyModel) -> None:
@@ -95,17 +94,17 @@ def test_defaults_are_those_of_transformers() -> None:
     bare = changed()
     for field in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "torch_dtype"):
         del bare[field]
-    shape = ModelShape.from_config(bare, "")
+    shape = shape_from_config(bare, "")
     assert (shape.head_dim, shape.num_key_value_heads) == (2048 // 32, 32)
     assert (shape.rope, shape.torch_dtype) == (Rope(10000.0), "float32")
-    assert ModelShape.from_config({**bare, "architectures": ["Qwen3ForCausalLM"]}, "").head_dim == 128
+    assert shape_from_config({**bare, "architectures": ["Qwen3ForCausalLM"]}, "").head_dim == 128
 
 
 def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(changed(eos_token_id=7)))
-    assert ModelShape.load(tmp_path).eos_token_ids == (7,)
+    assert load_shape(tmp_path).eos_token_ids == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert ModelShape.load(tmp_path).eos_token_ids == (7, 8)
+    assert load_shape(tmp_path).eos_token_ids == (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        ModelShape.from_config(changed(**fields), "m/config.json")
+        shape_from_config(changed(**fields), "m/config.json")
 
 
 @pytest.mark.parametrize(
@@ -168,15 +167,15 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) ->
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BrokenModelFolder, match=message):
-        ModelShape.from_config(changed(**fields), "m/config.json")
+        shape_from_config(changed(**fields), "m/config.json")
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BrokenModelFolder, match=r"config\.json is missing"):
-        ModelShape.load(tmp_path)
+        load_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BrokenModelFolder, match="not valid JSON"):
-        ModelShape.load(tmp_path)
+        load_shape(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(BrokenModelFolder, match="holds a list"):
-        ModelShape.load(tmp_path)
+        load_shape(tmp_path)

@@ -16,7 +16,7 @@ from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.json_files import SINGLE_FILE
 from nemorl.models.layout import policy_slices
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.models.smollm2 import FetchFailed, fetch_smollm2
 from tests.models.megatron_ranks import ranks
 from tests.models.tiny_models import TinyModel
@@ -74,7 +74,7 @@ def test_it_can_be_tied_and_have_fewer_key_value_heads(tmp_path: Path) -> None:
 
 def test_import_writes_a_clean_folder(tiny: TinyModel, tmp_path: Path) -> None:
     imported = import_model(tiny.folder, tmp_path / "out")
-    assert imported.shape == tiny.shape == ModelShape.load(tmp_path / "out")
+    assert imported.shape == tiny.shape == load_shape(tmp_path / "out")
     assert imported.num_parameters == sum(tensor.numel() for tensor in tiny.tensors.values())
     assert imported.num_bytes == 4 * imported.num_parameters
     assert imported.left_out == ()
@@ -117,7 +117,7 @@ def test_import_refuses_other_families(tmp_path: Path) -> None:
 
 def test_fetching_again_does_nothing(arithmetic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    assert fetch_smollm2(arithmetic) == ModelShape.load(arithmetic)
+    assert fetch_smollm2(arithmetic) == load_shape(arithmetic)
 
 
 def test_a_folder_with_something_else_is_not_touched(tmp_path: Path) -> None:

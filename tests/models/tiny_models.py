@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
 torch.set_num_threads(1)
@@ -93,4 +94,4 @@ def write_tiny(name: str, folder: Path) -> TinyModel:
     for weight in model.state_dict().values():  # norms and biases too, which are ones and zeros at first
         weight.normal_()
     model.save_pretrained(folder)
-    return TinyModel(folder, ModelShape.load(folder), load_file(folder / "model.safetensors"))
+    return TinyModel(folder, load_shape(folder), load_file(folder / "model.safetensors"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 
 # 8 query and 4 key-value heads of 16, 6 layers
 CONFIG: dict[str, Any] = {
@@ -31,7 +31,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes), encoding="utf-8")
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}', encoding="utf-8")
-    write_weights(folder / "model.safetensors", hf_tensors(ModelShape.load(folder)))
+    write_weights(folder / "model.safetensors", hf_tensors(load_shape(folder)))
     return folder
 
 

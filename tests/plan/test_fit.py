@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from nemorl.config.data import DatasetConfig, FeedbackDataset
 from nemorl.errors import Problem
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.plan.machine import Gpu, Machine, memory_problems
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.problems import file_problems, plan_run
@@ -404,7 +404,7 @@ def test_a_gpu_that_engines_share_holds_both_in_a_refit(configure: Configure) ->
         "generation.backend=vllm", "generation.colocated=true", "cluster.gpus_per_node=1",
         "policy.offload={weights: true, optimizer: true}",
     )  # fmt: skip
-    shape = ModelShape.load(shared.policy.model_path)
+    shape = load_shape(shared.policy.model_path)
     of = {process.group: process for process in estimate_memory(shared, shape, True)}
     policy, engine = of["policy"], of["generation"]
     kept = policy.on_device - policy.activations - policy.logits + engine.on_device - engine.logits

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape, shape_from_config
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import ProcessMemory
 from nemorl.plan.problems import plan_run
@@ -18,7 +18,7 @@ from tests.plan.test_memory import WHOLE
 
 ROOMY = Machine(64, 10**12, 10**12, ())
 PPO = ["algorithm.name=ppo", "algorithm.kl.coefficient=0.1"]
-HIDDEN = ModelShape.from_config(CONFIG, "config.json").hidden_size
+HIDDEN = shape_from_config(CONFIG, "config.json").hidden_size
 HEAD = 1000 * 128  # of a language model, which a critic has not
 CRITIC = WHOLE - HEAD + HIDDEN
 
@@ -119,7 +119,7 @@ def write_reward_model(folder: Path, labels: int = 1) -> Path:
     write_model(folder)
     trained = CONFIG | {"architectures": ["LlamaForSequenceClassification"]}
     (folder / "config.json").write_text(json.dumps(trained), encoding="utf-8")
-    tensors = hf_tensors(ModelShape.load(folder, "scalar")) | {"score.weight": (labels, HIDDEN)}
+    tensors = hf_tensors(load_shape(folder, "scalar")) | {"score.weight": (labels, HIDDEN)}
     write_weights(folder / "model.safetensors", tensors)
     return folder
 
@@ -150,7 +150,7 @@ def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
     if spoilt == "tokenizer.json":
         (taste / spoilt).unlink()
     elif spoilt is not None:
-        write_weights(taste / spoilt, hf_tensors(ModelShape.from_config(CONFIG, "config.json")))
+        write_weights(taste / spoilt, hf_tensors(shape_from_config(CONFIG, "config.json")))
     found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).problems
     assert [v.field for v in found] == (["rewards.0.model_path"] if fix else [])
     assert all(fix in problem.fix for problem in found)

@@ -7,12 +7,12 @@ import pytest
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout_rules import layout_problems
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import shape_from_config
 from nemorl.plan.layouts import LayoutChoice, list_layouts
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
 
-SHAPE = ModelShape.from_config(CONFIG, "config.json")
+SHAPE = shape_from_config(CONFIG, "config.json")
 EXPERTS = {
     **CONFIG,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -77,7 +77,7 @@ def test_bytes_of_each_axis_written_out(configure: Configure) -> None:
 
 
 def test_experts_are_laid_over_the_processes_of_a_stage(configure: Configure) -> None:
-    shape = ModelShape.from_config(EXPERTS, "config.json")
+    shape = shape_from_config(EXPERTS, "config.json")
     names = {choice.layout.name for choice in list_layouts(configure(), shape, 2, None)}
     stage_of_two = {
         f"{axis}{experts}" for axis in ("DP2", "CP2", "TP2-SP") for experts in ("", " EP2", " ETP2")

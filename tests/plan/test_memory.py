@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.models.shape import ModelShape, MoeShape
+from nemorl.models.registry import shape_from_config
+from nemorl.models.shape import MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
 
-SHAPE = ModelShape.from_config(CONFIG, "config.json")
+SHAPE = shape_from_config(CONFIG, "config.json")
 EMBEDDING = 1000 * 128
 # norms; q and output; k and v; gate, up and down
 LAYER = 2 * 128 + 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128

@@ -5,6 +5,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import Parameters, stage_parameters
 from tests.models.tiny_models import CONFIGS
@@ -48,4 +49,4 @@ def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
 def shape_of(name: str) -> ModelShape:
     config = CONFIGS[name]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
-    return ModelShape.from_config({**config.to_dict(), "architectures": [architecture]}, name)
+    return shape_from_config({**config.to_dict(), "architectures": [architecture]}, name)

@@ -8,6 +8,7 @@ from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
 from nemorl.generation.vllm_engine.plan import vllm_problems
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from tests.plan.conftest import Configure
@@ -29,7 +30,7 @@ def problems(configure: Configure, *overrides: str, version: str | None = "0.32"
 
 def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
     """The tiny model's, whose own heads are of a size that vLLM's CPU kernels lack."""
-    return replace(ModelShape.load(experiment.policy.model_path), head_dim=head_dim)
+    return replace(load_shape(experiment.policy.model_path), head_dim=head_dim)
 
 
 def test_a_sound_engine_is_not_refused(configure: Configure) -> None:
@@ -166,7 +167,7 @@ def test_each_rank_of_an_engine_has_a_gpu(configure: Configure) -> None:
 def test_memory_is_counted_by_rank_and_by_the_way_weights_come(configure: Configure) -> None:
     def process(*overrides: str) -> ProcessMemory:
         experiment = configure(VLLM, "generation.tensor_parallel_size=2", *overrides)
-        shape = ModelShape.load(experiment.policy.model_path)
+        shape = load_shape(experiment.policy.model_path)
         (engines,) = (p for p in estimate_memory(experiment, shape, True) if p.group == "generation")
         return engines
 

@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.plan.problems import plan_run, weight_problems
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_weights
@@ -46,7 +46,7 @@ def test_weights_of_another_shape_are_of_another_model(model: Path) -> None:
 
 
 def test_quantised_weights_are_told_of(model: Path) -> None:
-    write_weights(model / "model.safetensors", hf_tensors(ModelShape.load(model)), dtype="F8_E4M3")
+    write_weights(model / "model.safetensors", hf_tensors(load_shape(model)), dtype="F8_E4M3")
 
     assert "is of type F8_E4M3, and weights may be F32, BF16, F16" in only_problem(model)
 
@@ -63,7 +63,7 @@ def test_a_file_that_was_cut_off_is_told_of(model: Path, size: int, problem: str
 
 
 def test_weights_in_several_files_are_looked_up_by_their_index(model: Path) -> None:
-    tensors = hf_tensors(ModelShape.load(model))
+    tensors = hf_tensors(load_shape(model))
     (model / "model.safetensors").unlink()
     halves = {
         "a.safetensors": dict(list(tensors.items())[:30]),

@@ -35,7 +35,7 @@ from nemorl.generation.torch_engine.batching import RequestLimits
 from nemorl.generation.types import EngineFailed
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitFailed, RefitSession
@@ -73,7 +73,7 @@ class TrtllmHost(RefittedEngine):
             torch.set_num_threads(threads)
         self._config = config
         self._device = device
-        shape = ModelShape.load(model_path)
+        shape = load_shape(model_path)
         self._tensors = hf_tensors(shape)
         self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
         name = f"TensorRT-LLM engine {rank}"

@@ -31,7 +31,7 @@ from nemorl.generation.backends import text_of
 from nemorl.generation.torch_engine.batching import RequestLimits
 from nemorl.generation.types import EngineFailed
 from nemorl.models.adapters import adapted_projections
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.weights import session as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
@@ -105,7 +105,7 @@ class VllmHost(RefittedEngine):
         self._device = device
         name = f"generation engine {rank}"
         decode = text_of(Path(tokenizer_path))
-        shape = ModelShape.load(model_path)
+        shape = load_shape(model_path)
         vocabulary = shape.vocab_size
         arguments = engine_arguments(
             config,

@@ -28,7 +28,7 @@ from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import whole_slices
@@ -47,7 +47,7 @@ _learned: dict[str, Learned] = {}  # one entry: of the model of this process
 
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
     """In the place of vLLM's post-processing, which it does."""
-    tensors = hf_tensors(ModelShape.load(Path(model_config.model)))
+    tensors = hf_tensors(load_shape(Path(model_config.model)))
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
 
 
@@ -140,7 +140,7 @@ class VllmWorkerExtension:
 def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:
     """What receives a worker's share of the weights, and why some come by reload."""
     config = runner.model_config
-    tensors = hf_tensors(ModelShape.load(Path(config.model)))
+    tensors = hf_tensors(load_shape(Path(config.model)))
     layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
 
     def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -156,7 +156,7 @@ def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[st
 def _adapters_of(runner: Any, lora: LoraConfig) -> WeightReceiver:
     """What receives adapters, of which those that add nothing are in use."""
     config = runner.model_config
-    shapes = adapter_tensors(ModelShape.load(Path(config.model)), lora)
+    shapes = adapter_tensors(load_shape(Path(config.model)), lora)
     adapters = WorkerAdapters(runner.get_model(), lora, shapes, config.dtype)
     adapters.commit()
     compute_one_adapter()

@@ -11,7 +11,7 @@ import torch
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.engine import TorchEngine
 from nemorl.generation.types import RequestRefused, SamplingParams
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from tests.generation.examples import (
     GREEDY,
@@ -38,7 +38,7 @@ SAMPLINGS = [
 
 def engine_of(model, **config):
     engine = TorchEngine(
-        ModelShape.load(model.folder),
+        load_shape(model.folder),
         TorchGenerationConfig(**config),
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from nemorl.generation.torch_engine.model import ModelRunner, Prompt
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts
 
 
 def runner_of(model, dtype=torch.float32):
     runner = ModelRunner(
-        ModelShape.load(model.folder),
+        load_shape(model.folder),
         max_kv_tokens=4096,
         max_positions=256,
         device=torch.device("cpu"),

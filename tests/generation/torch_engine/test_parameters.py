@@ -4,12 +4,12 @@ import torch
 
 from nemorl.generation.torch_engine.model import ModelRunner, Prompt, decoder_parameters
 from nemorl.models.hf_folder import HfFolder
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts, random_weights
 
 
 def test_every_hf_tensor_is_held_once_and_every_element_of_a_parameter_is_named_once(hf_model):
-    shape = ModelShape.load(hf_model.folder)
+    shape = load_shape(hf_model.folder)
     parameters = decoder_parameters(shape)
     slices = [part for parameter in parameters for part in parameter.slices()]
     stored = HfFolder(hf_model.folder)
@@ -25,7 +25,7 @@ def test_every_hf_tensor_is_held_once_and_every_element_of_a_parameter_is_named_
 def test_fused_rows_are_query_key_value_and_gate_up(hf_models):
     model = hf_models["qwen2"]
     weights = dict(model.network.named_parameters())
-    by_name = {p.name: p for p in decoder_parameters(ModelShape.load(model.folder))}
+    by_name = {p.name: p for p in decoder_parameters(load_shape(model.folder))}
     parts = [name for name, _ in by_name["layers.1.qkv.bias"].parts]
     assert parts == [f"model.layers.1.self_attn.{name}_proj.bias" for name in "qkv"]
     assert by_name["layers.1.qkv.bias"].shape == (sum(weights[name].numel() for name in parts),)

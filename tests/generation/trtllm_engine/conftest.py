@@ -9,7 +9,7 @@ import pytest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from tests.generation.trtllm_engine.setup import Loop, Setup
 
 STANDIN = Path(__file__).parent / "standin"
@@ -66,7 +66,7 @@ def make(standin, loop, hf_models):
             await host.start()
             return host
 
-        return Setup(loop, loop.run(begin()), ModelShape.load(folder))
+        return Setup(loop, loop.run(begin()), load_shape(folder))
 
     yield start
     for host in hosts:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
@@ -78,4 +78,4 @@ def exchange_of(
 
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    return hf_tensors(ModelShape.load(folder))
+    return hf_tensors(load_shape(folder))

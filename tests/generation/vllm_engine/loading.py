@@ -121,9 +121,9 @@ def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any
     from nemorl.generation.vllm_engine.weights import WHOLE, WorkerWeights, layout_of
     from nemorl.models.hf_folder import HfFolder
     from nemorl.models.layout import hf_tensors
-    from nemorl.models.shape import ModelShape
+    from nemorl.models.registry import load_shape
 
-    layout = layout_of(learned, hf_tensors(ModelShape.load(folder)), "staged")
+    layout = layout_of(learned, hf_tensors(load_shape(folder)), "staged")
     weights = WorkerWeights(model, layout, reloading(config, model), False, config.model_config.dtype)
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
@@ -158,7 +158,7 @@ def refit_report(
     """What becomes of refits of the first model to the second's weights and back, beside and in place."""
     from nemorl.generation.vllm_engine.weights import WorkerWeights, layout_of
     from nemorl.models.layout import hf_tensors
-    from nemorl.models.shape import ModelShape
+    from nemorl.models.registry import load_shape
     from tests.generation.vllm_engine.rank_refits import refits
 
     model = models[0]
@@ -166,7 +166,7 @@ def refit_report(
     reload, dtype = reloading(config, model), config.model_config.dtype
     found = {}
     for update in ("staged", "in_place"):
-        layout = layout_of(learned, hf_tensors(ModelShape.load(folders[0])), update)
+        layout = layout_of(learned, hf_tensors(load_shape(folders[0])), update)
         weights = WorkerWeights(model, layout, reload, update == "in_place", dtype)
         found[update] = refits(folders, (first, second), model, weights, transports)
     return {"refits": found}
@@ -188,9 +188,9 @@ def packed_report(folder: Path, config: Any, model: Any) -> dict[str, Any]:
     from nemorl.generation.vllm_engine.weights import WHOLE, Learned, WorkerWeights, layout_of
     from nemorl.models.hf_folder import HfFolder
     from nemorl.models.layout import hf_tensors
-    from nemorl.models.shape import ModelShape
+    from nemorl.models.registry import load_shape
 
-    shapes = hf_tensors(ModelShape.load(folder))
+    shapes = hf_tensors(load_shape(folder))
     layout = layout_of(Learned(LoaderTrace((), {}), {}, None), shapes, "reload")
     weights = WorkerWeights(model, layout, reloading(config, model), False, torch.float32)
     tensors = weights.tensors()

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import policy_rank, policy_slices
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.fingerprint import combine, fingerprint
@@ -41,7 +42,7 @@ class Policy(Threads):
     """Float32, as master weights are. Where no layout is given, two ranks share every matrix, and experts."""
 
     def __init__(self, folder: Path, layout: LayoutConfig | None = None) -> None:
-        shape = ModelShape.load(folder)
+        shape = load_shape(folder)
         layout = layout or (_TP2 if shape.moe is None else _TP2_EP2)
         super().__init__([_Rank(shape, layout, number) for number in range(layout.world_size)])
         self.load(folder)
@@ -54,7 +55,7 @@ class Policy(Threads):
 
 def other_layouts(folder: Path) -> dict[str, LayoutConfig]:
     """Of a policy of this model, by name: those that `Policy` has not by itself."""
-    return _OF_ALL if ModelShape.load(folder).moe is None else _OF_ALL | _OF_MIXTURES
+    return _OF_ALL if load_shape(folder).moe is None else _OF_ALL | _OF_MIXTURES
 
 
 def changed(folder: Path, into: Path) -> Path:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig, LoraConfig
 from nemorl.models.adapters import adapter_slices, adapter_tensors, peft_names
 from nemorl.models.layout import policy_rank
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightSender
@@ -38,7 +39,7 @@ class Policy(Threads):
     """Two tensor-parallel ranks with adapters, which are drawn."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        shape = ModelShape.load(folder)
+        shape = load_shape(folder)
         super().__init__([_Rank(shape, number) for number in range(2)])
         generator = torch.Generator().manual_seed(seed)
         tensors = adapter_tensors(shape, LORA)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from nemorl.generation.types import Completion, GenerationRequest, Progress, RequestRefused, SamplingParams
 from nemorl.models.layout import hf_tensors
-from nemorl.models.shape import ModelShape
+from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import SendReport
@@ -243,7 +243,7 @@ def test_sleeping_lets_nobody_sample_until_it_wakes(one: Any) -> None:
 def test_every_parameter_of_a_dense_model_comes_as_its_shard(one: Any, dense: Any) -> None:
     (layout,) = one.host.describe_weights()
     elements = sum(part.num_elements for part in layout.slices)
-    assert elements == sum(np.prod(s) for s in hf_tensors(ModelShape.load(dense[0])).values())
+    assert elements == sum(np.prod(s) for s in hf_tensors(load_shape(dense[0])).values())
     assert set(layout.dtypes) == {"float32"}
 
 
@@ -267,7 +267,7 @@ def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> No
     stats = asyncio.run(exchange.refit(before + 1))
     completions = running.result(120)
     new = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    assert stats.num_bytes == sum(4 * np.prod(s) for s in hf_tensors(ModelShape.load(folder)).values())
+    assert stats.num_bytes == sum(4 * np.prod(s) for s in hf_tensors(load_shape(folder)).values())
     for asked in requests:
         got = completions[asked.id]
         versions = got.versions.tolist()
