@@ -20,7 +20,7 @@ from .aggregation import sequence_weights
 from .gate import LogprobGate, gap_metrics, versions_of
 from .losses import CrossEntropyLoss, finish_metrics
 from .pair_losses import PreferenceLoss, pair_metrics
-from .recorder import RunRecorder
+from nemorl.run.recorder import RunRecorder
 
 
 @dataclass(frozen=True)

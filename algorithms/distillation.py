@@ -29,7 +29,7 @@ from .gate import LogprobGate, gap_metrics, versions_of
 from .kl import kl_divergence
 from .losses import finish_metrics
 from .offline import Unit
-from .recorder import RunRecorder
+from nemorl.run.recorder import RunRecorder
 from .teachers import Teachers
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.

@@ -35,7 +35,7 @@ from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .losses import CrossEntropyLoss, finish_metrics
-from .recorder import RunRecorder
+from nemorl.run.recorder import RunRecorder
 from .teachers import Teachers
 
 FILE = "reference_logprobs.json"

@@ -44,8 +44,8 @@ from .aggregation import sequence_weights
 from .filters import filter_groups
 from .gate import LogprobGate, gap_metrics, versions_of
 from .losses import PolicyLoss, ValueLoss, finish_metrics, value_metrics
-from .recorder import RunRecorder
-from .rollout_metrics import environment_share, rollout_metrics
+from nemorl.run.recorder import RunRecorder
+from .metrics import environment_share, rollout_metrics
 from .token_advantages import SequenceKL, TokenEstimator
 
 

@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Every one of them writes a folder that is not there yet. Raises NemorlError."""
-    from nemorl.algorithms.checkpoints import full_disk_named  # with safetensors, which --help does without
+    from nemorl.run.checkpoints import full_disk_named  # with safetensors, which --help does without
 
     what, where = f"The model {arguments.folder}", arguments.folder.parent
     try:
@@ -106,6 +106,6 @@ def _import(arguments: Namespace) -> None:
 
 
 def _export(arguments: Namespace) -> None:
-    from nemorl.algorithms.checkpoints import export_checkpoint
+    from nemorl.run.checkpoints import export_checkpoint
 
     export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form, arguments.model)

@@ -12,7 +12,7 @@ from .check import Ready, prepare
 from .terminal import RESUME, add_experiment
 
 if TYPE_CHECKING:
-    from nemorl.algorithms.train import RunResult
+    from nemorl.run.train import RunResult
 
 HELP = "run an experiment"
 
@@ -49,7 +49,7 @@ def show(ready: Ready) -> None:
 
 
 def _train(ready: Ready, *, resume: bool) -> "RunResult":
-    from nemorl.algorithms.train import train  # torch, Megatron and Ray: not for --help and --dry-run
+    from nemorl.run.train import train  # torch, Megatron and Ray: not for --help and --dry-run
 
     return train(ready.experiment, resume=resume)
 

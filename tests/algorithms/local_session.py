@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nemorl.algorithms.checkpoints import Progress
+from nemorl.run.checkpoints import Progress
 from nemorl.algorithms.offline import OfflineLoop, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
-from nemorl.algorithms.recorder import RunRecorder
+from nemorl.run.recorder import RunRecorder
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss

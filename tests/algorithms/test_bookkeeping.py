@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms import validation
-from nemorl.algorithms.checkpoints import Progress
-from nemorl.algorithms.recorder import RunRecorder
+from nemorl.run import validation
+from nemorl.run.checkpoints import Progress
+from nemorl.run.recorder import RunRecorder
 from nemorl.config.load import load_experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics

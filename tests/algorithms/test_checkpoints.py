@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemorl.algorithms.checkpoints import Checkpoints, Progress
+from nemorl.run.checkpoints import Checkpoints, Progress
 from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord

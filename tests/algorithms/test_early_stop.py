@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.checkpoints import Progress
-from nemorl.algorithms.stop import EarlyStop
-from nemorl.algorithms.train import _why_finished
+from nemorl.run.checkpoints import Progress
+from nemorl.run.stop import EarlyStop
+from nemorl.run.train import _why_finished
 from nemorl.config.algorithm import EarlyStopConfig
 from nemorl.megatron.checkpoint_store import Found
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from nemorl.algorithms.online import Scorer
-from nemorl.algorithms.rollout_metrics import environment_share, rollout_metrics
-from nemorl.algorithms.validation import validation_metrics
+from nemorl.algorithms.metrics import environment_share, rollout_metrics
+from nemorl.run.validation import validation_metrics
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.metrics import metrics as known_figures
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig

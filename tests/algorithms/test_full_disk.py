@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemorl.algorithms.checkpoints import full_disk_named
+from nemorl.run.checkpoints import full_disk_named
 from nemorl.observe.files import WriteError
 from tests.full_disk import files_end_at
 

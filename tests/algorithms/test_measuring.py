@@ -6,15 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from nemorl.algorithms.validation import (
-    Interval,
-    cons_at_k,
-    normal_interval,
-    pass_at_k,
-    validation_metrics,
-    wilson_interval,
-    with_intervals,
-)
+from nemorl.run.validation import Interval, cons_at_k, normal_interval, pass_at_k, validation_metrics, wilson_interval, with_intervals
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.rollout.groups import TrajectorySummary
 from tests.algorithms.groups import group, trajectory

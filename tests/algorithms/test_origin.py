@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.algorithms.checkpoints import ORIGIN_FILE, Origin, export_checkpoint
+from nemorl.run.checkpoints import ORIGIN_FILE, Origin, export_checkpoint
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore
 from tests.config.experiments import GRPO, write

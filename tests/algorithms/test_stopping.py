@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.stop import SIGNALS, StepCancelled, StopRequest
+from nemorl.run.stop import SIGNALS, StepCancelled, StopRequest
 
 
 def told(number: signal.Signals) -> None:

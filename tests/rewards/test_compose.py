@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemorl.algorithms.recorder import samples_of
-from nemorl.algorithms.rollout_metrics import rollout_metrics
+from nemorl.run.recorder import samples_of
+from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.rewards import service
 from nemorl.rewards.compose import Rewards

@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
 from nemorl.config.algorithm.base import EarlyStopConfig
 
 logger = logging.getLogger(__name__)

@@ -13,18 +13,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.algorithm import (
-    DistillationAlgorithm,
-    DistillationConfig,
-    IterativePreferenceConfig,
-    OfflineBase,
-    OnlineConfig,
-    OnPolicyDistillationConfig,
-    RejectionSamplingConfig,
-)
+from nemorl.config.algorithm import DistillationAlgorithm, DistillationConfig, IterativePreferenceConfig, OfflineBase, OnlineConfig, OnPolicyDistillationConfig, RejectionSamplingConfig
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.experiment import Experiment
@@ -41,18 +32,17 @@ from nemorl.observe.run_folder import RunFolder
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.session.session import Session, open_session
-
-from .best_of_n import BestOfNUpdate
+from nemorl.algorithms.best_of_n import BestOfNUpdate
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
-from .distillation import DistillationUpdate
-from .filters import refill
-from .gate import LogprobGate
-from .offline import OfflineLoop, ReferenceSums, reference_sums
-from .offline_data import OfflineData, load_offline_data, offline_algorithm
-from .online import OnlineLoop, PolicyGradientUpdate, Scorer, Update
+from nemorl.algorithms.distillation import DistillationUpdate
+from nemorl.algorithms.filters import refill
+from nemorl.algorithms.gate import LogprobGate
+from nemorl.algorithms.offline import OfflineLoop, ReferenceSums, reference_sums
+from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
+from nemorl.algorithms.online import OnlineLoop, PolicyGradientUpdate, Scorer, Update
 from .recorder import RunRecorder, samples_of
 from .stop import EarlyStop, StepCancelled, StopRequest
-from .teachers import Teachers, teachers_of_tasks
+from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from .validation import validate, validation_sets
 
 OnlineAlgorithm = (

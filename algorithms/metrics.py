@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
-
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
-
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.

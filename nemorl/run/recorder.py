@@ -4,7 +4,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-
 from nemorl.config.algorithm import EntropyBonusConfig, OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.megatron.stats import TrainStats
@@ -12,9 +11,8 @@ from nemorl.observe.metrics import Change, Phase, Sample, StepMetrics, read_metr
 from nemorl.observe.observer import Observer
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
-
 from .checkpoints import Checkpoints, Progress
-from .kl import EntropyWeight
+from nemorl.algorithms.kl import EntropyWeight
 from .stop import EarlyStop, StopRequest
 from .validation import ValidationSet, validate, validation_sets
 
