@@ -1,7 +1,7 @@
-"""From sampled groups to what is imitated or compared: the best of each, and the worst beside it.
+"""Best-of-n: train on the best sample of each group, or on the pair of its best and worst.
 
-`BestOfNUpdate` is what the online loop learns with then: pairs by a loss of `pair_losses.py`, or the best
-samples by cross entropy. Rewards pick; nothing else of them enters the loss.
+Pairs train by a loss of `pair_losses.py`, the best samples by cross entropy. Rewards select; they do not
+enter the loss.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,15 @@ from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSampling
 from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
-from nemorl.observe.observer import Observer
+from nemorl.megatron.stats import TrainStats
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .gate import LogprobGate, gap_metrics, versions_of
+from .gate import versions_of
 from .losses import CrossEntropyLoss, finish_metrics
+from .online import Batch
 from .pair_losses import PreferenceLoss, pair_metrics
-from nemorl.run.recorder import RunRecorder
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class PickedPair:
 
 
 def pairs_of(groups: Sequence[GroupSummary]) -> list[PickedPair]:
-    """The best and the worst paid of each group that trains; none of a group paid alike.
+    """The highest and the lowest reward of each group that trains; none of a group with equal rewards.
 
     Of equals the first sampled counts.
     """
@@ -49,7 +48,7 @@ def pairs_of(groups: Sequence[GroupSummary]) -> list[PickedPair]:
 def best_of(
     groups: Sequence[GroupSummary], min_reward: float | None = None
 ) -> list[tuple[GroupSummary, TrajectorySummary]]:
-    """The best paid of each group, if it is paid at least `min_reward`; of equals the first sampled."""
+    """The highest reward of each group, if it is at least `min_reward`; of equals the first sampled."""
     found = []
     for group in groups:
         sound = [t for t in group.trajectories if t.trains and t.num_sampled]
@@ -61,79 +60,40 @@ def best_of(
 
 @dataclass
 class BestOfNUpdate:
-    """The steps of learning from what was picked of a batch, as the online loop calls them."""
+    """The update of iterative preference optimization and of rejection sampling."""
 
     config: IterativePreferenceConfig | RejectionSamplingConfig
-    session: Session
-    observer: Observer
-    recorder: RunRecorder
-    gate: LogprobGate
     multiple: int  # of units into which a batch is laid over ranks and stages
 
-    async def load(self, groups: Sequence[GroupSummary]) -> None:
-        """Pick, and lay what was picked over the ranks; a batch may give nothing at all."""
-        self._versions = versions_of(groups)
-        if isinstance(self.config, IterativePreferenceConfig):
-            pairs = pairs_of(groups)
-            self._num_picked, places = len(pairs), _pair_places(pairs)
-        else:
-            best = best_of(groups, self.config.min_reward)
-            self._num_picked, places = len(best), _best_places(best)
-        self._share = self._num_picked / len(groups)
-        if not places:
-            return
-        missing = -self._num_picked % self.multiple
-        places += [_stand_in(groups[0], self._num_picked + unit) for unit in range(missing)]
-        with self.observer.stage("loading"):
-            await self.session.learner.load(places, kind="trajectories")
-
-    async def logprobs(self, step: int) -> dict[str, float]:
-        """Those of the reference, where the loss looks at one; the gap of what was picked, if measured."""
-        if not self._num_picked:
-            return {}
-        measures, reference = self.gate.due(step), self.config.keeps_reference
-        if not measures and not reference:
-            return {}
-        with self.observer.stage("logprobs"):
-            stats = await self.session.learner.logprobs(old=measures, reference=reference)
-        if not measures:
-            return {}
-        gap = gap_metrics(stats)
-        self.gate.check(gap, self._versions, self.recorder.done)
-        return gap
-
-    async def values(self) -> None:
-        """There is no critic."""
-
-    async def advantages(self) -> dict[str, float]:
-        """There are none."""
-        return {}
-
-    async def train(self, step: int) -> dict[str, float]:
-        """The updates; a batch in which nothing was picked leaves the weights as they are."""
-        picked = {"picked": self._share}
-        if not self._num_picked:
-            return picked | self.recorder.optimizer_metrics([], left_out=self.config.num_epochs)
-        updates = []
-        with self.observer.stage("training", total=self.config.num_epochs, unit="updates") as stage:
-            for _ in range(self.config.num_epochs):
-                updates.append(await self.session.learner.train(self._loss))
-                stage.advance(tokens=updates[-1].num_tokens)
-        first = updates[0]
-        pairs = "pairs" in first.sums
-        metrics = pair_metrics(first.sums) if pairs else finish_metrics(first.sums, first.maxima)
-        packing = self.session.learner.packing_metrics()
-        return metrics | picked | self.recorder.optimizer_metrics(updates) | packing
-
-    @property
-    def _loss(self) -> Loss:
+    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+        """Select pairs or the best samples; a batch may give none, and then nothing trains."""
         config = self.config
+        loss: Loss
         if isinstance(config, IterativePreferenceConfig):
-            return PreferenceLoss(config.loss, self._num_picked, config.sft_coefficient)
-        return CrossEntropyLoss()
+            pairs = pairs_of(groups)
+            selected, sequences = len(pairs), _pair_sequences(pairs)
+            loss = PreferenceLoss(config.loss, selected, config.sft_coefficient)
+        else:
+            best = best_of(groups, config.min_reward)
+            selected, sequences = len(best), _best_sequences(best)
+            loss = CrossEntropyLoss()
+        missing = -selected % self.multiple
+        return Batch(
+            sequences + [_placeholder(groups[0], selected + unit) for unit in range(missing)],
+            versions_of(groups),
+            {"policy": loss},
+            schedule=[0] * config.num_epochs if selected else [],
+            num_updates=config.num_epochs,
+            metrics={"picked": selected / len(groups)},
+        )
+
+    def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
+        """Metrics of the first update, in which the policy is still the one that sampled."""
+        first = updates[0]
+        return pair_metrics(first.sums) if "pairs" in first.sums else finish_metrics(first.sums, first.maxima)
 
 
-def _pair_places(pairs: Sequence[PickedPair]) -> list[SequencePlace]:
+def _pair_sequences(pairs: Sequence[PickedPair]) -> list[SequencePlace]:
     """Chosen and rejected of each pair; weights of the cross entropy, which looks at the chosen only."""
     weights = sequence_weights([pair.chosen.num_sampled for pair in pairs], "token-mean").tolist()
     return [
@@ -149,7 +109,7 @@ def _pair_places(pairs: Sequence[PickedPair]) -> list[SequencePlace]:
     ]
 
 
-def _best_places(best: Sequence[tuple[GroupSummary, TrajectorySummary]]) -> list[SequencePlace]:
+def _best_sequences(best: Sequence[tuple[GroupSummary, TrajectorySummary]]) -> list[SequencePlace]:
     weights = sequence_weights([t.num_sampled for _, t in best], "token-mean").tolist()
     return [
         SequencePlace(group.reference, t.row, t.num_tokens, weight=weight, compared=Compared(unit))
@@ -157,6 +117,6 @@ def _best_places(best: Sequence[tuple[GroupSummary, TrajectorySummary]]) -> list
     ]
 
 
-def _stand_in(group: GroupSummary, unit: int) -> SequencePlace:
+def _placeholder(group: GroupSummary, unit: int) -> SequencePlace:
     """One token that is not trained: what has no weight is not sent whole."""
     return SequencePlace(group.reference, 0, PLACEHOLDER_TOKENS, weight=0.0, compared=Compared(unit))

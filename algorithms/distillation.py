@@ -19,18 +19,16 @@ from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.examples import Example
 from nemorl.data.losses import Loss, LossOutput
 from nemorl.data.packed import PackedBatch
-from nemorl.observe.observer import Observer
+from nemorl.megatron.stats import TrainStats
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.session import Session
 from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
-from .gate import LogprobGate, gap_metrics, versions_of
+from .gate import versions_of
 from .kl import kl_divergence
 from .losses import finish_metrics
 from .offline import Unit
-from nemorl.run.recorder import RunRecorder
-from .teachers import Teachers
+from .online import Batch
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.
 _SMALLEST_REST = 1e-6
@@ -155,7 +153,7 @@ def distillation_loss(config: DistillationLossConfig) -> Loss:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Learning a teacher's distribution at the tokens of the data, as the offline loop calls it."""
+    """Learning a teacher's distribution at the tokens of the data, the objective of offline distillation."""
 
     config: DistillationConfig
 
@@ -179,68 +177,35 @@ class Distillation:
 
 @dataclass
 class DistillationUpdate:
-    """The steps of learning from teachers what a batch was worth, as the online loop calls them."""
+    """The update of on-policy distillation: the teachers score every token that the policy sampled."""
 
     config: OnPolicyDistillationConfig
-    session: Session
-    observer: Observer
-    recorder: RunRecorder
-    gate: LogprobGate
-    teachers: Teachers
-    taught_by: Sequence[str]  # the teacher of each training task
+    task_teachers: Sequence[str]  # the teacher of each training task
     multiple: int  # of sequences into which a batch is laid over ranks and stages
 
-    async def load(self, groups: Sequence[GroupSummary]) -> None:
-        """Lay what trains over the policy's ranks; filters and errors may leave nothing."""
+    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+        """One update over every trajectory that trains."""
         members = [(group, t) for group in groups for t in group.trajectories]
-        weights = sequence_weights(
-            [t.num_sampled if t.trains else 0 for _, t in members], self.config.aggregation
-        )
-        self._versions = versions_of(groups)
-        self._trains = bool(weights.any())
-        if not self._trains:
-            return
-        places = [
+        sampled = [t.num_sampled if t.trains else 0 for _, t in members]
+        weights = sequence_weights(sampled, self.config.aggregation).tolist()
+        sequences = [
             SequencePlace(
                 group.reference, t.row, t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS, weight=weight
             )
-            for (group, t), weight in zip(members, weights.tolist(), strict=True)
+            for (group, t), weight in zip(members, weights, strict=True)
         ]
-        self._names = [self.taught_by[group.task_index] for group, _ in members]
-        missing = -len(places) % self.multiple
-        stand_in = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)
-        self._places, self._names = places + [stand_in] * missing, self._names + self._names[:1] * missing
-        with self.observer.stage("loading"):
-            await self.session.learner.load(self._places, kind="trajectories")
+        teachers = [self.task_teachers[group.task_index] for group, _ in members]
+        missing = -len(sequences) % self.multiple
+        placeholder = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)
+        return Batch(
+            sequences + [placeholder] * missing,
+            versions_of(groups),
+            {"policy": distillation_loss(self.config.loss)},
+            schedule=[0] if any(weights) else [],
+            num_updates=1,
+            teachers=teachers + teachers[:1] * missing,
+        )
 
-    async def logprobs(self, step: int) -> dict[str, float]:
-        """The teachers'; and the gap between engine and trainer, where it is measured before an update."""
-        if not self._trains:
-            return {}
-        gap = {}
-        with self.observer.stage("logprobs"):
-            if self.gate.due(step):
-                gap = gap_metrics(await self.session.learner.logprobs(old=True, reference=False))
-                self.gate.check(gap, self._versions, self.recorder.done)
-        with self.observer.stage("teachers"):
-            await self.teachers.tell(self._places, self._names, "trajectories")
-        return gap
-
-    async def values(self) -> None:
-        """There is no critic."""
-
-    async def advantages(self) -> dict[str, float]:
-        """There are none."""
-        return {}
-
-    async def train(self, step: int) -> dict[str, float]:
-        """The update, if anything trains."""
-        if not self._trains:
-            return self.recorder.optimizer_metrics([], left_out=1)
-        with self.observer.stage("training", total=1, unit="updates") as stage:
-            update = await self.session.learner.train(distillation_loss(self.config.loss))
-            stage.advance(tokens=update.num_tokens)
-        metrics = finish_metrics(update.sums, update.maxima)
-        self.gate.check(metrics, self._versions, self.recorder.done)
-        packing = self.session.learner.packing_metrics()
-        return metrics | self.recorder.optimizer_metrics([update]) | packing
+    def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
+        """Metrics of the only update."""
+        return finish_metrics(updates[0].sums, updates[0].maxima)

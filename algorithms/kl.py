@@ -115,7 +115,7 @@ class EntropyWeight:
             return self.coefficient
         return self.coefficient if self.entropy <= self.config.target else 0.0
 
-    def hear(self, entropy: float) -> dict[str, float]:
+    def update(self, entropy: float) -> dict[str, float]:
         """Take the mean entropy of a step's updates; the figure of the weight that they were made with."""
         if not isinstance(self.config, AdaptiveEntropyConfig):
             return {}

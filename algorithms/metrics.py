@@ -1,10 +1,14 @@
-"""Figures of a batch of groups: what metrics.jsonl says about sampling."""
+"""Metrics of a step: of its trajectories and of its updates, and the samples that are written beside them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
+
+from nemorl.megatron.stats import TrainStats
+from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
+
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.
@@ -80,3 +84,48 @@ def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
 def _stops(members: Sequence[TrajectorySummary]) -> dict[str, float]:
     counts = Counter(t.stop for t in members)
     return {f"stop/{reason}": counts[reason] / len(members) for reason in StopReason if counts[reason]}
+
+
+def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
+    """Gradient norm, learning rate, tokens and number of updates of a step.
+
+    `left_out` updates were not made, because none of their trajectories trains. They count as empty, like
+    those without a gradient; if there are no others, the metrics are counts alone.
+    """
+    counts = {
+        "updates/all": float(len(updates) + left_out),
+        "updates/skipped": float(sum(u.skipped for u in updates)),
+        "updates/empty": float(sum(u.empty for u in updates) + left_out),
+    }
+    if not updates:
+        return counts
+    loads = [u.experts.metrics() for u in updates if u.experts is not None]
+    return {
+        **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
+        "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "lr": updates[-1].lr,
+        **counts,
+        "tokens/trained": float(sum(u.num_tokens for u in updates)),
+        "packing/padding": 1 - sum(u.num_tokens for u in updates) / sum(u.num_computed for u in updates),
+    }
+
+
+def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
+    """The conversations of the groups that came with their text."""
+    for group in groups:
+        for text in group.texts:
+            t = group.trajectories[text.row]
+            yield Sample(
+                step=step,
+                phase=phase,
+                task=group.task_index,
+                prompt=text.prompt,
+                completion=text.completion,
+                reward=t.reward,
+                rewards=t.rewards,
+                stop=str(t.stop),
+                prompt_tokens=t.num_tokens - t.num_sampled,
+                sampled_tokens=t.num_sampled,
+                answer=text.answer,
+                error=t.error,
+            )

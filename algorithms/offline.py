@@ -1,24 +1,21 @@
-"""The one loop over data as it stands: a batch of examples, a loss, a step.
+"""One step of every algorithm that learns from data: load a batch of examples, compute a loss, update.
 
-    order ─examples─▶ [reference, divergence] ─▶ load ─▶ train ─▶ validation of the loss
+    order ─examples─▶ [divergence] ─▶ load ─▶ [teachers] [reference] ─▶ train
 
-Supervised fine-tuning, preferences and reward models are the three parts of `OfflineAlgorithm`: what an
-example is, its loss and its figures.
+Supervised fine-tuning, distillation, preferences and reward models differ in their `Objective`: the loss and
+its metrics.
 
-The reference's logprobs of whole answers: computed once, with the weights that a run starts from.
-
-Losses of pairs and of single answers ask for the sum over an answer's tokens, so that is all that is kept: a
-number for each sequence, by its content, in a file of the run folder. The reference's weights then need no
-memory.
-
-Supervised fine-tuning: the answers of the data instead of samples.
+`ReferenceSums` are the reference's logprobs of complete answers, computed once with the weights that a run
+starts from. Losses of pairs and of single answers need only the sum over an answer's tokens, so that is all
+that is kept: a number for each sequence, by its content, in a file of the run folder. The reference's weights
+then need no memory.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +32,7 @@ from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .losses import CrossEntropyLoss, finish_metrics
-from nemorl.run.recorder import RunRecorder
+from .metrics import optimizer_metrics
 from .teachers import Teachers
 
 FILE = "reference_logprobs.json"
@@ -68,7 +65,7 @@ async def reference_sums(
     """Read what the run folder holds, and compute the rest with the weights that the policy has now.
 
     Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
-    they need not all be in memory. `multiple` is that of `OfflineLoop`.
+    they need not all be in memory. `multiple` is that of `OfflineAlgorithm`.
     """
     wanted = {_key(example) for example in examples() if example.num_trained}
     file, of_model = run_dir / FILE, _fingerprint(model)
@@ -139,20 +136,20 @@ class Unit:
     teacher: str = ""  # of distillation, where there are several
 
 
-class OfflineAlgorithm(Protocol):
-    """What differs between algorithms that learn from data as it stands."""
+class Objective(Protocol):
+    """What differs between algorithms that learn from data."""
 
     @property
     def aggregation(self) -> Aggregation:
-        """How weights of single tokens are made; those of rejected answers count for nothing."""
+        """How weights of tokens are made; tokens of rejected answers do not count."""
         ...
 
     def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """Sequences from which the policy's divergence from the reference is estimated before the step."""
+        """Sequences on which the divergence of the policy from the reference is estimated before the step."""
         ...
 
     def loss(self, num_units: int, divergence: float) -> Loss:
-        """The loss of a step of so many units; the divergence is 0 where there is nothing to contrast."""
+        """The loss of a step of `num_units`; the divergence is 0 if there is nothing to contrast."""
         ...
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
@@ -161,11 +158,11 @@ class OfflineAlgorithm(Protocol):
 
 
 @dataclass
-class OfflineLoop:
-    """Steps over units in their order."""
+class OfflineAlgorithm:
+    """Every algorithm that learns from data, over a started session."""
 
     config: OfflineBase
-    algorithm: OfflineAlgorithm
+    objective: Objective
     session: Session
     units: Sequence[Unit]
     held_out: Sequence[Unit]  # of the validation data; empty without any
@@ -173,70 +170,67 @@ class OfflineLoop:
     order: TaskOrder
     position: int  # in the order; the next unit
     observer: Observer
-    recorder: RunRecorder
     multiple: int  # of units into which a batch is laid over ranks and stages
     teachers: Teachers | None = None  # of distillation
-    _divergence: dict[str, float] = field(default_factory=dict, init=False)
 
-    async def run(self) -> None:
-        """All steps that are left. Raises StepCancelled."""
-        if self.held_out:
-            self.recorder.measure = self.validation_metrics
-        await self.recorder.open()
-        for step in self.recorder.steps(self.config.num_steps):
-            places = range(self.position, self.position + self.config.batch_size)
-            units = [self.units[self.order.task_index(place)] for place in places]
-            with self.observer.stage("training"):
-                update = await self.session.learner.train(await self._prepare(units))
-            self.position = places.stop
-            values = self.algorithm.metrics(update.sums, update.maxima) | self._divergence
-            values |= self.recorder.optimizer_metrics([update]) | self.session.learner.packing_metrics()
-            values["epoch"] = self.position / len(self.units)
-            await self.recorder.finish_step(step, values, self.position)
+    async def step(self, number: int) -> dict[str, float]:
+        """One update; returns its metrics. `number` only matters for algorithms that sample."""
+        positions = range(self.position, self.position + self.config.batch_size)
+        units = [self.units[self.order.task_index(position)] for position in positions]
+        learner = self.session.learner
+        with self.observer.stage("training"):
+            loss, divergence = await self._load(units)
+            update = await learner.train(loss)
+        self.position = positions.stop
+        return {
+            **self.objective.metrics(update.sums, update.maxima),
+            **divergence,
+            **optimizer_metrics([update]),
+            **learner.packing_metrics(),
+            "epoch": self.position / len(self.units),
+        }
 
     async def validation_metrics(self) -> dict[str, float]:
-        """The loss of the held-out units and its figures, without sampling and without learning."""
+        """The loss of the held-out units and its metrics, without sampling and without an update."""
         with self.observer.stage("validation"):
-            found = await self.session.learner.evaluate(await self._prepare(self.held_out))
-        metrics = self.algorithm.metrics(found.sums, found.maxima)
-        whole = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
-        return {"validation/loss": metrics.pop(whole)} | {
+            loss, _ = await self._load(self.held_out)
+            evaluation = await self.session.learner.evaluate(loss)
+        metrics = self.objective.metrics(evaluation.sums, evaluation.maxima)
+        total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
+        return {"validation/loss": metrics.pop(total)} | {
             f"validation/{name}": value for name, value in metrics.items()
         }
 
-    async def _prepare(self, units: Sequence[Unit]) -> Loss:
-        """Load the units with what their loss needs to know of them, and give the loss."""
+    async def _load(self, units: Sequence[Unit]) -> tuple[Loss, dict[str, float]]:
+        """Load the units with the reference and the teachers; returns their loss and `kl/reference`."""
         learner = self.session.learner
-        divergence = await self._measure_divergence(self.algorithm.contrast(units))
-        places = self._places(units)
-        await learner.load(places, kind="examples")
+        divergence = await self._divergence(self.objective.contrast(units))
+        sequences = self._sequences(units)
+        await learner.load(sequences, kind="examples")
         if self.teachers is not None:
-            taught_by = [unit.teacher for unit in units]
-            await self.teachers.tell(
-                places, taught_by + taught_by[:1] * (len(places) - len(units)), "examples"
-            )
+            names = [unit.teacher for unit in units]
+            names += names[:1] * (len(sequences) - len(names))
+            await self.teachers.fill(sequences, names, "examples")
         if self.config.keeps_reference:
             await learner.logprobs(old=False, reference=True)
-        return self.algorithm.loss(len(units), divergence)
+        metrics = {} if divergence is None else {"kl/reference": divergence}
+        return self.objective.loss(len(units), divergence or 0.0), metrics
 
-    async def _measure_divergence(self, examples: Sequence[Example]) -> float:
+    async def _divergence(self, examples: Sequence[Example]) -> float | None:
         """The mean over sequences of `log policy - log reference`, in nats; it may be negative."""
-        self._divergence = {}
         if not examples:
-            return 0.0
+            return None
         learner = self.session.learner
-        await learner.load(self._places([Unit((example,)) for example in examples]), kind="examples")
+        await learner.load(self._sequences([Unit((example,)) for example in examples]), kind="examples")
         policy = await learner.sequence_logprobs(reference=False)
         if self.config.precomputes_reference:
             reference = [self.references.known(example) for example in examples]
         else:
             reference = await learner.sequence_logprobs(reference=True)
-        apart = math.fsum(policy) - math.fsum(reference)
-        self._divergence = {"kl/reference": apart / len(examples)}
-        return apart / len(examples)
+        return (math.fsum(policy) - math.fsum(reference)) / len(examples)
 
-    def _places(self, units: Sequence[Unit]) -> list[SequencePlace]:
-        """The sequences of the units, stored, weighted and numbered; units that nothing looks at fill up."""
+    def _sequences(self, units: Sequence[Unit]) -> list[SequencePlace]:
+        """The sequences of the units, stored, weighted and numbered; placeholder units fill up."""
         missing = -len(units) % self.multiple
         padded = [*units, *[Unit((PLACEHOLDER,))] * missing]
         examples = [example for unit in padded for example in unit.examples]
@@ -250,7 +244,7 @@ class OfflineLoop:
             for unit in padded
             for example, label in zip(unit.examples, unit.labels, strict=True)
         ]
-        weights = sequence_weights(trained, self.algorithm.aggregation).tolist()
+        weights = sequence_weights(trained, self.objective.aggregation).tolist()
         store = self.session.store(examples)
         return [
             SequencePlace(store, row, example.num_tokens, weight=weight, compared=own)
@@ -260,7 +254,7 @@ class OfflineLoop:
 
 @dataclass(frozen=True)
 class Supervised:
-    """Learning to say what the data say."""
+    """Supervised fine-tuning: cross entropy of the answers of the data."""
 
     config: SftConfig
 

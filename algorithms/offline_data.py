@@ -1,7 +1,8 @@
 """From a checked experiment to what an offline run learns and measures on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nemorl.config.algorithm import (
     DistillationConfig,
@@ -20,7 +21,7 @@ from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 
 from .distillation import Distillation
-from .offline import OfflineAlgorithm, Supervised, Unit
+from .offline import Objective, Supervised, Unit
 from .pair_losses import Kto, Preference
 from .reward_model import RewardModel
 from .teachers import teachers_of_tasks
@@ -40,30 +41,28 @@ class OfflineData:
 
         That is what is learnt, and what it is contrasted with; the same sequence may come several times.
         """
-        algorithm, size = offline_algorithm(config), config.batch_size
+        objective, size = objective_of(config), config.batch_size
         drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
         needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
         yield from (example for unit in needed for example in unit.examples)
         for start in range(0, len(drawn), size):
-            yield from algorithm.contrast([self.units[index] for index in drawn[start : start + size]])
+            yield from objective.contrast([self.units[index] for index in drawn[start : start + size]])
         if self.held_out:
-            yield from algorithm.contrast(self.held_out)
+            yield from objective.contrast(self.held_out)
 
 
-def offline_algorithm(config: OfflineBase) -> OfflineAlgorithm:
-    """How the config's algorithm learns."""
-    match config:
-        case SftConfig():
-            return Supervised(config)
-        case DistillationConfig():
-            return Distillation(config)
-        case PreferenceConfig():
-            return Preference(config)
-        case KtoConfig():
-            return Kto(config)
-        case RewardModelConfig():
-            return RewardModel(config)
-    raise ValueError(f"no algorithm learns from data by {type(config).__name__}")
+_OBJECTIVES: Mapping[type[OfflineBase], Callable[[Any], Objective]] = {
+    SftConfig: Supervised,
+    DistillationConfig: Distillation,
+    PreferenceConfig: Preference,
+    KtoConfig: Kto,
+    RewardModelConfig: RewardModel,
+}
+
+
+def objective_of(config: OfflineBase) -> Objective:
+    """The objective of the config's algorithm."""
+    return _OBJECTIVES[type(config)](config)
 
 
 def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:

@@ -30,22 +30,22 @@ class Teachers:
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
     top_k: int | None  # likeliest tokens that are told; None: of each token that stands there the logprob
 
-    async def tell(
+    async def fill(
         self,
         places: Sequence[SequencePlace],
-        taught_by: Sequence[str],
+        teachers: Sequence[str],
         kind: Literal["trajectories", "examples"],
     ) -> None:
         """Fill the batch of these sequences that the policy has loaded, of each by its teacher's name."""
-        held = {name: [i for i, one in enumerate(taught_by) if one == name] for name in self.configs}
+        held = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
         asked = [self._ask(name, rows, places, kind) for name, rows in held.items() if rows]
         if self.session.models_share_devices:
-            told = [await one for one in asked]
+            answers = [await one for one in asked]
         else:
-            told = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*asked)
         order = [i for rows in held.values() for i in rows]
         for field, of_policy in self._fields.items():
-            found = dict(zip(order, [p for columns in told for p in columns[field]], strict=True))
+            found = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
             column = Column(tuple(found[i] for i in range(len(places))))
             await self.session.learner.take(of_policy, column)
 

@@ -152,11 +152,11 @@ def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
 def _accuracy_of(model: Path, file: Path) -> float:
     """Of a model that learns nothing here, on the held-out tasks of an experiment."""
     run_dir = RUNS / "teachers" / "-".join(model.parts)
-    metrics = run_dir / "eval" / "figures.json"
+    metrics = run_dir / "eval" / "metrics.json"
     if not metrics.exists():
         layout = "policy.layout.tensor_parallel_size=1"
         _nemorl(str(model), "eval", str(file), f"run_dir={run_dir}", f"policy.model_path={model}", layout)
-    return float(json.loads(metrics.read_text(encoding="utf-8"))["figures"][ACCURACY])
+    return float(json.loads(metrics.read_text(encoding="utf-8"))["metrics"][ACCURACY])
 
 
 def _nemorl(what: str, *arguments: str) -> None:

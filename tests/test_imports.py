@@ -1,6 +1,6 @@
 """Imports point one way, and what is light stays light.
 
-cli -> algorithms -> session -> rollout, rewards, weights, generation, megatron, cluster
+cli -> run -> algorithms -> session -> rollout, rewards, weights, generation, megatron, cluster
     -> models, data -> config
 """
 
@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
 LIBRARY = set(ALLOWED)
 ALLOWED["session"] = LIBRARY
 ALLOWED["algorithms"] = LIBRARY | {"session"}
-ALLOWED["commands"] = LIBRARY | {"session", "algorithms"}
+ALLOWED["run"] = LIBRARY | {"session", "algorithms"}
+ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run"}
 ALLOWED["cli"] = {"commands", "errors"}
 
 TORCH = {"torch", "megatron", "ray", "transformers"}

@@ -34,7 +34,7 @@ FOLDERS = {
 # The GRPO path. Functions are written `Class.method` or `function`, after `module:` where that is not unique,
 # so that moving a module needs no edit here. ROOTS are where one step enters a process or a thread.
 ROOTS = (
-    "OnlineLoop._step",  # the driver
+    "OnlineAlgorithm.step",  # the driver
     "RayRolloutWorker.stream_groups",  # the rollout worker and its turn loop
     "EngineThread._run",  # the engine's loop
     "PolicyHost.load_trajectories",  # the policy's name for it is put together at run time

@@ -19,11 +19,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
-    from nemorl.run.train import evaluate  # Ray and the engine: not before the checks
+    from nemorl.run.evaluate import evaluate  # Ray and the engine: not before the checks
     from nemorl.run.validation import with_intervals
 
     evaluation = evaluate(ready.experiment)
-    metrics = table("", ["figure", "value", "95 % interval"])
+    metrics = table("", ["metric", "value", "95 % interval"])
     for name, value, interval in with_intervals(evaluation.metrics):
         between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
         metrics.add_row(name, f"{value:.6g}", between)

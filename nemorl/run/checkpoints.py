@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+
 from safetensors import SafetensorError
+
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment

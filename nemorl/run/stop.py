@@ -1,9 +1,8 @@
-"""Told to stop: by a scheduler before a time limit or for another job, or by a person.
+"""When a run ends before its last step: a signal, or a metric that no longer improves.
 
-The first signal lets a run stop where its state is whole: sampling is dropped, since a resumed run samples
-the same again, and everything else of a step is finished. The second one ends it at once.
-
-When a run ends before its last step: a figure gets no better.
+A scheduler sends a signal before a time limit or for another job. The first signal ends
+the run where its state is complete: sampling is cancelled, since a resumed run samples the same again, and
+the rest of a step is finished. The second one ends the run immediately.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
 from nemorl.config.algorithm.base import EarlyStopConfig
 
 logger = logging.getLogger(__name__)
@@ -23,78 +23,83 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StepCancelled(Exception):
-    """Work was given up because the run was told to stop."""
+    """The step was cancelled because of a stop request."""
 
 
 class StopRequest:
-    """What one run was told. Belongs to its event loop."""
+    """The stop request of one run, from signals. Belongs to the run's event loop."""
 
     def __init__(self) -> None:
-        self.by: signal.Signals | None = None  # the first signal
-        self.at_once = False  # told again
+        self.signal: signal.Signals | None = None  # the first one
+        self.immediate = False  # a second one came
         self._stepping = False
-        self._told = asyncio.Event()
+        self._requested = asyncio.Event()
 
-    def listen(self) -> None:
-        """Hear the signals from now on, for the task that calls this. Again after whatever took them away."""
+    @property
+    def requested(self) -> bool:
+        """True after the first signal."""
+        return self.signal is not None
+
+    def install(self) -> None:
+        """Handle the signals for the task that calls this. Call it again if others replace them."""
         work = asyncio.current_task()
-        assert work is not None, "only a task can be ended"
+        assert work is not None, "only a task can be cancelled"
         for number in SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._hear, number, work)
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number, work)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, the work asks by itself whether it is to stop; outside a signal cancels it."""
+        """Inside, the work checks `requested` between steps; outside, a signal cancels it."""
         self._stepping = True
         try:
             yield
         finally:
             self._stepping = False
 
-    async def drop(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work gives, unless the run is told to stop: then the work is cancelled.
+    async def cancellable(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, or cancel it on a stop request.
 
-        Raises `StepCancelled` once it has ended.
+        Raises `StepCancelled` once the work has ended.
         """
-        doing, told = asyncio.ensure_future(work), asyncio.ensure_future(self._told.wait())
+        task, request = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
         try:
-            await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
-            if told.done():
+            await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
                 raise StepCancelled
-            return doing.result()
+            return task.result()
         finally:
-            told.cancel()
-            doing.cancel()
-            await asyncio.wait({doing})
-            _ = doing.cancelled() or doing.exception()  # which nobody else may look at
+            request.cancel()
+            task.cancel()
+            await asyncio.wait({task})
+            _ = task.cancelled() or task.exception()  # else asyncio reports an exception never retrieved
 
-    def _hear(self, number: signal.Signals, work: "asyncio.Task[Any]") -> None:
-        if self.by is not None:
-            self.at_once = True
+    def _receive(self, number: signal.Signals, work: "asyncio.Task[Any]") -> None:
+        if self.signal is not None:
+            self.immediate = True
         elif self._stepping:
             logger.warning(
-                "told to stop (%s): the step under way is dropped if it samples, and finished if not; "
-                "a second signal ends the run at once",
+                "%s received: cancelling the step if it is sampling, finishing it otherwise; "
+                "a second signal ends the run immediately",
                 number.name,
             )
-        self.by = self.by or number
-        self._told.set()
-        if self.at_once or not self._stepping:
+        self.signal = self.signal or number
+        self._requested.set()
+        if self.immediate or not self._stepping:
             work.cancel()
 
 
 @dataclass
 class EarlyStop:
-    """Watches a figure over a run; its state is in every checkpoint."""
+    """Watches a metric over a run; its state is in every checkpoint."""
 
     config: EarlyStopConfig | None
     best: float | None = None  # value so far
     waited: int = 0  # measurements since then
 
-    def hear(self, metrics: dict[str, float]) -> bool:
-        """Whether the run ends after a step with these figures; steps without the figure say nothing.
+    def update(self, metrics: dict[str, float]) -> bool:
+        """True if the run ends after a step with these metrics; steps without the metric change nothing.
 
-        A value that is no number is not better than any other.
+        NaN is not better than any other value.
         """
         if self.config is None or self.config.metric not in metrics:
             return self.over
@@ -107,19 +112,19 @@ class EarlyStop:
 
     @property
     def over(self) -> bool:
-        """Whether the figure has got no better for as long as the config waits."""
+        """True if the metric has not improved for `patience` measurements."""
         return self.config is not None and self.waited >= self.config.patience
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What a step's line says of it, and the report knows an ended run by."""
+        """The early stop's metric in a step's line, by which the report recognizes a run that ended early."""
         return {} if self.config is None else {"early_stop/waited": float(self.waited)}
 
     def __str__(self) -> str:
         assert self.config is not None
         return (
-            f"the run ends here: {self.config.metric} has not got better than {self.best} in "
-            f"{self.waited} measurements (algorithm.early_stop)"
+            f"early stop: {self.config.metric} has not improved on {self.best} in {self.waited} measurements "
+            "(algorithm.early_stop)"
         )
 
     def _is_better(self, value: float) -> bool:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
+
+from nemorl.algorithms.metrics import means_by_name
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
@@ -15,7 +17,6 @@ from nemorl.rollout.collector import sample_validation
 from nemorl.rollout.dispatch import OnFinished, ignore
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.session.session import Session
-from nemorl.algorithms.metrics import means_by_name
 
 _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 

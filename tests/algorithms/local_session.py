@@ -7,10 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nemorl.run.checkpoints import Progress
-from nemorl.algorithms.offline import OfflineLoop, ReferenceSums, reference_sums
-from nemorl.algorithms.offline_data import OfflineData, load_offline_data, offline_algorithm
-from nemorl.run.recorder import RunRecorder
+from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
+from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss
@@ -18,6 +16,8 @@ from nemorl.data.micro_batches import packing_metrics, plan_batch
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
+from nemorl.run.checkpoints import Progress
+from nemorl.run.recorder import RunRecorder
 from nemorl.session.policy_host import PolicyHost
 from nemorl.session.shard import SequencePlace, make_shards
 
@@ -64,7 +64,7 @@ class LocalLearner:
         getattr(self.host, f"load_{kind}")(shard)
         self.loads += 1
 
-    async def logprobs(self, *, old: bool, reference: bool) -> LogprobStats:
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
         """Of the loaded batch."""
         return self.host.compute_logprobs(self._micro_batches, old=old, reference=reference)
 
@@ -127,9 +127,9 @@ class Run:
         references = await self.references(data, order)
         checkpoints: Any = SimpleNamespace(check=lambda: None)
         recorder = RunRecorder(self.experiment, self.session, self.observer, checkpoints, Progress())
-        loop = OfflineLoop(
+        algorithm = OfflineAlgorithm(
             config,
-            offline_algorithm(config),
+            objective_of(config),
             self.session,
             data.units,
             data.held_out,
@@ -137,10 +137,13 @@ class Run:
             order,
             0,
             self.observer,
-            recorder,
             multiple=1,
         )
-        await loop.run()
+        if algorithm.held_out:
+            recorder.measure = algorithm.validation_metrics
+        await recorder.start()
+        for number in recorder.steps():
+            await recorder.finish(number, await algorithm.step(number), algorithm.position)
         return [line.values for line in self.lines]
 
 

@@ -17,8 +17,10 @@ from nemorl.algorithms.distillation import (
     outcomes,
 )
 from nemorl.algorithms.losses import finish_metrics
+from nemorl.algorithms.metrics import optimizer_metrics
+from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
-from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, ReverseKlLossConfig
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.packed import Compared, PackedBatch
 from nemorl.errors import RunError
@@ -284,7 +286,7 @@ def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, Stan
     async def main() -> None:
         await policy.load(places, kind="examples")
         teachers = Teachers(session, configs, {"sums": 2, "prose": 1}, top_k)
-        await teachers.tell(places, ["sums", "prose", "sums", "far", "sums"], "examples")
+        await teachers.fill(places, ["sums", "prose", "sums", "far", "sums"], "examples")
 
     asyncio.run(main())
     return policy, sums, prose
@@ -312,13 +314,9 @@ def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
 
 
 def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
-    recorder: Any = SimpleNamespace(optimizer_metrics=lambda updates, left_out: {"left out": left_out})
-    config: Any = SimpleNamespace(aggregation="token-mean")
+    config: Any = SimpleNamespace(aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"))
     nobody: Any = None
-    learning = DistillationUpdate(config, nobody, nobody, recorder, nobody, nobody, ["sums"], multiple=1)
-
-    async def step() -> dict[str, float]:
-        await learning.load([group(0, failed(0), failed(1))])
-        return await learning.logprobs(1) | await learning.train(1)
-
-    assert asyncio.run(step()) == {"left out": 1}
+    update = DistillationUpdate(config, ["sums"], multiple=1)
+    algorithm = OnlineAlgorithm(config, nobody, nobody, update, nobody, nobody, nobody, teachers=nobody)
+    batch = update.prepare([group(0, failed(0), failed(1))], 1)
+    assert asyncio.run(algorithm.train(batch, 1)) == optimizer_metrics([], left_out=1)

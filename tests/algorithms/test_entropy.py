@@ -11,7 +11,7 @@ from tests.algorithms.packed import current, ragged
 
 def test_a_bonus_is_always_the_same() -> None:
     weight = EntropyWeight.of(EntropyBonusConfig(coefficient=0.02))
-    assert weight.hear(0.1) == {}
+    assert weight.update(0.1) == {}
     assert weight.weight == 0.02
 
 
@@ -21,7 +21,7 @@ def test_the_weight_follows_the_target() -> None:
     )
     weight = EntropyWeight.of(config)
     heard = (0.4, 0.3, 0.3, 0.6, 0.5, 0.7, 0.8, 0.9, 0.4)
-    used = [weight.hear(entropy)["entropy/coefficient"] for entropy in heard]
+    used = [weight.update(entropy)["entropy/coefficient"] for entropy in heard]
     # 0.03 after the first, 0.04 at the limit, none above the target while it falls to 0, and up again
     assert used == pytest.approx([0.01, 0.03, 0.04, 0.04, 0, 0.02, 0, 0, 0])
     assert weight.weight == pytest.approx(0.02)
@@ -31,10 +31,10 @@ def test_a_weight_goes_on_from_what_a_checkpoint_keeps() -> None:
     config = AdaptiveEntropyConfig(name="adaptive", target=0.5)
     whole = EntropyWeight.of(config)
     for entropy in (0.4, 0.45, 0.6):
-        whole.hear(entropy)
+        whole.update(entropy)
     again = EntropyWeight.of(config, whole.coefficient, whole.entropy)
     assert again.weight == whole.weight == 0
-    assert again.hear(0.4) == whole.hear(0.4)
+    assert again.update(0.4) == whole.update(0.4)
     assert again.weight == whole.weight == pytest.approx(0.01)
 
 

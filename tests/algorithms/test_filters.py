@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nemorl.algorithms.filters import filter_groups, refill
-from nemorl.algorithms.online import Scorer
+from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.checks.metrics import metrics

@@ -92,9 +92,9 @@ def test_a_divergence_is_to_fall_and_a_share_has_the_error_of_a_share(benchmark,
     start = {"validation/accuracy": 0.0, "time/step": 1.0}
     end = {"validation/accuracy": 0.5, "distillation/forward_kl": after}
     wrote(tmp_path / "off_policy", start, {"distillation/forward_kl": 1.0}, end, last=steps)
-    measured = tmp_path / "teachers" / "runs-quickstart-grpo-hf" / "eval" / "figures.json"
+    measured = tmp_path / "teachers" / "runs-quickstart-grpo-hf" / "eval" / "metrics.json"
     measured.parent.mkdir(parents=True)
-    measured.write_text('{"figures": {"validation/accuracy": 0.55}}', encoding="utf-8")
+    measured.write_text('{"metrics": {"validation/accuracy": 0.55}}', encoding="utf-8")
 
     accuracy, divergence = benchmark.run("off_policy", file, steps=7)
 

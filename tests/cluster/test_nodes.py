@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
-from tests.algorithms.test_reward_runs import reward_model
+from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.run.test_reward_runs import reward_model
 
 SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 4}
 
@@ -49,7 +49,7 @@ def test_a_policy_over_two_nodes_trains_as_on_one(tmp_path: Path, monkeypatch: p
         "model_path": str(reward_model(tmp_path / "taste", model)),
     }
     changes = {
-        "rewards": [taste, {"function": "tests.algorithms.rewards:starts_right"}],
+        "rewards": [taste, {"function": "tests.run.rewards:starts_right"}],
         "algorithm": {"num_steps": 2, "validation": {"period": 2}},
         "policy": {"layout": {"data_parallel_size": 2}},
     }

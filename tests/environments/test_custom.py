@@ -10,8 +10,8 @@ import yaml
 from nemorl.config.environment import CustomEnvConfig
 from nemorl.errors import Problem
 from nemorl.rollout.custom_environment import custom_environment_problems
-from tests.algorithms.runs import finish, lines, start, tiny_model, write_experiment
 from tests.environments.episodes import task
+from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "examples.second_try:SecondTryFactory"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from nemorl.run.recorder import samples_of
 from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.rewards import service
@@ -16,6 +15,7 @@ from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers
 from nemorl.rewards.service import attempt
 from nemorl.rollout.groups import GroupSummary, SampleText, summarize
+from nemorl.run.recorder import samples_of
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 OWN = "tests.rewards.own_rewards"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemorl.run.checkpoints import full_disk_named
 from nemorl.observe.files import WriteError
+from nemorl.run.checkpoints import full_disk_named
 from tests.full_disk import files_end_at
 
 

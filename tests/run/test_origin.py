@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.run.checkpoints import ORIGIN_FILE, Origin, export_checkpoint
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore
+from nemorl.run.checkpoints import ORIGIN_FILE, Origin, export_checkpoint
 from tests.config.experiments import GRPO, write
 
 

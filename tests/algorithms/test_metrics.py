@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.online import Scorer
 from nemorl.algorithms.metrics import environment_share, rollout_metrics
-from nemorl.run.validation import validation_metrics
+from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.checks.metrics import metrics as known_figures
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.rewards.scored import ScoringMetrics
+from nemorl.run.validation import validation_metrics
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, trajectory
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from nemorl.run import validation
-from nemorl.run.checkpoints import Progress
-from nemorl.run.recorder import RunRecorder
+from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.config.load import load_experiment
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics
 from nemorl.observe.timeline import Stages
-from tests.algorithms.test_figures import group, trajectory
+from nemorl.run import validation
+from nemorl.run.checkpoints import Progress
+from nemorl.run.recorder import RunRecorder
+from tests.algorithms.groups import group, trajectory
 from tests.config.experiments import write
 
 
@@ -55,9 +56,9 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
     recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
 
     async def three_validations() -> None:
-        await recorder.open()
-        await recorder.finish_step(1, {}, position=4)
-        await recorder.finish_step(2, {}, position=8)
+        await recorder.start()
+        await recorder.finish(1, {}, position=4)
+        await recorder.finish(2, {}, position=8)
 
     asyncio.run(three_validations())
     assert loads == [experiment.data.validation]
@@ -91,8 +92,8 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
 
     async def run(rewards: list[float]) -> list[int]:
         done = []
-        for step in recorder.steps(10):
-            await recorder.finish_step(step, {"reward/mean": rewards[step - 1]}, position=step)
+        for step in recorder.steps():
+            await recorder.finish(step, {"reward/mean": rewards[step - 1]}, position=step)
             done.append(step)
         return done
 
@@ -100,7 +101,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     assert waited == [0, 0, 1, 2]
     (progress,) = saved
     assert (progress.step, progress.best_value, progress.waited) == (4, 0.4, 2)
-    assert not list(RunRecorder(experiment, nobody, observer, checkpoints, progress).steps(10))
+    assert not list(RunRecorder(experiment, nobody, observer, checkpoints, progress).steps())
 
 
 def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
@@ -123,10 +124,10 @@ def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(t
     async def run(told_in: int) -> int:
         saved.clear()
         recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
-        for step in recorder.steps(10):
+        for step in recorder.steps():
             if step == told_in:
-                recorder.stop.by = signal.SIGTERM
-            await recorder.finish_step(step, {}, position=4 * step)
+                recorder.stop.signal = signal.SIGTERM
+            await recorder.finish(step, {}, position=4 * step)
         assert not recorder.finished
         await recorder.save(last=True)
         return recorder.done
@@ -154,14 +155,14 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
                     TrainStats({}, {}, 1.0, 1e-3, kind == "nan", kind == "zero", num_tokens=1, num_computed=1)
                     for kind in kinds
                 ]
-                writer.write(StepMetrics(step, step, recorder.optimizer_metrics(updates, left_out)))
+                writer.write(StepMetrics(step, step, optimizer_metrics(updates, left_out)))
         recorder.summarize()
         return caplog.messages
 
     skipped = "updates were skipped because their gradients were not finite"
-    empty = "updates had nothing to learn from: filters, errors, equal rewards or masks left no gradient"
+    empty = "updates had no gradient because of filters, errors, equal rewards or masks"
     assert told(("one",), ("one",)) == []
     assert told(("one", "one"), ("nan", "nan")) == [f"2 of 4 {skipped}; they changed no weight."]
-    assert told(("nan",), ("nan",)) == [f"2 of 2 {skipped}; the run has learnt nothing."]
+    assert told(("nan",), ("nan",)) == [f"2 of 2 {skipped}; the run has learned nothing."]
     assert told(("one", "zero"), left_out=2) == [f"3 of 4 {empty}; they changed no weight."]
-    assert told((), (), left_out=1) == [f"2 of 2 {empty}; the run has learnt nothing."]
+    assert told((), (), left_out=1) == [f"2 of 2 {empty}; the run has learned nothing."]

@@ -23,7 +23,7 @@ from nemorl.models.create import create_arithmetic_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
-from tests.algorithms.runs import finish, lines, start, write_experiment
+from tests.run.runs import finish, lines, start, write_experiment
 from tests.vllm_there import require_vllm
 
 
@@ -40,7 +40,7 @@ def run(folder: Path, model: Path, generation: dict[str, Any], policy: dict[str,
     """The steps of a run of three."""
     config = write_experiment(
         folder, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
-        policy=policy, rewards=[{"function": "tests.algorithms.rewards:differs"}],
+        policy=policy, rewards=[{"function": "tests.run.rewards:differs"}],
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
     tree |= {"generation": {"max_new_tokens": 6, **generation}, "checkpointing": {"enabled": False}}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemorl.run.checkpoints import Checkpoints, Progress
 from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord
 from nemorl.observe.metrics import StepMetrics
+from nemorl.run.checkpoints import Checkpoints, Progress
 from tests.config.experiments import GRPO
 
 

@@ -9,7 +9,7 @@ from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
 from nemorl.megatron.checkpoint_store import verify
 from nemorl.observe.metrics import StepMetrics
-from tests.algorithms.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
+from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
 @pytest.fixture(scope="module")

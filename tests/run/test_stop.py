@@ -1,4 +1,4 @@
-"""Signals to a run: what is dropped, what is finished, and what a second one does."""
+"""Signals to a run: what is cancelled, what is finished, and what a second one does."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 from nemorl.run.stop import SIGNALS, StepCancelled, StopRequest
 
 
-def told(number: signal.Signals) -> None:
+def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
@@ -23,12 +23,12 @@ def handlers_as_before() -> Any:
         signal.signal(number, handler)
 
 
-def listening(work: Callable[[StopRequest], Awaitable[Any]]) -> StopRequest:
-    """Run the work in a task that hears; gives what was heard."""
+def run(work: Callable[[StopRequest], Awaitable[Any]]) -> StopRequest:
+    """Run the work in a task that handles the signals."""
     stop = StopRequest()
 
     async def main() -> None:
-        stop.listen()
+        stop.install()
         await asyncio.wait_for(work(stop), 20)
 
     asyncio.run(main())
@@ -36,7 +36,7 @@ def listening(work: Callable[[StopRequest], Awaitable[Any]]) -> StopRequest:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_sampling_is_dropped_and_has_ended_then(number: signal.Signals) -> None:
+def test_sampling_is_cancelled_and_has_ended(number: signal.Signals) -> None:
     ended: list[str] = []
 
     async def sampling() -> None:
@@ -48,28 +48,28 @@ def test_sampling_is_dropped_and_has_ended_then(number: signal.Signals) -> None:
 
     async def work(stop: StopRequest) -> None:
         with stop.stepping():
-            asyncio.get_running_loop().call_soon(told, number)
+            asyncio.get_running_loop().call_soon(send, number)
             with pytest.raises(StepCancelled):
-                await stop.drop(sampling())
+                await stop.cancellable(sampling())
             assert ended == ["sampling"]
 
-    assert listening(work).by is number
+    assert run(work).signal is number
 
 
-def test_what_may_not_be_dropped_is_finished() -> None:
+def test_other_work_is_finished() -> None:
     async def work(stop: StopRequest) -> None:
         with stop.stepping():
-            told(signal.SIGTERM)
+            send(signal.SIGTERM)
             for _ in range(5):
-                await asyncio.sleep(0.01)  # the signal is heard here, and this goes on
-            assert stop.by is signal.SIGTERM
+                await asyncio.sleep(0.01)  # the signal arrives here, and this continues
+            assert stop.signal is signal.SIGTERM
             with pytest.raises(StepCancelled):
-                await stop.drop(asyncio.sleep(20))
+                await stop.cancellable(asyncio.sleep(20))
 
-    assert not listening(work).at_once
+    assert not run(work).immediate
 
 
-def test_without_a_signal_the_work_gives_what_it_gives() -> None:
+def test_without_a_signal_the_work_returns_its_result() -> None:
     async def seven() -> int:
         return 7
 
@@ -77,34 +77,34 @@ def test_without_a_signal_the_work_gives_what_it_gives() -> None:
         raise ValueError("no")
 
     async def work(stop: StopRequest) -> None:
-        assert await stop.drop(seven()) == 7
+        assert await stop.cancellable(seven()) == 7
         with pytest.raises(ValueError, match="no"):
-            await stop.drop(fails())
+            await stop.cancellable(fails())
 
-    assert listening(work).by is None
+    assert run(work).signal is None
 
 
 def test_outside_of_steps_the_work_is_cancelled() -> None:
     async def work(stop: StopRequest) -> None:
-        told(signal.SIGUSR1)
+        send(signal.SIGUSR1)
         await asyncio.sleep(20)
 
     with pytest.raises(asyncio.CancelledError):
-        listening(work)
+        run(work)
 
 
-def test_a_second_signal_ends_the_work_at_once() -> None:
+def test_a_second_signal_ends_the_work_immediately() -> None:
     stops: list[StopRequest] = []
 
     async def work(stop: StopRequest) -> None:
         stops.append(stop)
         with stop.stepping():
-            told(signal.SIGUSR1)
+            send(signal.SIGUSR1)
             await asyncio.sleep(0.01)
-            told(signal.SIGTERM)
+            send(signal.SIGTERM)
             await asyncio.sleep(20)
 
     with pytest.raises(asyncio.CancelledError):
-        listening(work)
-    assert stops[0].by is signal.SIGUSR1
-    assert stops[0].at_once
+        run(work)
+    assert stops[0].signal is signal.SIGUSR1
+    assert stops[0].immediate

@@ -10,6 +10,8 @@ import pytest
 
 from nemorl.algorithms.best_of_n import BestOfNUpdate, best_of, pairs_of
 from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate
+from nemorl.algorithms.metrics import optimizer_metrics
+from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
@@ -100,25 +102,21 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
     rendezvous.mkdir()
     host = start_host(experiment, rendezvous)
     learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
-    session: Any = SimpleNamespace(learner=learner)
+    session: Any = SimpleNamespace(learner=learner, models={"policy": learner}, models_share_devices=False)
     observer: Any = SimpleNamespace(stage=no_stage)
-    recorder: Any = SimpleNamespace(
-        done=0, optimizer_metrics=lambda updates: {"grad_norm": updates[0].grad_norm}
-    )
+    nobody: Any = None
     generation = experiment.generation
     gate = LogprobGate(config.model_copy(update={"max_logprob_gap": 9.0}), generation)
-    learning = BestOfNUpdate(config, session, observer, recorder, gate, multiple=4)
+    update = BestOfNUpdate(config, multiple=4)
     groups = sampled(3)
 
-    async def step() -> dict[str, float]:
-        await learning.load(groups)
-        return await learning.logprobs(1) | await learning.train(1)
+    def train(gate: LogprobGate, number: int) -> dict[str, float]:
+        algorithm = OnlineAlgorithm(config, session, nobody, update, gate, observer, nobody)
+        return asyncio.run(algorithm.train(update.prepare(groups, number), number))
 
-    lines = [asyncio.run(step()) for _ in range(8)]
-    strict = BestOfNUpdate(config, session, observer, recorder, LogprobGate(config, generation), multiple=4)
-    asyncio.run(strict.load(groups))
+    lines = [train(gate, 1) for _ in range(8)]
     with pytest.raises(LogprobGapTooLarge, match=r"max_logprob_gap allows a mean of 0.2"):
-        asyncio.run(strict.logprobs(9))
+        train(LogprobGate(config, generation), 9)
     host.close()
     first, last = lines[0], lines[-1]
     # An engine that says -1 of each of 15 tokens is not the policy: the first batch tells, and it alone.
@@ -137,15 +135,11 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
 
 
 def test_a_batch_without_a_pair_changes_nothing() -> None:
-    config: Any = SimpleNamespace(num_epochs=1, keeps_reference=True, min_reward=5.0)
-    recorder: Any = SimpleNamespace(optimizer_metrics=lambda updates, left_out: {"left out": left_out})
-    gate = LogprobGate(config, None)  # type: ignore[arg-type]
-    learning = BestOfNUpdate(config, None, None, recorder, gate, multiple=2)  # type: ignore[arg-type]
-
-    async def step() -> dict[str, float]:
-        await learning.load([group(0, trajectory(0.5, 0), trajectory(1.0, 1))])
-        await learning.logprobs(1)
-        return await learning.train(1)
-
-    assert asyncio.run(step()) == {"picked": 0.0, "left out": 1}
+    config: Any = SimpleNamespace(num_epochs=1, min_reward=5.0)
+    nobody: Any = None
+    gate = LogprobGate(config, nobody)
+    update = BestOfNUpdate(config, multiple=2)
+    algorithm = OnlineAlgorithm(config, nobody, nobody, update, gate, nobody, nobody)
+    batch = update.prepare([group(0, trajectory(0.5, 0), trajectory(1.0, 1))], 1)
+    assert asyncio.run(algorithm.train(batch, 1)) == {"picked": 0.0} | optimizer_metrics([], left_out=1)
     assert not gate.compared

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from nemorl.models.create import create_arithmetic_model
-from tests.algorithms.runs import finish, lines, start, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
 ONE = {"layout": {}}  # one policy process
 

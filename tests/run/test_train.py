@@ -11,7 +11,7 @@ import yaml
 
 from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
-from tests.algorithms.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
+from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_finished_run_is_not_started_again(uninterrupted: Path) -> None:
     (uninterrupted / "report.html").unlink()
     status, output = finish(start("train", uninterrupted.with_suffix(".yaml"), "--resume"))
     assert status == 0, output
-    assert "is finished: its newest checkpoint is of step 6, so nothing is started" in output
+    assert "is already complete (checkpoint at step 6); nothing to do." in output
     assert "raise algorithm.num_steps, 6" in output
     assert "start: done" not in output
     after = (uninterrupted / "metrics.jsonl").read_bytes(), (uninterrupted / "header.json").read_bytes()
@@ -141,6 +141,10 @@ def test_a_killed_worker_ends_the_run_with_a_sentence(
     assert status == 1
     assert output.count(f"{group} rank {rank} died in stage") == 1
     assert "The last lines of" in output
+    if newest := sorted((folder / run / "checkpoints").glob("step_" + "[0-9]" * 8)):
+        assert f"Continue from the checkpoint of step {int(newest[-1].name[5:])} with --resume." in output
+    else:
+        assert "with --resume" not in output
     assert "Traceback" not in output
 
 
@@ -191,7 +195,7 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
             "advantage": {"name": "remax"},
             "filters": {"drop_equal_rewards": True, "refill": {"max_batches": 3}},
         },
-        rewards=[{"function": "tests.algorithms.rewards:differs"}],
+        rewards=[{"function": "tests.run.rewards:differs"}],
         policy={"layout": {"data_parallel_size": 2}},
         generation={"replicas": 2, "threads": 1},
         cluster={"rollout_workers": 2},
@@ -222,8 +226,7 @@ def test_a_run_that_is_told_to_stop_keeps_its_last_step_and_goes_on_as_if_nothin
     status, output = finish(driver, seconds=60)
     assert status == 75, output
     done = len(lines(folder / "stopped"))
-    assert f"told to stop (SIGUSR1) and did so after step {done}." in output
-    assert f"With --resume it goes on from step {done}." in output
+    assert f"Stopped by SIGUSR1 after step {done}. Continue with --resume." in output
     assert "Traceback" not in output
     assert [p.name for p in (folder / "stopped" / "checkpoints").iterdir()] == [f"step_{done:08}"]
 

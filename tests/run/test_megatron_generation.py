@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemorl.models.create import MAX_POSITIONS
 from nemorl.models.registry import load_shape
-from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
 GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024, "stop_strings": ["3"]}
 # What says who sampled, not what came of it.
@@ -84,7 +84,7 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
         "offload": {"optimizer": True},
         "moe": {"router_replay": True},
     }
-    rewards = [{"function": "tests.algorithms.rewards:differs"}]
+    rewards = [{"function": "tests.run.rewards:differs"}]
     path = experiment(folder / "mixture", out, "megatron", policy=policy, rewards=rewards)
     status, output = finish(start("train", path))
     assert status == 0, output

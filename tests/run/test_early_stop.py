@@ -1,4 +1,4 @@
-"""When a run ends early, over steps, and over a resume."""
+"""When a run ends early, over its steps and after a resume."""
 
 import math
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nemorl.run.checkpoints import Progress
-from nemorl.run.stop import EarlyStop
-from nemorl.run.train import _why_finished
 from nemorl.config.algorithm import EarlyStopConfig
 from nemorl.megatron.checkpoint_store import Found
+from nemorl.run.checkpoints import Progress
+from nemorl.run.stop import EarlyStop
+from nemorl.run.train import _fix_if_complete
 
 ACCURACY = "validation/accuracy"
 
@@ -22,7 +22,7 @@ def watched(**settings: object) -> EarlyStop:
 
 def ends_at(stop: EarlyStop, values: list[float]) -> int | None:
     """The first value after which the run ends."""
-    return next((n for n, value in enumerate(values) if stop.hear({ACCURACY: value})), None)
+    return next((n for n, value in enumerate(values) if stop.update({ACCURACY: value})), None)
 
 
 @pytest.mark.parametrize(
@@ -42,35 +42,35 @@ def test_patience(settings: dict[str, object], values: list[float], end: int | N
     assert ends_at(watched(**settings), values) == end
 
 
-def test_steps_without_the_figure_say_nothing() -> None:
+def test_steps_without_the_metric_change_nothing() -> None:
     stop = watched()
-    assert not any(stop.hear({"reward/mean": 0.0}) for _ in range(10))
-    assert EarlyStop(None).hear({ACCURACY: 0.0}) is False
+    assert not any(stop.update({"reward/mean": 0.0}) for _ in range(10))
+    assert EarlyStop(None).update({ACCURACY: 0.0}) is False
 
 
 def test_a_resumed_run_waits_on() -> None:
     first = watched()
     assert ends_at(first, [0.4, 0.3]) is None
     resumed = EarlyStop(first.config, first.best, first.waited)
-    assert resumed.hear({ACCURACY: 0.4})
-    assert "validation/accuracy has not got better than 0.4 in 2 measurements" in str(resumed)
+    assert resumed.update({ACCURACY: 0.4})
+    assert "validation/accuracy has not improved on 0.4 in 2 measurements" in str(resumed)
 
 
 @pytest.mark.parametrize(
-    ("step", "waited", "patience", "why"),
+    ("step", "waited", "patience", "fix"),
     [
         (7, 1, 2, ""),
-        (7, 2, 2, "To train on, raise algorithm.early_stop.patience: the run ends here"),
+        (7, 2, 2, "To train further, raise algorithm.early_stop.patience; early stop"),
         (7, 2, 3, ""),
-        (10, 0, 2, "To train on, raise algorithm.num_steps, 10"),
+        (10, 0, 2, "To train further, raise algorithm.num_steps, 10"),
     ],
 )
 def test_what_is_left_of_a_resumed_run(
-    tmp_path: Path, step: int, waited: int, patience: int, why: str
+    tmp_path: Path, step: int, waited: int, patience: int, fix: str
 ) -> None:
     Progress(step=step, best_value=0.4, waited=waited).write(tmp_path)
     config = EarlyStopConfig(metric=ACCURACY, patience=patience)
     experiment: Any = SimpleNamespace(algorithm=SimpleNamespace(num_steps=10, early_stop=config))
-    said = _why_finished(experiment, Found(step, tmp_path, {}, ()))
-    assert said.startswith(why)
-    assert bool(said) == bool(why)
+    message = _fix_if_complete(experiment, Found(step, tmp_path, {}, ()))
+    assert message.startswith(fix)
+    assert bool(message) == bool(fix)

@@ -6,9 +6,17 @@ from statistics import fmean, stdev
 
 import pytest
 
-from nemorl.run.validation import Interval, cons_at_k, normal_interval, pass_at_k, validation_metrics, wilson_interval, with_intervals
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.rollout.groups import TrajectorySummary
+from nemorl.run.validation import (
+    Interval,
+    cons_at_k,
+    normal_interval,
+    pass_at_k,
+    validation_metrics,
+    wilson_interval,
+    with_intervals,
+)
 from tests.algorithms.groups import group, trajectory
 
 

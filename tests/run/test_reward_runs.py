@@ -10,7 +10,7 @@ from nemorl.config.checks.metrics import metrics
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import load_tokenizer
-from tests.algorithms.runs import finish, lines, start, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
 
 def reward_model(folder: Path, model: Path) -> Path:

@@ -42,7 +42,7 @@ def write_experiment(folder: Path, model: Path, name: str, **changes: Any) -> Pa
             "validation": {"name": "arithmetic", "digits": 1, "size": 20},
         },
         # Paid for the first digit, so that an untrained model has something to learn from.
-        "rewards": [{"function": "tests.algorithms.rewards:starts_right"}],
+        "rewards": [{"function": "tests.run.rewards:starts_right"}],
         "algorithm": {
             "name": "grpo",
             "num_steps": 6,

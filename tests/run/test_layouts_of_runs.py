@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemorl.models.create import MAX_POSITIONS
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
-from tests.algorithms.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
 
 # What says how the work was divided, not what came of it.
 OF_THE_LAYOUT = ("packing/", "balance/")

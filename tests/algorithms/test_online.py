@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.losses import ValueLoss
-from nemorl.algorithms.online import PolicyGradientUpdate, Scorer
+from nemorl.algorithms.metrics import optimizer_metrics
+from nemorl.algorithms.online import OnlineAlgorithm
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.rollout.groups import GroupSummary
@@ -82,23 +85,12 @@ def step_of(
         models=models, model=models.__getitem__, learner=models["policy"], models_share_devices=True
     )
     observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
-    entropy = SimpleNamespace(weight=0.0, hear=lambda _: {})
-    recorder: Any = SimpleNamespace(done=0, optimizer_metrics=counted, entropy=entropy)
     gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
-    learning = PolicyGradientUpdate(config, Scorer(config), session, observer, recorder, gate)
-
-    async def run() -> dict[str, float]:
-        await learning.load(groups)
-        metrics = await learning.logprobs(step)
-        await learning.values()
-        return metrics | await learning.advantages() | await learning.train(step)
-
-    metrics = asyncio.run(run())
+    nobody: Any = None
+    update = PolicyGradientUpdate(config, Scorer(config), EntropyWeight.of(config.entropy))
+    algorithm = OnlineAlgorithm(config, session, nobody, update, gate, observer, nobody)
+    metrics = asyncio.run(algorithm.train(update.prepare(groups, step), step))
     return log, models, metrics
-
-
-def counted(updates: Sequence[TrainStats], left_out: int) -> dict[str, float]:
-    return {"updates": len(updates), "left out": left_out}
 
 
 def ignore(*_: Any, **__: Any) -> None:
@@ -207,7 +199,7 @@ def test_where_nothing_trains_no_model_is_asked_for_anything() -> None:
     """As after filters that leave no group: no optimizer steps, so neither momentum nor decay moves."""
     for kl in ({}, {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}):
         log, _, metrics = step_of(["policy", "critic"], step=3, groups=NOTHING, name="ppo", kl=kl)
-        assert (log, metrics) == ([], {"updates": 0, "left out": 1})
+        assert (log, metrics) == ([], optimizer_metrics([], left_out=1))
 
 
 def test_minibatches_of_which_nothing_trains_are_left_out() -> None:
@@ -215,4 +207,4 @@ def test_minibatches_of_which_nothing_trains_are_left_out() -> None:
     fields = {"num_minibatches": 2, "num_epochs": 3, "advantage": {"name": "reinforce"}}
     log, _, metrics = step_of(["policy"], groups=groups, name="grpo", **fields)
     assert [entry for entry in log if "trains" in entry] == ["policy trains 0"] * 3
-    assert (metrics["updates"], metrics["left out"], metrics["loss/policy"]) == (3, 3, 0.5)
+    assert (metrics["updates/all"], metrics["updates/empty"], metrics["loss/policy"]) == (6, 3, 0.5)
