@@ -158,7 +158,7 @@ def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experi
         elsewhere,
         new_run=not arguments.resume,
         resumes=arguments.resume,
-        starts=False,
+        where="elsewhere",
     )
     rooms = rooms_asked(_options(arguments, ready.experiment))
     if refused := list(no_room(ready.experiment, rooms)) if rooms else []:

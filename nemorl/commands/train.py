@@ -1,14 +1,17 @@
 """`nemorl train`: check an experiment and run it."""
 
+import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemorl.commands.terminal import notes, plan_table, say
 from nemorl.config.load import to_yaml
+from nemorl.errors import ConfigError, NemorlError, RunStopped
+from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import read_machine
 
-from .check import Ready, prepare
+from .check import Ready, describe_unverified, prepare
 from .terminal import RESUME, add_experiment
 
 if TYPE_CHECKING:
@@ -33,18 +36,40 @@ def run(arguments: Namespace) -> int:
         read_machine(),
         new_run=new_run,
         resumes=arguments.resume,
-        starts=not arguments.dry_run,
+        where="unknown" if arguments.dry_run else "here",
     )
     if arguments.dry_run:
         show(ready)
         return 0
-    _summarize(_train(ready, resume=arguments.resume))
+    try:
+        result = _train(ready, resume=arguments.resume)
+    except (ConfigError, RunStopped):  # which say themselves what to do
+        raise
+    except NemorlError as error:
+        if note := _how_to_continue(arguments, ready.experiment.run_dir):
+            error.add_note(note)
+        raise
+    _summarize(result)
     return 0
 
 
+def _how_to_continue(arguments: Namespace, run_dir: Path) -> str | None:
+    """None where the run wrote nothing, so that the same command starts it again."""
+    paths = RunPaths(run_dir)
+    if not paths.has_steps:
+        return None
+    words = [str(arguments.config), *arguments.overrides, "--resume"]
+    names = (folder.name.removeprefix("step_") for folder in paths.checkpoints.glob("step_*"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    place = f"after step {max(steps)}" if steps else "from the start, as there is no checkpoint yet"
+    return f"To continue {place}: nemorl train {shlex.join(words)}"
+
+
 def show(ready: Ready) -> None:
-    """The whole experiment on standard output, fit to be saved and run; the plan beside it."""
+    """Print the resolved experiment on standard output and the plan on standard error."""
     say(to_yaml(ready.experiment).rstrip())
+    for line in describe_unverified(ready):
+        notes().print(line.strip(), markup=False)
     notes().print(plan_table(ready.plan))
 
 

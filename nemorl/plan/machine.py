@@ -1,7 +1,4 @@
-"""What the machine at hand offers.
-
-Whether all processes find room in the memory of this machine, and which setting takes most of it.
-"""
+"""This machine: its resources, and whether a run fits into them."""
 
 import os
 import shutil
@@ -96,12 +93,26 @@ _MORE_COPIES = f"raise policy.layout.data_parallel_size, or {_SMALLER}"
 
 
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
-    """Whether the run is for this machine: not for a cluster, nor for GPUs where this machine has none.
+    """True if the run is for this machine: neither for a cluster, nor for GPUs where it has none.
 
-    The nodes of a job are a machine too.
+    The nodes of a job count as this machine.
     """
-    elsewhere = "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
-    return bool(machine.nodes or not elsewhere) and bool(machine.gpus or not experiment.cluster.gpus_per_node)
+    return bool(machine.nodes or not _elsewhere(experiment)) and bool(
+        machine.gpus or not experiment.cluster.gpus_per_node
+    )
+
+
+def _elsewhere(experiment: Experiment) -> bool:
+    return "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
+
+
+def gpu_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
+    """GPUs that a run on this machine requires and that it does not have."""
+    required, available = experiment.cluster.gpus_per_node, len(machine.gpus)
+    if required > available and not _elsewhere(experiment):
+        has = f"this machine has {available} GPUs" if available else "this machine has no GPUs"
+        fix = f"{has}; start the run on a machine with {required}, or set it to 0 to run on CPUs"
+        yield Problem("cluster.gpus_per_node", required, fix)
 
 
 def memory_problems(

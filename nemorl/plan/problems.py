@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
@@ -114,6 +115,39 @@ def _refusal(endpoint: EndpointConfig, number: int) -> Problem:
         return Problem(_PORT, endpoint.port, fix)
     fix = f"this machine cannot listen there ({os.strerror(number)}): name an address of its own"
     return Problem(_HOST, endpoint.host, f"{fix}, such as 127.0.0.1")
+
+
+_CONNECT_SECONDS = 5.0
+
+
+def server_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Servers of rewards and of generation to which this machine cannot connect."""
+    if "RAY_ADDRESS" in os.environ:  # workers on other machines connect
+        return
+    addresses = {
+        f"rewards.{place}.url": reward.url
+        for place, reward in enumerate(experiment.rewards)
+        if isinstance(reward, ServiceRewardBase)
+    }
+    if isinstance(experiment.generation, OpenAIGenerationConfig):
+        addresses["generation.base_url"] = experiment.generation.base_url
+    for field, url in addresses.items():
+        if (problem := _no_connection(url)) is not None:
+            yield Problem(field, url, f"this machine cannot connect to it ({problem}); start the server")
+
+
+def _no_connection(url: str) -> str | None:
+    """None also for what is no address, which the checks of the configuration report."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        if host:
+            socket.create_connection((host, port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    except (ValueError, UnicodeError):
+        return None
+    return None
 
 
 def node_problems(cluster: ClusterConfig) -> Iterator[Problem]:

@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
+from nemorl.config.base import call_within
 from nemorl.config.environment import FunctionRewardConfig, Signature
+from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 from .find import RewardError, find_reward
 from .scored import Answers, Columns, Failed, Score, Scored, text_of
@@ -115,3 +119,46 @@ class FunctionReward:
         if isinstance(score, Real) and math.isfinite(score):
             return float(score)
         return Failed(f"reward `{self.name}` answered {score!r}: a finite number or None is wanted")
+
+
+def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:
+    """Call a function on scripted answers to `task`. Return why it scores none of them; None if it does one.
+
+    One group has the expected answer and an empty one, another the expected answer twice. `seconds` bounds
+    each call.
+    """
+
+    async def scores(texts: Sequence[str]) -> Sequence[Score]:
+        reward = FunctionReward(config, seconds)
+        answers = Answers(task, [_scripted(task, text) for text in texts], chat)
+        return (await reward.score(answers)).scores
+
+    reasons = []
+    for texts in ((task.answer or "", ""), (task.answer or "",) * 2):
+        try:
+            found = call_within(2 * seconds + 5, lambda texts=texts: asyncio.run(scores(texts)))
+        except (RewardError, TimeoutError) as error:
+            return str(error)
+        failures = [score.reason for score in found if isinstance(score, Failed)]
+        if len(failures) < len(found):
+            return None
+        reasons += failures
+    return reasons[0]
+
+
+def _scripted(task: Task, text: str) -> Conversation:
+    """A conversation in which the policy answers `text`; its tokens are placeholders, one a character."""
+    sampled = len(text) + 1
+    trajectory = Trajectory(
+        tokens=np.zeros(1 + sampled, dtype=np.int32),
+        loss_mask=np.array([False] + [True] * sampled),
+        logprobs=np.zeros(1 + sampled, dtype=np.float32),
+        versions=np.array([-1] + [0] * sampled, dtype=np.int32),
+        turns=(Turn(1, 1 + sampled, StopReason.STOP),),
+        rewards={},
+        reward=0.0,
+        stop=StopReason.STOP,
+        group=0,
+        task=task.index,
+    )
+    return Conversation(trajectory, task.messages, (Message("assistant", text),), 1)

@@ -60,7 +60,7 @@ def test_check_of_a_sound_file(
 
 
 def test_check_wants_a_file(nemorl: Nemorl) -> None:
-    assert nemorl("check", "seed=1").err == "seed=1: name an experiment file too, in which these are set\n"
+    assert nemorl("check", "seed=1").err == "seed=1: name the experiment file in which to set these fields\n"
     assert "the experiment file comes first" in nemorl("train", "seed=1", "x.yaml").err
 
 

@@ -1,4 +1,5 @@
 import importlib
+import socket
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_a_run_over_several_nodes_joins_a_ray_that_is_there(
     ("then", "now", "said"),
     [
         ("ppo", "ppo", ()),
-        ("ppo", "grpo", ("algorithm.name = grpo", "was trained with `ppo`", "set `ppo`, or begin a new run")),
+        ("ppo", "grpo", ("algorithm.name = grpo", "was trained with `ppo`", "set `ppo`, or start a new run")),
         ("sft", "grpo", ("algorithm.name = grpo", "was trained with `sft`")),
         ("grpo with a critic", "grpo", ("algorithm.critic = null", "was trained with a critic")),
     ],
@@ -122,7 +123,9 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
 def test_a_reward_in_the_current_folder_is_found(
     nemorl: Nemorl, trainer: Trainer, experiment: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "own_sums.py").write_text("def close(completions, **columns): ...\n", encoding="utf-8")
+    (tmp_path / "own_sums.py").write_text(
+        "def close(completions, **columns): return [1.0] * len(completions)\n", encoding="utf-8"
+    )
 
     assert nemorl("train", experiment, "rewards=[{function: own_sums:close}]").status == 0
 
@@ -143,7 +146,7 @@ def test_a_reward_in_the_current_folder_is_found(
         (
             "def close(completions, level): ...",
             "{function: own:close}",
-            "asks for level, and the tasks of",
+            "requires level, and the tasks of",
         ),
         ("def close(completions): ...", "{function: own:clos}", "own has no function clos"),
         ("def close(completions): ...", "{function: own:close, arguments: {k: 1}}", "takes no argument k"),
@@ -177,9 +180,9 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
         (
             "{function: overlong_penalty, arguments: {max_length: 8, buffer: 9}}",
             "rewards.0.arguments",
-            "`overlong_penalty` cannot do with this: buffer = 9 is not between 1 and max_length = 8",
+            "`overlong_penalty` does not accept these: buffer = 9 is not between 1 and max_length = 8",
         ),
-        ("{function: overlong_penalty}", "rewards.0.function", "it asks for buffer, max_length"),
+        ("{function: overlong_penalty}", "rewards.0.function", "it requires buffer, max_length"),
         (
             "{kind: judge, url: 'http://a/v1', model: m, prompt: '{completion}', api_key_env: NO_SUCH_KEY}",
             "rewards.0.api_key_env = NO_SUCH_KEY",
@@ -209,7 +212,9 @@ def test_built_in_rewards_and_keys_are_tried(
 
 
 def test_columns_of_the_tasks_can_be_asked_for(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
-    (tmp_path / "levels.py").write_text("def close(completions, answer, level): ...", encoding="utf-8")
+    (tmp_path / "levels.py").write_text(
+        "def close(completions, answer, level): return level", encoding="utf-8"
+    )
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 1}\n', encoding="utf-8")
     tasks = ["data.train={name: jsonl, path: tasks.jsonl}", "data.validation=null"]
 
@@ -224,7 +229,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(
 
     assert outcome.status == 2
     assert f"run_dir = {run_dir}" in outcome.err
-    assert "nothing can be written in /proc" in outcome.err
+    assert "is not writable" in outcome.err
     assert trainer.calls == []
 
 
@@ -276,7 +281,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(
 
     assert refused.status == 2
     assert "run_dir = runs/sums" in refused.err
-    assert "go on with --resume, or name another folder" in refused.err
+    assert "continue it with --resume, or set another folder" in refused.err
     assert nemorl("train", experiment, "--dry-run").status == 0
     assert nemorl("train", experiment, "--resume").status == 0
 
@@ -312,3 +317,130 @@ def test_text_with_square_brackets_is_shown_as_it_is(nemorl: Nemorl, tmp_path: P
     outcome = nemorl("train", file, "data.prompt_template='[red]no place[/red]'")
 
     assert "data.prompt_template = [red]no place[/red]" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "fix"),
+    [
+        ("r" * 300, "a name in the path has 300 bytes, and at most 255 are allowed; shorten it"),
+        ("/".join(["r" * 100] * 50), "bytes and may have 4000; shorten it"),
+        ("model", "this is in the model folder of policy.model_path; set another folder"),
+        ("model/../model/run", "this is in the model folder of policy.model_path; set another folder"),
+        ("experiment.yaml", "this is a file; set a folder"),
+        ("experiment.yaml/run", "is not writable (Not a directory)"),
+        ('"a\\0b"', "the path contains unprintable characters"),
+    ],
+)
+def test_an_odd_run_folder_is_refused(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path, run_dir: str, fix: str
+) -> None:
+    outcome = nemorl("train", experiment, f"run_dir={run_dir}")
+
+    assert outcome.status == 2
+    assert "1 configuration error" in outcome.err
+    assert "run_dir = " in outcome.err
+    assert fix in outcome.err
+    assert trainer.calls == []
+
+
+GPUS = ["cluster.gpus_per_node=8", "policy.precision=float32"]
+
+
+def test_gpus_that_this_machine_lacks_are_left_to_the_target(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path
+) -> None:
+    lacking = "cluster.gpus_per_node = 8"
+    left = f"{lacking}: will be verified on the target machine (this machine has no GPUs)"
+
+    checked = nemorl("check", experiment, *GPUS)
+    assert (checked.status, checked.out) == (0, f"{experiment}: OK\n  {left}\n")
+    assert left in nemorl("train", experiment, *GPUS, "--dry-run").err
+    for command in (["check", "--here"], ["train"]):
+        outcome = nemorl(*command, experiment, *GPUS)
+        assert outcome.status == 2
+        assert f"{lacking}  (command line)" in outcome.err
+        assert "this machine has no GPUs; start the run on a machine with 8" in outcome.err
+    assert trainer.calls == []
+
+
+def test_a_server_that_does_not_answer_is_left_to_the_target(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        reward = f"rewards=[{{kind: judge, url: '{url}', model: m, prompt: '{{completion}}'}}]"
+        assert nemorl("check", "--here", experiment, reward).out == f"{experiment}: OK\n"
+
+    left = f"rewards.0.url = {url}: will be verified on the target machine (this machine cannot connect to it"
+    assert left in nemorl("check", experiment, reward).out
+    outcome = nemorl("train", experiment, reward)
+    assert (outcome.status, trainer.calls) == (2, [])
+    assert "(Connection refused); start the server" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def close(completions): raise LookupError('no word')", "LookupError: no word"),
+        ("def close(completions): return [float('nan')] * 2", "answered nan"),
+        ("def close(completions): return 1.0", "answered 1.0 to 2 completions"),
+        ("import time\ndef close(completions): time.sleep(60)", "no answer within 0.2 s"),
+        ("import time\nasync def close(completions): time.sleep(60)", "no answer within 5.4 s"),
+        ("def close(completions): return [1 / len(c) for c in completions]", None),
+    ],
+)
+def test_a_reward_that_scores_no_answer_is_refused(
+    nemorl: Nemorl,
+    experiment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    reason: str | None,
+) -> None:
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    importlib.invalidate_caches()
+
+    outcome = nemorl("check", experiment, "rewards=[{function: own:close, deadline: 0.2}]")
+
+    assert outcome.status == (0 if reason is None else 2)
+    if reason is not None:
+        assert "rewards.0.function = own:close" in outcome.err
+        assert "it scores no answer to the first task" in outcome.err
+        assert reason in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("folders", "place"),
+    [
+        (["step_4", "step_12", "step_16.damaged"], "after step 12"),
+        ([], "from the start, as there is no checkpoint yet"),
+    ],
+)
+def test_a_failed_run_says_how_to_continue_it(
+    nemorl: Nemorl,
+    trainer: Trainer,
+    experiment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folders: list[str],
+    place: str,
+) -> None:
+    failure = RunError("policy rank 1 died")
+
+    def steps_and_fails(experiment: object, resume: bool) -> None:
+        run = tmp_path / "runs" / "sums"
+        for folder in folders:
+            (run / "checkpoints" / folder).mkdir(parents=True)
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "metrics.jsonl").write_text("{}\n")
+        raise failure
+
+    monkeypatch.setattr("nemorl.algorithms.train.train", steps_and_fails)
+
+    outcome = nemorl("train", experiment, "seed=7")
+
+    assert outcome.status == 1
+    assert outcome.err == (
+        f"policy rank 1 died\nTo continue {place}: nemorl train {experiment} seed=7 --resume\n"
+    )
