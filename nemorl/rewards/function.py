@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -136,7 +137,7 @@ def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seco
     reasons = []
     for texts in ((task.answer or "", ""), (task.answer or "",) * 2):
         try:
-            found = call_within(2 * seconds + 5, lambda texts=texts: asyncio.run(scores(texts)))
+            found = call_within(2 * seconds + 5, partial(lambda t: asyncio.run(scores(t)), texts))
         except (RewardError, TimeoutError) as error:
             return str(error)
         failures = [score.reason for score in found if isinstance(score, Failed)]
