@@ -1,8 +1,8 @@
 """Install nemorl beside what an image of NVIDIA brings, without replacing its torch.
 
-    beside_image.py constraints LOCK    versions for pip's --constraint
-    beside_image.py requirements PYPROJECT|DISTRIBUTION [--extra E…] [--without NAME…]    what to install
-    beside_image.py unchanged CONSTRAINTS    fails where pip replaced torch or what belongs to it
+    image_packages.py constraints LOCK    versions for pip's --constraint
+    image_packages.py requirements PYPROJECT|DISTRIBUTION [--extra E…] [--without NAME…]    what to install
+    image_packages.py unchanged CONSTRAINTS    fails where pip replaced torch or what belongs to it
 
 Such an image has its own builds of torch, Transformer Engine, apex and their CUDA libraries, in versions
 that no index has: these stay (`TORCHS`). What the image lacks comes in the version of the lock. Any other
