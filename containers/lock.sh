@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Resolves the locks of the images anew, in a clean environment: containers/lock.sh
+# Resolve the locks of the images in a clean environment: containers/lock.sh
 #
-#   locks/build.txt   what builds wheels in the images
+#   locks/build.txt   packages that build wheels in the images
 #   locks/base.txt    nemorl, and torch for CUDA
 #   locks/vllm.txt    the same, and vLLM
 #
 #   PYTHON=/path/to/python3.12   the Python of the images
-#   BEFORE=2026-11-21            nothing that appeared later is taken: the same day gives the same locks
+#   BEFORE=2026-11-21            ignore newer packages: the same day gives the same locks
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +24,7 @@ resolve() {
   local name=$1
   shift
   echo "Resolving $LOCKS/$name.txt"
-  rm -f "$LOCKS/$name.txt" # or its versions would be preferred
+  rm -f "$LOCKS/$name.txt" # otherwise uv prefers its versions
   "$work/venv/bin/uv" pip compile --quiet --python "$work/venv/bin/python" --python-version 3.12 \
     --python-platform x86_64-manylinux_2_28 --exclude-newer "$BEFORE" --generate-hashes --no-annotate \
     --custom-compile-command "containers/lock.sh" --output-file "$LOCKS/$name.txt" "$@" >/dev/null
@@ -33,7 +33,7 @@ resolve() {
 printf '%s\n' "torch==$TORCH" "vllm==$VLLM" >"$work/pins"
 resolve vllm --extra trackers --extra vllm --constraints "$work/pins" pyproject.toml
 
-# The others take its versions, so that the target vllm only adds to what stands.
+# The others use its versions, so that the target vllm only adds packages.
 sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' "$LOCKS/vllm.txt" >"$work/agreed"
 resolve base --extra trackers --constraints "$work/agreed" pyproject.toml
 printf '%s\n' pip setuptools >"$work/build.in"

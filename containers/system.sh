@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The part of an image that is not Python: system.sh PACKAGE...
 #
-# Installs Ubuntu's packages, makes the user, and the folders that any user of the host may write to, since
-# `docker run --user "$(id -u)"` is how files in a mounted folder come to belong to a person.
+# Install Ubuntu's packages, and create the user and the folders. Any user of the host may write to the folders,
+# because `docker run --user "$(id -u)"` makes a user the owner of files in a mounted folder.
 set -euo pipefail
 
 readonly ID=10001

@@ -19,13 +19,13 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """Of the JSON form, else of a shell's."""
+        """Split the JSON form, or else the shell form."""
         return json.loads(self.rest) if self.rest.startswith("[") else shlex.split(self.rest)
 
 
 @dataclass
 class Stage:
-    """What stands between one FROM and the next."""
+    """The instructions between one FROM and the next."""
 
     name: str
     base: str  # another stage, or an image
@@ -43,7 +43,7 @@ class Dockerfile:
         for instruction in self._instructions():
             if instruction.word == "FROM":
                 base, name = re.fullmatch(r"(\S+) AS (\S+)", instruction.rest).groups()  # type: ignore[union-attr]
-                base = re.sub(r"\$\{(\w+)}", lambda found: self.arguments[found[1]], base)
+                base = re.sub(r"\$\{(\w+)}", lambda match: self.arguments[match[1]], base)
                 self.stages[name] = Stage(name, base)
                 self.last = name
             elif self.stages:
@@ -59,22 +59,22 @@ class Dockerfile:
         return [Instruction(word, rest.strip()) for word, _, rest in pairs]
 
     def chain(self, target: str) -> list[Stage]:
-        """The stages that a target stands on, the lowest first."""
+        """Return the stages that a target is built from, the base first."""
         stages = [self.stages[target]]
         while stages[0].base in self.stages:
             stages.insert(0, self.stages[stages[0].base])
         return stages
 
     def image(self, target: str) -> str:
-        """The image that a target stands on in the end."""
+        """Return the base image of a target."""
         return self.chain(target)[0].base
 
     def all_of(self, target: str, word: str) -> list[Instruction]:
-        """A target's instructions of one kind, of all stages that it stands on, in order."""
+        """Return a target's instructions of one kind from all its stages, in order."""
         return [one for stage in self.chain(target) for one in stage.instructions if one.word == word]
 
 
 def versions(lock: str) -> dict[str, str]:
-    """Of a file of containers/locks: versions by name."""
+    """Return the versions by name of a file of containers/locks."""
     text = (CONTAINERS / "locks" / lock).read_text(encoding="utf-8")
     return dict(re.findall(r"^([a-z0-9-]+)==([^\s\\]+)", text, re.MULTILINE))

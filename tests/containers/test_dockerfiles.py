@@ -46,7 +46,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
 def test_the_default_target_is_nemorl_and_the_head_says_that_nothing_was_built(file: Dockerfile) -> None:
     assert file.last == "nemorl"
     head = file.text.partition("\n\n")[0]
-    assert "Not built here" in " ".join(head.replace("#", " ").split())
+    assert "not built for this release" in " ".join(head.replace("#", " ").split())
 
 
 @target_of_each
@@ -143,7 +143,7 @@ def test_the_cuda_of_the_image_is_that_of_torch() -> None:
     assert f"cuda-nvcc-{'-'.join(of_torch)} " in compiler
 
 
-def test_vllm_is_the_same_beside_either_torch() -> None:
+def test_vllm_is_the_same_for_both_torch_builds() -> None:
     wheel = " ".join(one.rest for one in NGC.stages["vllm-wheel"].instructions)
     assert re.findall(r"vllm==([\d.]+)", wheel) == [versions("vllm.txt")["vllm"]]
     assert f"VLLM_VERSION_OVERRIDE={versions('vllm.txt')['vllm']}" in wheel
@@ -154,7 +154,7 @@ def test_nothing_replaces_the_torch_of_nvidias_image(target: str) -> None:
     for one in NGC.all_of(target, "RUN"):
         # Either pip resolves within the constraints, and what it did is looked at, or it resolves nothing.
         if "pip install" in one.rest and "--constraint" in one.rest:
-            assert one.rest.rstrip().endswith("beside_image.py unchanged constraints.txt")
+            assert one.rest.rstrip().endswith("image_packages.py unchanged constraints.txt")
         elif "pip install" in one.rest:
             assert "--no-deps" in one.rest
 

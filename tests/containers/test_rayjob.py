@@ -86,7 +86,7 @@ def close(schema: object) -> None:
             close(list(one.values()) if name == "properties" else one)
 
 
-def test_the_driver_goes_on_from_a_checkpoint_of_the_run_before() -> None:
+def test_the_driver_resumes_from_a_checkpoint_of_the_previous_run() -> None:
     words = JOB["spec"]["entrypoint"].split()
     assert words[:2] == ["nemorl", "train"]
     assert "--resume" in words
