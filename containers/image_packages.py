@@ -1,12 +1,12 @@
 """Install nemorl into an image of NVIDIA without replacing its torch.
 
     image_packages.py constraints LOCK    print versions for pip's --constraint
-    image_packages.py requirements PYPROJECT|DISTRIBUTION [--extra E…] [--without NAME…]    print what to install
+    image_packages.py requirements PYPROJECT|DISTRIBUTION [--extra E…] [--without NAME…]    print requirements
     image_packages.py unchanged CONSTRAINTS    fail if pip replaced torch or a package built for it
 
 Such an image has its own builds of torch, Transformer Engine, apex and their CUDA libraries, in versions
-that no index has: these stay (`TORCH_PACKAGES`). Packages that the image lacks are installed in the version of
-the lock. Any other package of the image stays if its version is compatible; otherwise it gets the version
+that no index has: these stay (`TORCH_PACKAGES`). Packages that the image lacks are installed in the version
+of the lock. Any other package of the image stays if its version is compatible; otherwise it gets the version
 closest to the lock's that the others allow. Requires `packaging`, which every image has.
 """
 
