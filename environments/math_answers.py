@@ -1,13 +1,18 @@
 """Mathematical answers, compared by meaning with the math-verify library: 1/2 is 0.5 is \\frac{1}{2}."""
 
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
 from nemorl.config.environment import MathEnvConfig
 from nemorl.trajectories import Action, Message, Step, Task
 
 from .scoring_process import ScoringProcess
 
-# math-verify's own limit for each of its steps, in whole seconds, and ours for the whole.
-LIBRARY_SECONDS = 3
+# Processor time of one parse or one comparison, and of a complete call.
+STEP_SECONDS = 3.0
 SECONDS = 10.0
+T = TypeVar("T")
 
 
 class MathEnvironment:
@@ -53,30 +58,54 @@ class MathFactory:
 
 
 def found_answer(text: str) -> str | None:
-    """The answer in a text as a canonical text; None where there is none. Needs the main thread (signals)."""
+    """The answer in a text as a canonical text; None if there is none. Needs the main thread (signals)."""
     from math_verify import parse
     from sympy import Basic, nsimplify  # type: ignore[import-untyped]
 
-    found = parse(text, parsing_timeout=LIBRARY_SECONDS)
+    found = _step(parse, text, parsing_timeout=None)
     if not found:
         return None
     if not isinstance(found[0], Basic):
-        return str(found[-1])  # the text as it stands
+        return str(found[-1])  # the text as it is
     try:
         return str(nsimplify(found[0], rational=True))
-    except (TypeError, ValueError, AttributeError):  # what is no number and no formula
+    except (TypeError, ValueError, AttributeError):  # neither a number nor a formula
         return str(found[0])
 
 
 def verify_answer(expected: str, text: str) -> float:
-    """1 when the answer found in `text` equals `expected`, else 0. Needs the main thread (signals).
+    """1 if the answer found in `text` equals `expected`, else 0. Needs the main thread (signals).
 
     `expected` may be bare (`1/2`, `\\sqrt{2}`) or marked up as in a solution (`$\\frac{1}{2}$`).
     """
     from math_verify import parse, verify
 
     # A bare LaTeX answer is found only inside dollars; a number or a formula in plain text, without them.
-    gold = parse(expected, parsing_timeout=LIBRARY_SECONDS) or parse(
-        f"${expected}$", parsing_timeout=LIBRARY_SECONDS
-    )
-    return float(verify(gold, parse(text, parsing_timeout=LIBRARY_SECONDS), timeout_seconds=LIBRARY_SECONDS))
+    gold = _step(parse, expected, parsing_timeout=None) or _step(parse, f"${expected}$", parsing_timeout=None)
+    answer = _step(parse, text, parsing_timeout=None)
+    return float(bool(_step(verify, gold or [], answer or [], timeout_seconds=None)))
+
+
+def _step(function: Callable[..., T], *arguments: object, **options: object) -> T | None:
+    """Call math-verify; None if it is interrupted after STEP_SECONDS of processor time.
+
+    Its own limits are seconds of the clock, in which a loaded machine may compute nothing. A timer of
+    processor time raises its exception instead. Parse and verify catch it, and verify tries its next pair.
+    """
+    from math_verify import grader, parser
+    from math_verify.errors import TimeoutException
+
+    parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True  # that its own limits are off
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutException
+
+    previous = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, STEP_SECONDS, STEP_SECONDS)
+        return function(*arguments, **options)
+    except TimeoutException:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

@@ -1,12 +1,15 @@
-"""Scoring in a process of its own, for scorers that may hang on what a policy writes.
+"""Scoring in a separate process, for scorers that may hang on what a policy writes.
 
-`9**9**9**9` handed to a computer algebra system holds the interpreter for ever: a thread cannot be ended, a
-process can. math-verify's own time limits are signals, which need the main thread that the child gives them.
+A computer algebra system computes `9**9**9**9` forever without returning to the interpreter: a thread cannot
+be ended then, a process can. The limit is processor time, so that the load of the machine changes no reward.
 """
 
 import asyncio
 import logging
+import math
 import multiprocessing
+import resource
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as ScorerTimeout
@@ -16,6 +19,7 @@ from typing import TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 _CLOSE_SECONDS = 10.0
+_WALL_SECONDS = 300.0  # for a call that waits without computing
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -28,11 +32,13 @@ class ScoringProcess:
     process that made it.
     """
 
-    def __init__(self, library: str, seconds: float) -> None:
-        """`library` is imported when the child starts, so that `seconds`, the most one call may compute,
-        do not count it.
+    def __init__(self, library: str, seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
+        """Limit each call to `seconds` of processor time, rounded up, and to `wall_seconds`.
+
+        `library` is imported when the child starts, so that the import does not count.
         """
         self._seconds = seconds
+        self._wall_seconds = wall_seconds
         # spawn: a fork would copy the locks of this process's threads as they stand.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPool(
@@ -40,28 +46,42 @@ class ScoringProcess:
         )
 
     async def score(self, scorer: Callable[..., float], *arguments: object) -> float:
-        """`scorer(*arguments)`, a module-level function. 0 when the child overruns or dies: no answer to be
-        scored is worth more than one that cannot be. Raises what the scorer raises.
+        """Return `scorer(*arguments)`, a module-level function; 0 if the child exceeds a limit or dies.
+
+        Raises what the scorer raises.
         """
         return await self.call(scorer, *arguments) or 0.0
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T | None:
-        """`function(*arguments)`, a module-level function; None when the child overruns or dies."""
-        call: Future[T] = self._pool.schedule(function, args=arguments, timeout=self._seconds)
+        """Return `function(*arguments)`, a module-level function; None where `score` returns 0."""
+        call: Future[T] = self._pool.schedule(
+            _limited, args=(self._seconds, function, *arguments), timeout=self._wall_seconds
+        )
         try:
             return await asyncio.wrap_future(call)
         except ScorerTimeout:
-            log.warning("%s took more than %g s and counts as 0", function.__name__, self._seconds)
+            problem = f"took more than {self._wall_seconds:g} s"
         except ProcessExpired as error:
-            log.warning(
-                "%s ended its process (exit code %s) and counts as 0", function.__name__, error.exitcode
-            )
+            problem = f"ended its process (exit code {error.exitcode})"
+            if error.exitcode == -signal.SIGXCPU:
+                problem = f"took more than {self._seconds:g} s of processor time"
+        log.warning("%s %s and counts as 0", function.__name__, problem)
         return None
 
     async def close(self) -> None:
-        """End the child, or leave it behind with a warning where it does not end in `_CLOSE_SECONDS`."""
+        """End the child, or leave it behind with a warning if it does not end in `_CLOSE_SECONDS`."""
         self._pool.stop()
         try:
             await asyncio.wait_for(asyncio.to_thread(self._pool.join), _CLOSE_SECONDS)
         except TimeoutError:
             log.warning("the scoring process has not ended in %g s and is left behind", _CLOSE_SECONDS)
+
+
+def _limited(seconds: float, function: Callable[..., T], *arguments: object) -> T:
+    """In the child: the kernel ends it when it has computed for `seconds` from now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard < 0 else min(limit, hard), hard))
+    return function(*arguments)

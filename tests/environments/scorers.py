@@ -17,6 +17,11 @@ def hang() -> float:
     return 1.0
 
 
+def spin() -> float:
+    while True:
+        pass
+
+
 def die() -> float:
     os._exit(3)
 

@@ -1,9 +1,14 @@
 import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from nemorl.config.environment import MathEnvConfig
-from nemorl.environments.math_answers import MathFactory
+from nemorl.environments.math_answers import MathFactory, found_answer, verify_answer
 from tests.environments.episodes import answer, task
 
 CASES = [
@@ -38,3 +43,35 @@ def test_answers_are_compared_by_what_they_mean():
     steps = asyncio.run(in_a_thread())
     assert all(step.done for step in steps)
     assert [step.rewards["math"] for step in steps] == [expected for _, _, expected in CASES]
+
+
+def test_a_machine_that_computes_nothing_for_a_while_changes_no_reward():
+    """Stopped for longer than a step may compute, a comparison still finds the answers equal."""
+    code = (
+        "import math_verify\n"
+        "from nemorl.environments.math_answers import verify_answer\n"
+        "print('ready', flush=True)\n"
+        "print(verify_answer('1/2', 'It is $\\\\frac{1}{2}$.'))\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=60)[0] == "1.0\n"
+
+
+def test_a_step_is_limited_by_processor_time(monkeypatch):
+    def spins(*_, **__):
+        while True:
+            pass
+
+    monkeypatch.setattr("nemorl.environments.math_answers.STEP_SECONDS", 0.05)
+    assert verify_answer("1", "1") == 1.0
+    monkeypatch.setattr("math_verify.verify", spins)
+    assert verify_answer("1", "1") == 0.0
+    monkeypatch.setattr("math_verify.parse", spins)
+    assert found_answer("1") is None

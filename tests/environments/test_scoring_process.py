@@ -31,7 +31,7 @@ def test_a_child_that_does_not_end_is_left_behind(monkeypatch, caplog):
 
 def test_a_scorer_that_hangs_or_dies_counts_as_nothing_and_the_next_is_scored(caplog):
     async def main():
-        scoring = ScoringProcess("json", seconds=2.0)
+        scoring = ScoringProcess("json", seconds=60, wall_seconds=4)
         try:
             first = await scoring.score(scorers.pid)
             hung = await scoring.score(scorers.hang)
@@ -49,8 +49,20 @@ def test_a_scorer_that_hangs_or_dies_counts_as_nothing_and_the_next_is_scored(ca
     assert first != second != os.getpid()
     assert not psutil.pid_exists(int(first))
     assert not psutil.pid_exists(int(second))
-    assert "hang took more than 2 s and counts as 0" in caplog.text
+    assert "hang took more than 4 s and counts as 0" in caplog.text
     assert "die ended its process (exit code 3)" in caplog.text
+
+
+def test_the_limit_is_processor_time(caplog):
+    async def main():
+        scoring = ScoringProcess("json", seconds=0.5)
+        try:
+            return await scoring.score(scorers.spin), await scoring.score(scorers.length, "four")
+        finally:
+            await scoring.close()
+
+    assert asyncio.run(main()) == (0.0, 4.0)
+    assert "spin took more than 0.5 s of processor time and counts as 0" in caplog.text
 
 
 def test_a_cancelled_call_ends_its_process():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from nemorl.config.environment import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
-from nemorl.environments import math_answers
 from nemorl.environments.math_answers import found_answer
 from nemorl.rollout.groups import last_answer
 from nemorl.trajectories import Message
@@ -64,9 +63,6 @@ def test_long_answers_vote_by_their_hash() -> None:
     ("one", "other"),
     [("so 1/2", "it is 0.5"), (r"$\frac{1}{2}$", r"\boxed{0.5}"), ("$x^2+1$", "$1+x^2$")],
 )
-def test_equal_mathematics_votes_together(one: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        math_answers, "LIBRARY_SECONDS", 60
-    )  # the first parse imports, slowly on a busy machine
+def test_equal_mathematics_votes_together(one: str, other: str) -> None:
     assert found_answer(one) == found_answer(other) != None  # noqa: E711
     assert found_answer("no idea") is None
