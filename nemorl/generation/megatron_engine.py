@@ -1,10 +1,9 @@
 """The policy's own processes as a generation back end, as one of their leaders sees it.
 
-callers ─▶ EngineService ─▶ EngineLoop, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner ─▶ all
-ranks of the copy
+callers ─▶ EngineFront ─▶ StepDriver, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner
+        ─▶ all ranks of the copy
 """
 
-import asyncio
 from pathlib import Path
 
 import torch
@@ -14,13 +13,13 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.megatron.decode import DecodingCopy, LeadingRunner
 from nemorl.models.registry import load_shape
 
-from .backends import text_of
-from .engine_thread import EngineLoop
-from .torch_engine.batching import BatchingEngine, RequestLimits
-from .worker import EngineService
+from .batching import BatchingEngine
+from .front import EngineFront
+from .step_driver import StepDriver
+from .tokens import RequestLimits, load_decoder
 
 
-class PolicySampler(EngineService):
+class PolicySampler(EngineFront[StepDriver]):
     """Samples with a data-parallel copy of the policy, stage by stage; between stages requests wait."""
 
     def __init__(
@@ -35,7 +34,7 @@ class PolicySampler(EngineService):
     ) -> None:
         """In the process that leads `copy`; `name` is what errors call it."""
         shape = load_shape(policy.model_path)
-        decode = text_of(tokenizer_path)
+        decode = load_decoder(tokenizer_path)
         self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
         self._engine = BatchingEngine(
             self._runner,
@@ -47,7 +46,7 @@ class PolicySampler(EngineService):
             decode=decode,
             experts=self._runner.experts if policy.moe.router_replay else None,
         )
-        super().__init__(self._engine, EngineLoop(self._engine, name, rest=self._runner.rest))
+        super().__init__(StepDriver(self._engine, name, rest=self._runner.rest))
 
     def serve(self, version: int) -> None:
         """Sample in this thread with the weights in place, which are of `version`, until `stop`.
@@ -55,11 +54,11 @@ class PolicySampler(EngineService):
         What is still in flight then stays where it is until the next stage. Raises what ends the engine.
         """
         self._engine.weights_changed(version)
-        self._loop.run()
+        self.driver.run()
         if not self._engine.num_running:
             self._runner.cache.release()
         self._runner.end()
 
     async def stop(self) -> None:
         """End the stage after the present step."""
-        await asyncio.wrap_future(self._loop.leave())
+        await self.driver.leave()

@@ -1,6 +1,6 @@
 """A server somewhere else as a generation back end: requests out, completions with their tokens back."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.trajectories import StopReason
 from nemorl.weights.messages import ReceiverLayout
 
-from .async_engine import AsyncEngineWorker, Chunk
+from .front import EngineFront
 from .openai_client import OpenAIClient
+from .request_driver import Chunk, RequestDriver
+from .tokens import Decode, engine_seed
 from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, RequestRefused
 
 Encode = Callable[[str], list[int]]
-Decode = Callable[[Sequence[int]], str]
 
 _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": StopReason.STOP}
 
 
 class OpenAIBackend:
-    """An `AsyncBackend` that asks a server. Its weights are nobody's but its own: all tokens have version 0.
+    """An `AsyncEngine` that asks a server. Its weights are nobody's but its own: all tokens have version 0.
 
     With `token_ids` prompts go as ids, and `return_token_ids`, which vLLM's server and ours know, asks for
     those of the answer. Without, text goes both ways and is encoded here: for evaluation only, where tokens
@@ -78,7 +79,7 @@ class OpenAIBackend:
             "max_tokens": min(request.max_new_tokens, self._max_sequence_length - len(tokens)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": _seed(request),
+            "seed": engine_seed(request),
         }
         if request.stop_strings:
             body["stop"] = list(request.stop_strings)
@@ -123,7 +124,7 @@ class OpenAIBackend:
         return Chunk(tokens, logprobs, [0] * len(tokens), stop)
 
 
-class OpenAIHost(AsyncEngineWorker):
+class OpenAIHost(EngineFront[RequestDriver]):
     """An `openai` replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -153,7 +154,7 @@ class OpenAIHost(AsyncEngineWorker):
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
             max_sequence_length=max_sequence_length,
         )
-        super().__init__(backend, f"generation client {rank} of {config.base_url}")
+        super().__init__(RequestDriver(backend, f"generation client {rank} of {config.base_url}"))
 
     def health(self) -> EngineHealth:
         """Where the client stands. An answer comes in one piece, so that long ones are no hanging engine: a
@@ -172,11 +173,6 @@ class OpenAIHost(AsyncEngineWorker):
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
-
-
-def _seed(request: GenerationRequest) -> int:
-    """To a server, what goes on elsewhere is a new request, which must not draw the same numbers again."""
-    return (request.seed + 0x9E3779B97F4A7C15 * request.sampled_before) % 2**63
 
 
 def _with_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]] | None:

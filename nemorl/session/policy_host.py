@@ -22,7 +22,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
 from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
 from nemorl.data.packed import with_compared, with_turns
-from nemorl.generation.engine_thread import PauseMode
+from nemorl.generation.front import PauseMode
 from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, EngineHealth, EngineStats, GenerationRequest, Report
 from nemorl.megatron.stats import Evaluation, TrainStats
@@ -169,13 +169,13 @@ class SamplingPolicyHost(PolicyHost):
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Sequence[Report], None]:
-        """See `EngineService`; what arrives between stages waits for the next one."""
+        """See `EngineFront`; what arrives between stages waits for the next one."""
         async with aclosing(self._sampler.generate_batches(requests)) as batches:
             async for batch in batches:
                 yield batch
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
-        """See `EngineService`."""
+        """See `EngineFront`."""
         async with aclosing(self._sampler.generate_many(requests)) as completions:
             async for completion in completions:
                 yield completion

@@ -12,7 +12,7 @@ from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate, gap_metrics,
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.data.batches import pack_trajectories
-from nemorl.generation.backends import create_engine
+from nemorl.generation.torch_engine.host import create_engine
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.trajectories import StopReason, Trajectory, Turn

@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 
 from nemorl.config.generation import OpenAIGenerationConfig
-from nemorl.generation.async_engine import AsyncEngineWorker
+from nemorl.generation.front import EngineFront
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
+from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.types import EngineFailed, RequestRefused, SamplingParams
 from nemorl.trajectories import StopReason
 from tests.generation.examples import request
@@ -26,7 +27,7 @@ def worker_of(url: str, tokenizer, *, key_env: str | None = None, retries: int =
     client = OpenAIClient(url, api_key_env=key_env, max_retries=retries, first_wait_seconds=0.01)
     settings = OpenAIGenerationConfig(backend="openai", base_url=url, model="tiny", **config)
     backend = OpenAIBackend(settings, client, tokenizer.encode, tokenizer.decode, LENGTH)
-    return AsyncEngineWorker(backend, "client"), client
+    return EngineFront(RequestDriver(backend, "client")), client
 
 
 async def collect(worker, requests):

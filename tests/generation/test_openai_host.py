@@ -35,7 +35,7 @@ def test_a_long_answer_is_no_hanging_engine(served_model: Path) -> None:
         asked = client.generate_many([request(np.array([70, 71], np.int32), "long")])
         answer = asyncio.ensure_future(anext(asked))
         await accepted.wait()
-        client._last_chunk -= 1000.0
+        client.driver._last_chunk -= 1000.0
         health = client.health()
         assert health.running == 1
         assert hanging(health, 600.0) is None

@@ -9,6 +9,7 @@ import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.router import Replica, Router
+from nemorl.generation.torch_engine.host import GenerationWorker
 from nemorl.generation.types import (
     GenerationRequest,
     NoReplicaLeft,
@@ -17,7 +18,6 @@ from nemorl.generation.types import (
     RequestRefused,
     SamplingParams,
 )
-from nemorl.generation.worker import GenerationWorker
 from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts
 from tests.generation.examples import request as drawing

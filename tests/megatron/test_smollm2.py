@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.backends import create_engine
+from nemorl.generation.torch_engine.host import create_engine
 from nemorl.generation.types import GenerationRequest, SamplingParams
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import policy_config, ragged_batch, reference_logprobs

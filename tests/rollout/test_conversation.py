@@ -12,8 +12,8 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router
+from nemorl.generation.torch_engine.host import GenerationWorker
 from nemorl.generation.types import SamplingParams
-from nemorl.generation.worker import GenerationWorker
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.trajectories import Action, Message, Step, Task
 from tests.data.tokenizers import IM_END, save_tokenizer

@@ -13,7 +13,7 @@ from nemorl.config.generation import EndpointConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.worker import GenerationWorker
+from nemorl.generation.torch_engine.host import GenerationWorker
 from nemorl.serve.app import Listening, listening
 from nemorl.serve.sampling import Served
 from tests.data.tokenizers import save_tokenizer

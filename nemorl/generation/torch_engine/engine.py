@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.batching import BatchingEngine
+from nemorl.generation.tokens import Decode, RequestLimits
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 
-from .batching import BatchingEngine, Decode, RequestLimits
 from .model import ModelRunner
 
 

@@ -1,13 +1,101 @@
-"""The embedded engine's process: the worker and its side of the weight exchange."""
+"""The process of an embedded engine: its front, and its side of the weight exchange."""
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.worker import GenerationWorker
+from nemorl.generation.front import EngineFront
+from nemorl.generation.step_driver import ThreadDriver
+from nemorl.generation.tokens import load_decoder
+from nemorl.models.registry import load_shape
+from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitDeadline, RefitSession
+
+from .engine import TorchEngine
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def create_engine(
+    config: TorchGenerationConfig,
+    model_path: Path,
+    *,
+    device: Literal["cpu", "cuda"],
+    precision: Literal["float32", "bfloat16"],
+    tokenizer_path: Path,
+    max_sequence_length: int,
+) -> TorchEngine:
+    """The embedded engine, with the weights of `model_path` as version 0.
+
+    `precision` is the policy's, taken where the config names none.
+    """
+    engine = TorchEngine(
+        load_shape(model_path),
+        config,
+        device=torch.device(device),
+        dtype=_DTYPES[config.precision or precision],
+        max_sequence_length=max_sequence_length,
+        decode=load_decoder(tokenizer_path),
+    )
+    engine.load(model_path)
+    return engine
+
+
+class GenerationWorker(EngineFront[ThreadDriver]):
+    """Samples for whoever asks, and takes new weights without losing what is in flight.
+
+    A refit: write `staging_parameters()` (at any time, sampling goes on), then `commit(version)`. Sequences
+    in flight go on with the new weights and keep their keys and values; pause with `wait` before it for
+    sequences of one version, with `keep` to hold sampling still while weights travel.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: TorchGenerationConfig,
+        *,
+        rank: int,
+        device: Literal["cpu", "cuda"],
+        threads: int | None,
+        tokenizer_path: Path,
+        max_sequence_length: int,
+        precision: Literal["float32", "bfloat16"],
+    ) -> None:
+        """Load the model. `threads`: CPU threads of the engine; `precision`: the policy's, see the config."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._engine = create_engine(
+            config,
+            Path(model_path),
+            device=device,
+            precision=precision,
+            tokenizer_path=Path(tokenizer_path),
+            max_sequence_length=max_sequence_length,
+        )
+        super().__init__(ThreadDriver(self._engine, f"generation engine {rank}", threads))
+
+    async def commit(self, version: int) -> None:
+        """Take the staged weights whole, between two steps; tokens sampled from then on carry `version`."""
+        await self.driver.call(lambda: self._engine.commit(version))
+
+    def slices(self) -> list[TensorSlice]:
+        """Which boxes of the HF checkpoint the engine holds."""
+        return self._engine.slices()
+
+    def staging_parameters(self) -> Mapping[str, Tensor]:
+        """Where an exchange writes new weights, by parameter name; the same tensors every time."""
+        return self._engine.staging_parameters()
+
+    def close(self) -> None:
+        """End the engine; pending requests get EngineFailed."""
+        self.driver.close()
 
 
 class GenerationHost(GenerationWorker):

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nemorl.generation.batching import Prompt
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-from nemorl.trajectories import Int32Array
 
 # Numbers of keys that the attention kernel reads, within each of its blocks of 512. The CPU kernel sums a row
 # over all keys that are read, those beyond the row's end as zeros; with 256 or 320 keys its matrix product
@@ -368,21 +368,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 
 
 _PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
-_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
-
-
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt to compute once, and the cache rows that start with it."""
-
-    tokens: Int32Array  # [P]
-    rows: Sequence[int]
-
-    @property
-    def padded_length(self) -> int:
-        """Tokens with padding; a function of the prompt alone, so that its result depends on nothing else."""
-        step = max(_PREFILL_STEP, (1 << len(self.tokens).bit_length()) >> 4)
-        return -(-len(self.tokens) // step) * step
 
 
 class ModelRunner:

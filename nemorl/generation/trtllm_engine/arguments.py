@@ -11,11 +11,10 @@ from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
 from tensorrt_llm.sampling_params import LogprobMode
 
 from nemorl.config.generation import TrtllmGenerationConfig
+from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import GenerationRequest
 
 _NO_TOKEN = -1  # we say which tokens end a turn, the engine adds none
-_MAX_SEED = 2**63
-_GOLDEN = 0x9E3779B97F4A7C15  # odd: different positions of one request get different seeds
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def sampling_params(request: GenerationRequest, max_sequence_length: int) -> Sam
         top_k=1 if greedy else sampling.top_k or 0,
         top_p=sampling.top_p,  # always given: without top-p and top-k the engine is greedy
         min_p=sampling.min_p,
-        seed=(request.seed + request.sampled_before * _GOLDEN) % _MAX_SEED,
+        seed=engine_seed(request),
         end_id=_NO_TOKEN,
         stop_token_ids=sorted(request.stop_token_ids) or None,
         include_stop_str_in_output=True,

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's AsyncLLM behind `AsyncBackend`, and calls of the extension in its workers.
+"""TensorRT-LLM's AsyncLLM behind `AsyncEngine`, and calls of the extension in its workers.
 
 host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
      └──────── collective_rpc ──▶ workers 0..n ─ extension: hold, load, finish, release
@@ -16,8 +16,8 @@ from tensorrt_llm import AsyncLLM
 from tensorrt_llm.executor import RequestError
 
 from nemorl.config.generation import TrtllmGenerationConfig
-from nemorl.generation.async_engine import Chunk
-from nemorl.generation.torch_engine.batching import Decode, RequestLimits, StopStringFinder
+from nemorl.generation.request_driver import Chunk
+from nemorl.generation.tokens import Decode, RequestLimits, StopStringFinder
 from nemorl.generation.types import EngineFailed, GenerationRequest
 from nemorl.trajectories import StopReason
 
@@ -115,12 +115,8 @@ class TrtllmEngine:
         output = self.llm.generate_async(
             {"prompt_token_ids": request.prompt.tolist()}, params, streaming=True
         )
-        flight = self._flights[output.request_id] = _Flight([(0, self.version)])
-        if request.stop_strings and self.decode is not None:
-            before = request.prompt[: len(request.prompt) - request.sampled_before].tolist()
-            flight.finder = StopStringFinder(request.stop_strings, before, self.decode)
-            for token in request.prompt[len(before) :].tolist():
-                flight.finder.push(token)
+        flight = _Flight([(0, self.version)], finder=StopStringFinder.of(request, self.decode))
+        self._flights[output.request_id] = flight
         stop = None
         try:
             async for partial in output:
@@ -200,11 +196,8 @@ def _new_chunk(flight: _Flight, sample: Any) -> Chunk:
     tokens = list(sample.token_ids[first:])
     logprobs = sampled_logprobs(tokens, sample.logprobs[first : first + len(tokens)])
     stop = None if sample.finish_reason is None else _STOPS[sample.finish_reason]
-    if flight.finder is not None:
-        for number, token in enumerate(tokens, start=1):
-            if flight.finder.push(token):
-                tokens, logprobs, stop = tokens[:number], logprobs[:number], StopReason.STOP
-                break
+    if flight.finder is not None and (end := flight.finder.find(tokens)) is not None:
+        tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
     flight.received += len(tokens)
     versions = [flight.version_of(index) for index in range(first, flight.received)]
     return Chunk(tokens, logprobs, versions, stop)

@@ -16,7 +16,7 @@ worker's main thread.
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from nemorl.config.generation import TrtllmGenerationConfig
-from nemorl.generation.async_engine import RefittedEngine
-from nemorl.generation.backends import text_of
-from nemorl.generation.torch_engine.batching import RequestLimits
+from nemorl.generation.front import EngineFront
+from nemorl.generation.request_driver import RequestDriver
+from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
@@ -48,7 +48,7 @@ EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 
-class TrtllmHost(RefittedEngine):
+class TrtllmHost(EngineFront[RequestDriver]):
     """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -77,7 +77,7 @@ class TrtllmHost(RefittedEngine):
         self._tensors = hf_tensors(shape)
         self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
         name = f"TensorRT-LLM engine {rank}"
-        decode = text_of(Path(tokenizer_path))
+        decode = load_decoder(Path(tokenizer_path))
         self._engine = TrtllmEngine.create(
             config,
             Path(model_path),
@@ -88,7 +88,8 @@ class TrtllmHost(RefittedEngine):
             place=None if bundle is None else _place(config, bundle),
             decode=decode,
         )
-        super().__init__(self._engine, name, commit_seconds=commit_seconds)
+        super().__init__(RequestDriver(self._engine, name))
+        self._commit_seconds = commit_seconds
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
@@ -124,7 +125,7 @@ class TrtllmHost(RefittedEngine):
         """The replica's side of a refit; with `workers` the engine stands from here to the commit."""
         if self._config.weight_delivery == "handles":
             return (await asyncio.to_thread(self._receiver.begin(session)),)
-        await self._update.enter_async_context(self._standing_for(session.version, drain=self._drain))
+        await self._update.enter_async_context(self._paused_for(session.version))
         return tuple(await self._engine.call("nemorl_receive", session))
 
     async def commit_weights(self, version: int) -> None:
@@ -135,9 +136,9 @@ class TrtllmHost(RefittedEngine):
         try:
             await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
         except Exception as error:
-            raise self._torn_by(version, error) from error
+            raise self.driver.fail_update(version, error) from error
         self._engine.switch(version)
-        self.recover()
+        self.driver.recover()
         await self._update.aclose()
 
     async def abandon_refit(self) -> None:
@@ -146,12 +147,12 @@ class TrtllmHost(RefittedEngine):
         try:
             torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
             if torn:
-                self.mark_torn(torn[0])
+                self.driver.mark_torn(torn[0])
             else:
                 await self._update.aclose()
         except EngineFailed as error:  # a worker is gone: then nothing can be released
             self._update.pop_all()
-            self.fail(error)
+            self.driver.fail(error)
 
     async def sleep(self, level: int) -> None:
         """Leave the GPU: weights are kept in host memory at every level, the KV cache is lost."""
@@ -168,7 +169,7 @@ class TrtllmHost(RefittedEngine):
         """End the engine; whoever still waits gets EngineFailed."""
         if self._watch is not None:
             self._watch.cancel()
-        self.fail(EngineFailed(f"{self._name} was closed"))
+        self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
         await asyncio.to_thread(self._engine.close)
 
     def _staged(self) -> Mapping[str, Tensor]:
@@ -182,7 +183,7 @@ class TrtllmHost(RefittedEngine):
 
     async def _update_weights(self, version: int) -> None:
         """Give the staged weights to all workers while the engine stands."""
-        async with self._standing_for(version, drain=self._drain):
+        async with self._paused_for(version):
             try:
                 places = self._places(await self._engine.call("nemorl_device"))
                 for batch in _batches(self._staging, self._config.bucket_megabytes * 2**20):
@@ -191,14 +192,14 @@ class TrtllmHost(RefittedEngine):
                 await self._engine.call("nemorl_finish", self._config.recompute_kv_cache)
             except Exception as error:
                 torn = (
-                    f"{self._name} was being brought to version {version}, and that did not finish: its "
-                    "weights are of two versions until a whole refit has been done"
+                    f"{self.driver.name} did not finish its update to version {version}: its weights are "
+                    "of two versions until a complete refit"
                 )
-                self.fail(EngineFailed(torn))
+                self.driver.fail(EngineFailed(torn))
                 await self._engine.call("nemorl_give_up")
                 raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
             self._engine.switch(version)
-            self.recover()
+            self.driver.recover()
 
     def _places(self, names: Sequence[str]) -> dict[str, torch.device]:
         """Each worker's GPU in this process, which sees them all."""
@@ -207,15 +208,15 @@ class TrtllmHost(RefittedEngine):
         here = {str(get_device_uuid(index)): index for index in range(torch.cuda.device_count())}
         if missing := sorted(set(names) - here.keys()):
             raise RefitFailed(
-                f"{self._name} has workers on GPUs that its own process does not see ({', '.join(missing)}): "
-                "they must be of one machine, or set generation.weight_delivery to workers"
+                f"{self.driver.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
+                ": place them on one machine, or set generation.weight_delivery to workers"
             )
         return {name: torch.device("cuda", here[name]) for name in names}
 
-    @property
-    def _drain(self) -> bool:
-        """Whether sequences in flight end before new weights come."""
-        return not self._config.in_flight_updates
+    def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
+        """The engine pauses for new weights; sequences in flight end first, unless updates come in flight."""
+        drain = not self._config.in_flight_updates
+        return self.driver.paused_for(version, drain=drain, seconds=self._commit_seconds)
 
     async def _keep_watch(self) -> None:
         """Notice workers that die; calls wait their turn behind whatever a worker does."""
@@ -224,7 +225,7 @@ class TrtllmHost(RefittedEngine):
             try:
                 await self._engine.call("nemorl_device")
             except EngineFailed as error:
-                self.fail(error)
+                self.driver.fail(error)
                 return
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from nemorl.config.generation import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import GenerationRequest
 
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
@@ -108,7 +109,7 @@ def sampling_arguments(request: GenerationRequest, max_sequence_length: int) -> 
         "top_k": sampling.top_k or 0,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": _seed(request),
+        "seed": engine_seed(request),
         "max_tokens": min(request.max_new_tokens, max_sequence_length - len(request.prompt)),
         "stop_token_ids": sorted(request.stop_token_ids),
         "ignore_eos": True,
@@ -116,8 +117,3 @@ def sampling_arguments(request: GenerationRequest, max_sequence_length: int) -> 
         "logprobs": 0,  # the sampled token's alone
         "routed_experts_prompt_start": request.routed_experts_from,
     }
-
-
-def _seed(request: GenerationRequest) -> int:
-    """vLLM draws a sequence's numbers one after another: what goes on elsewhere begins another stream."""
-    return (request.seed + 0x9E3779B97F4A7C15 * request.sampled_before) % 2**63

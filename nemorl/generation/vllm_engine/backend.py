@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine behind `AsyncBackend`.
+"""vLLM's asynchronous engine behind `AsyncEngine`.
 
 this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ workers 0..n (TP x PP), each with the extension
 
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nemorl.generation.async_engine import Chunk
-from nemorl.generation.torch_engine.batching import Decode, RequestLimits, StopStringFinder
+from nemorl.generation.request_driver import Chunk
+from nemorl.generation.tokens import Decode, RequestLimits, StopStringFinder
 from nemorl.generation.types import EngineFailed, GenerationRequest, RequestRefused
 from nemorl.trajectories import Int16Array, StopReason
 
@@ -154,7 +154,7 @@ class VllmBackend:
             prompt["cache_salt"] = f"version {self._version}"
         # Its path is never read: the workers have it from the beginning.
         adapter = LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if self._adapters else None
-        finder = self._finder(request)
+        finder = StopStringFinder.of(request, self._decode)
         rows = ExpertRows(self._moe_layers, request.routed_experts_from) if self._moe_layers else None
         received = 0
         try:
@@ -164,7 +164,7 @@ class VllmBackend:
                     tokens = list(new.token_ids)
                     logprobs = _sampled_logprobs(tokens, new.logprobs)
                     versions = self._versions_of(request.id, new, received, len(tokens))
-                    found = _end_of_stop_string(finder, tokens)
+                    found = None if finder is None else finder.find(tokens)
                     received += len(tokens) if found is None else found
                     experts = self._experts_of(request.id, new, rows, len(request.prompt) + received)
                     if found is not None:
@@ -252,16 +252,6 @@ class VllmBackend:
             raise EngineFailed(f"{self._name} has not been started")
         return self._engine
 
-    def _finder(self, request: GenerationRequest) -> StopStringFinder | None:
-        if not request.stop_strings or self._decode is None:
-            return None
-        tokens = request.prompt.tolist()
-        own = len(tokens) - request.sampled_before
-        finder = StopStringFinder(request.stop_strings, tokens[:own], self._decode)
-        for token in tokens[own:]:  # a stop string may have begun in what was sampled before
-            finder.push(token)
-        return finder
-
     def _versions_of(self, request_id: str, new: Any, first: int, count: int) -> list[int]:
         """Of the weights that sampled each of `count` tokens from `first` on."""
         spans = new.weight_versions
@@ -302,12 +292,3 @@ def _version_at(index: int, starts: Sequence[tuple[str, int]], otherwise: int) -
 
 def _sampled_logprobs(tokens: Sequence[int], logprobs: Any) -> list[float]:
     return [float(at[token].logprob) for token, at in zip(tokens, logprobs or (), strict=True)]
-
-
-def _end_of_stop_string(finder: StopStringFinder | None, tokens: Sequence[int]) -> int | None:
-    """Tokens up to the one that completes a stop string."""
-    if finder is not None:
-        for index, token in enumerate(tokens):
-            if finder.push(token):
-                return index + 1
-    return None

@@ -17,7 +17,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +26,9 @@ from pydantic import TypeAdapter
 from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.async_engine import RefittedEngine
-from nemorl.generation.backends import text_of
-from nemorl.generation.torch_engine.batching import RequestLimits
+from nemorl.generation.front import EngineFront
+from nemorl.generation.request_driver import RequestDriver
+from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed
 from nemorl.models.adapters import adapted_projections
 from nemorl.models.registry import load_shape
@@ -73,7 +73,7 @@ EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 
 
-class VllmHost(RefittedEngine):
+class VllmHost(EngineFront[RequestDriver]):
     """A vLLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -104,7 +104,7 @@ class VllmHost(RefittedEngine):
         self._update = config.update_on(device)
         self._device = device
         name = f"generation engine {rank}"
-        decode = text_of(Path(tokenizer_path))
+        decode = load_decoder(Path(tokenizer_path))
         shape = load_shape(model_path)
         vocabulary = shape.vocab_size
         arguments = engine_arguments(
@@ -130,9 +130,10 @@ class VllmHost(RefittedEngine):
             adapters=lora is not None,
             last_words=last_words,
         )
-        super().__init__(self._vllm, name, commit_seconds=commit_seconds)
+        super().__init__(RequestDriver(self._vllm, name))
+        self._commit_seconds = commit_seconds
         self._layouts: tuple[ReceiverLayout, ...] = ()
-        self._stand = AsyncExitStack()  # the engine stands still, from an update's beginning to its end
+        self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
         self._died = asyncio.Event()
 
     async def start(self) -> None:
@@ -161,7 +162,7 @@ class VllmHost(RefittedEngine):
         if self._died.is_set():
             raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
         if self._update == "in_place":
-            await self._stand.enter_async_context(self._standing_for(session.version, drain=False))
+            await self._pause.enter_async_context(self._paused_for(session.version))
         with tempfile.TemporaryDirectory(dir=self._sockets.name) as folder:  # of mode 0700
             address = Path(folder) / "reports"
             async with _Reports(address, len(self._layouts)) as reports:
@@ -173,15 +174,15 @@ class VllmHost(RefittedEngine):
         """Sample with what was received, from the next step on."""
         async with AsyncExitStack() as stack:
             if self._update == "in_place":
-                await stack.enter_async_context(self._stand.pop_all())
+                await stack.enter_async_context(self._pause.pop_all())
             else:
-                await stack.enter_async_context(self._standing_for(version, drain=False))
+                await stack.enter_async_context(self._paused_for(version))
             try:
                 await self._vllm.call("nemorl_commit", version)
                 await self._vllm.switch(version)
             except Exception as error:
-                raise self._torn_by(version, error) from error
-        self.recover()
+                raise self.driver.fail_update(version, error) from error
+        self.driver.recover()
 
     async def abandon_refit(self) -> None:
         """Stay on the version in use; an engine that was written into stands until a refit."""
@@ -189,9 +190,9 @@ class VllmHost(RefittedEngine):
             return  # nothing is left to go on
         torn = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
         if torn:
-            self.mark_torn(torn[0])
+            self.driver.mark_torn(torn[0])
         else:
-            await self._stand.aclose()
+            await self._pause.aclose()
 
     async def sleep(self, level: int) -> None:
         """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.
@@ -212,9 +213,12 @@ class VllmHost(RefittedEngine):
     async def close(self) -> None:
         """End the engine; whoever still waits gets EngineFailed."""
         self._vllm.unwatch()
-        self.fail(EngineFailed(f"{self._name} was closed"))
+        self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
         await asyncio.to_thread(self._vllm.close)
         self._clean_up()
+
+    def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
+        return self.driver.paused_for(version, drain=False, seconds=self._commit_seconds)
 
     async def _all_of(self, reports: "_Reports", session: RefitSession) -> list[dict[str, Any]]:
         """Every worker's report; the worst of their errors, if any."""
@@ -229,7 +233,7 @@ class VllmHost(RefittedEngine):
                 raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
             else:
                 raise RefitDeadline(
-                    f"refit to version {session.version}: {self._name} heard nothing of its workers "
+                    f"refit to version {session.version}: {self.driver.name} heard nothing of its workers "
                     f"{reports.missing} within {seconds:g} s"
                 )
         finally:
@@ -245,7 +249,7 @@ class VllmHost(RefittedEngine):
     def _lose(self, failure: str) -> None:
         """One of the engine's processes has ended."""
         self._died.set()
-        self.fail(EngineFailed(failure))
+        self.driver.fail(EngineFailed(failure))
         self._clean_up()
 
     def _clean_up(self) -> None:

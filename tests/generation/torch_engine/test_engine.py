@@ -24,7 +24,7 @@ from tests.generation.examples import (
     serve,
     small_engine,
 )
-from tests.generation.torch_engine.test_sampling import allowed_by_loop
+from tests.generation.test_sampling import allowed_by_loop
 
 SAMPLINGS = [
     SamplingParams(),

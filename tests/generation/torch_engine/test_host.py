@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.host import GenerationHost
-from nemorl.generation.worker import GenerationWorker
+from nemorl.generation.torch_engine.host import GenerationHost, GenerationWorker
 from nemorl.weights.session import RefitDeadline
 
 

@@ -156,9 +156,9 @@ def test_a_frozen_engine_samples_nothing_and_goes_on_where_it_was(replica):
         await replica.host.pause("keep")
         (held,) = (await replica.host._engine.call("nemorl_device"))[:1]  # a call goes through meanwhile
         await asyncio.sleep(0.1)  # what was sampled before may still be on its way
-        there = len(replica.host._sequences[one.id].tokens)
+        there = len(replica.host.driver._sequences[one.id].sampled.tokens)
         await asyncio.sleep(0.3)
-        still = len(replica.host._sequences[one.id].tokens)
+        still = len(replica.host.driver._sequences[one.id].sampled.tokens)
         await replica.host.resume()
         return held, there, still, [report async for batch in stream for report in batch][-1]
 

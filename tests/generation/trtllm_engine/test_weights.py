@@ -180,7 +180,7 @@ def test_handles_that_a_worker_cannot_take_leave_an_engine_that_answers_nothing(
         patch.setattr(trtllm_host(), "_handles", without_a_gpu)
         with pytest.raises(RefitFailed, match="Device UUID GPU-standin-1 not found in ipc_handles"):
             replica.refit(replica.weights(21))
-    with pytest.raises(EngineFailed, match="two versions until a whole refit"):
+    with pytest.raises(EngineFailed, match="two versions until a complete refit"):
         replica.serve(group("torn-handles"))
     tensors = replica.weights(22)
     replica.refit(tensors)
@@ -205,7 +205,7 @@ def test_workers_that_were_written_to_answer_nothing_until_a_whole_refit(replica
         patch.setattr("nemorl.weights.exchange._compare", lose_one_rank)
         with pytest.raises(RefitFailed, match="did not arrive"):
             replica.refit(replica.weights(11))
-    torn = "generation rank . was being brought to version .* two versions until a whole refit"
+    torn = "generation rank . was being brought to version .* two versions until a (whole|complete) refit"
     assert re.match(torn, replica.host.health().torn)
     waiting = replica.submit(group("torn"))
     tensors = replica.weights(12)

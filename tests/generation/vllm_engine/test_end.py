@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from nemorl.generation.torch_engine.batching import RequestLimits
+from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.vllm_engine.backend import VllmBackend
 
 

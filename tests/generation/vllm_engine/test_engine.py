@@ -95,7 +95,7 @@ def test_the_seed_alone_decides(one: Any) -> None:
 
 def test_filters_and_stop_tokens_are_those_of_the_torch_engine(one: Any, dense: Any) -> None:
     from nemorl.config.generation import TorchGenerationConfig
-    from nemorl.generation.backends import create_engine
+    from nemorl.generation.torch_engine.host import create_engine
 
     torch_engine = create_engine(
         TorchGenerationConfig(), dense[0], device="cpu", precision="float32", tokenizer_path=dense[0],

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.generation.async_engine import AsyncEngineWorker
-from nemorl.generation.torch_engine.batching import RequestLimits
+from nemorl.generation.front import EngineFront
+from nemorl.generation.request_driver import RequestDriver
+from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.generation.vllm_engine.backend import ExpertRows, VllmBackend
 from nemorl.trajectories import StopReason
@@ -81,13 +82,13 @@ class Engine:
                 yield await queue.get()
 
 
-def worker(merged: int, decode: Any = None) -> AsyncEngineWorker:
+def worker(merged: int, decode: Any = None) -> EngineFront[RequestDriver]:
     backend = VllmBackend(
         {}, {}, RequestLimits(100, 64, 64, decode is not None), name="engine 0", decode=decode,
         recompute_kv_cache=True, moe_layers=WITH_EXPERTS,
     )  # fmt: skip
     backend._engine = Engine(merged)  # type: ignore[assignment]
-    return AsyncEngineWorker(backend, "engine 0")
+    return EngineFront(RequestDriver(backend, "engine 0"))
 
 
 def answers(merged: int, decode: Any = None, **fields: Any) -> tuple[Completion, Sequence[Progress]]:

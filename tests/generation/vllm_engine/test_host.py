@@ -19,7 +19,7 @@ from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import DeadlineConfig
-from nemorl.generation.async_engine import Chunk
+from nemorl.generation.request_driver import Chunk
 from nemorl.generation.types import Completion, EngineFailed, EngineHealth, GenerationRequest
 from nemorl.generation.vllm_engine import host
 from nemorl.generation.vllm_engine.host import LAYOUT, PARTS, REPORT, SESSION, VllmHost

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nemorl.generation.torch_engine.batching import ActiveSequence, Scheduler
+from nemorl.generation.batching import ActiveSequence, Scheduler
 from tests.generation.examples import request
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.generation.torch_engine.batching import StopStringFinder
+from nemorl.generation.tokens import StopStringFinder
 
 PIECES = [
     b"Hello",

@@ -1,4 +1,4 @@
-"""The worker over engines that sample by themselves, with one that samples when it is told."""
+"""The front over engines that sample by themselves, with one that samples when it is told."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.generation import async_engine
-from nemorl.generation.async_engine import AsyncEngineWorker, Chunk
+from nemorl.generation import request_driver
+from nemorl.generation.front import EngineFront
+from nemorl.generation.request_driver import Chunk, RequestDriver
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import (
     Completion,
@@ -77,11 +78,11 @@ class Engine:
 
 
 def run(test: Any) -> None:
-    """In an event loop, with an engine and its worker."""
+    """In an event loop, with an engine and its front."""
 
     async def inside() -> None:
         engine = Engine()
-        await asyncio.wait_for(test(engine, AsyncEngineWorker(engine, "engine 7")), 20)
+        await asyncio.wait_for(test(engine, EngineFront(RequestDriver(engine, "engine 7"))), 20)
 
     asyncio.run(inside())
 
@@ -96,19 +97,19 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def later(worker: AsyncEngineWorker, one: GenerationRequest) -> asyncio.Task[Completion]:
+def later(front: EngineFront[RequestDriver], one: GenerationRequest) -> asyncio.Task[Completion]:
     async def first() -> Completion:
-        return await anext(worker.generate_many([one]))
+        return await anext(front.generate_many([one]))
 
     return asyncio.create_task(first())
 
 
 def test_progress_is_told_in_parts_and_the_answer_has_all() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.allow(7)
         reports = [
             report
-            async for batch in worker.generate_batches([ask("a", 7, progress_tokens=3)])
+            async for batch in front.generate_batches([ask("a", 7, progress_tokens=3)])
             for report in batch
         ]
         told, answer = reports[:-1], reports[-1]
@@ -123,11 +124,11 @@ def test_progress_is_told_in_parts_and_the_answer_has_all() -> None:
 
 
 def test_an_abort_before_the_first_step_is_answered_too() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        stream = worker.generate_batches([ask("a")])
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        stream = front.generate_batches([ask("a")])
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)  # the request's own task has not begun
-        await worker.abort(["a"])
+        await front.abort(["a"])
         (answer,) = await reading
         assert isinstance(answer, Completion)
         assert (answer.stop, len(answer.tokens)) == (StopReason.ABORT, 0)
@@ -136,26 +137,26 @@ def test_an_abort_before_the_first_step_is_answered_too() -> None:
 
 
 def test_a_caller_that_leaves_ends_its_requests() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        stream = worker.generate_batches([ask("a", progress_tokens=1), ask("b", progress_tokens=1)])
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        stream = front.generate_batches([ask("a", progress_tokens=1), ask("b", progress_tokens=1)])
         engine.allow(2)
         await anext(stream)
         await stream.aclose()
         await turns()
         assert sorted(engine.closed) == ["a", "b"]
-        assert worker.health().running == 0
+        assert front.health().running == 0
 
     run(test)
 
 
 def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         with pytest.raises(RequestRefused):
-            await anext(worker.generate_batches([ask("a"), ask("b", prompt=Prompts().one(9))]))
-        waiting = later(worker, ask("a"))
+            await anext(front.generate_batches([ask("a"), ask("b", prompt=Prompts().one(9))]))
+        waiting = later(front, ask("a"))
         await turns()
         with pytest.raises(ValueError, match="'a' is in flight"):
-            await anext(worker.generate_batches([ask("a")]))
+            await anext(front.generate_batches([ask("a")]))
         engine.allow(4)
         assert (await waiting).stop is StopReason.LENGTH
 
@@ -163,10 +164,10 @@ def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
 
 
 def test_a_late_refusal_ends_nobody_else() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.refuses = {"b"}
         names = ["a", "b", "c"]
-        stream = worker.generate_batches([ask(name, 2, progress_tokens=1) for name in names])
+        stream = front.generate_batches([ask(name, 2, progress_tokens=1) for name in names])
         first = asyncio.ensure_future(anext(stream))
         engine.allow(3)
         reports = [*await first]
@@ -180,22 +181,22 @@ def test_a_late_refusal_ends_nobody_else() -> None:
             assert answer.tokens.tolist() == [1, 2]
         engine.allow(1)
         with pytest.raises(RequestRefused, match="the server minds"):
-            await later(worker, ask("b"))
+            await later(front, ask("b"))
 
     run(test)
 
 
 def test_the_router_tells_a_late_refusal_to_whom_it_concerns() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.refuses = {"b"}
         calls = []
 
         async def generate(requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
             calls.append([request.id for request in requests])
-            async for batch in worker.generate_batches(requests):
+            async for batch in front.generate_batches(requests):
                 yield batch
 
-        router = Router([Replica("one", generate, worker.abort)])
+        router = Router([Replica("one", generate, front.abort)])
         engine.allow(10)
         asked = (router.generate(ask(name)) for name in ("a", "b", "c"))
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -212,14 +213,14 @@ def test_the_router_tells_a_late_refusal_to_whom_it_concerns() -> None:
 
 
 def test_what_came_before_an_error_is_told() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        stream = worker.generate_batches([ask("a", 1), ask("b")])
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        stream = front.generate_batches([ask("a", 1), ask("b")])
         reading = asyncio.ensure_future(anext(stream))
         engine.allow(2)
         while "a" not in engine.closed:
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # answered, and not yet read
-        worker.fail(RuntimeError("out of memory"))
+        front.driver.fail(RuntimeError("out of memory"))
         (answer,) = await reading
         assert isinstance(answer, Completion)
         assert answer.id == "a"
@@ -230,9 +231,9 @@ def test_what_came_before_an_error_is_told() -> None:
 
 
 def test_who_has_left_may_ask_again_by_the_same_names() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.ends.clear()
-        stream = worker.generate_batches([ask("a", progress_tokens=1)])
+        stream = front.generate_batches([ask("a", progress_tokens=1)])
         engine.allow(1)
         await anext(stream)
         leaving = asyncio.create_task(stream.aclose())
@@ -241,15 +242,15 @@ def test_who_has_left_may_ask_again_by_the_same_names() -> None:
         engine.ends.set()
         await leaving
         engine.allow(4)
-        assert (await later(worker, ask("a"))).stop is StopReason.LENGTH
+        assert (await later(front, ask("a"))).stop is StopReason.LENGTH
 
     run(test)
 
 
 def test_deadlines_hold_before_the_gate_too() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        await worker.pause("keep")
-        answer = await later(worker, ask("a", deadline_seconds=0.01))
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        await front.pause("keep")
+        answer = await later(front, ask("a", deadline_seconds=0.01))
         assert (answer.stop, len(answer.tokens)) == (StopReason.ABORT, 0)
         assert engine.closed == []
 
@@ -257,14 +258,14 @@ def test_deadlines_hold_before_the_gate_too() -> None:
 
 
 def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        running = later(worker, ask("a"))
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        running = later(front, ask("a"))
         await turns()
-        pausing = asyncio.create_task(worker.pause("wait"))
-        held = later(worker, ask("b"))
+        pausing = asyncio.create_task(front.pause("wait"))
+        held = later(front, ask("b"))
         await turns()
         assert not pausing.done()
-        await worker.resume()
+        await front.resume()
         await pausing
         engine.allow(8)
         assert (await running).stop is (await held).stop is StopReason.LENGTH
@@ -273,22 +274,22 @@ def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
 
 
 def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        await worker.pause("wait")
-        async with worker.standing(drain=True):
-            await worker.resume()  # in vain until the block ends
-            held = later(worker, ask("a"))
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        await front.pause("wait")
+        async with front.driver.paused(drain=True):
+            await front.resume()  # in vain until the block ends
+            held = later(front, ask("a"))
             engine.allow(4)
             await turns()
             assert not held.done()
         assert (await held).stop is StopReason.LENGTH
         assert engine.calls == ["freeze", "thaw"]
-        await worker.pause("keep")
-        async with worker.standing(drain=False):
+        await front.pause("keep")
+        async with front.driver.paused(drain=False):
             pass
         assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays frozen
-        async with worker.standing(drain=False):
-            await worker.resume()
+        async with front.driver.paused(drain=False):
+            await front.resume()
             assert engine.calls[-1] == "freeze"
         assert engine.calls[-1] == "thaw"
         assert engine.calls.count("freeze") == engine.calls.count("thaw") == 2
@@ -297,56 +298,59 @@ def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
 
 
 def test_an_engine_that_comes_to_no_stand_in_time_goes_on() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.stops.clear()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), worker.standing(drain=False):
+            async with asyncio.timeout(0.01), front.driver.paused(drain=False):
                 raise AssertionError("it does not stand")
         assert engine.calls == ["freeze", "thaw"]
-        assert not worker.health().paused
+        assert not front.health().paused
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await worker.pause("keep")
+                await front.pause("keep")
         assert engine.calls == ["freeze", "thaw"] * 2
-        await worker.resume()
+        await front.resume()
         engine.stops.set()
-        async with worker.standing(drain=False):
+        async with front.driver.paused(drain=False):
             assert engine.calls == ["freeze", "thaw"] * 2 + ["freeze"]
         engine.allow(4)
-        assert (await later(worker, ask("a"))).stop is StopReason.LENGTH
+        assert (await later(front, ask("a"))).stop is StopReason.LENGTH
 
     run(test)
 
 
 @pytest.mark.parametrize(
     ("goes_on", "told"),
-    [(False, "RuntimeError: it is stuck"), (None, "TimeoutError: it came to no stand, and does not go on")],
+    [
+        (False, "RuntimeError: it is stuck"),
+        (None, "TimeoutError: the engine did not pause and could not be resumed"),
+    ],
 )
 def test_an_engine_that_does_neither_has_failed(
     goes_on: bool | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(request_driver, "_RESUME_SECONDS", 0.01)
 
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.stops.clear()
         engine.goes_on = goes_on
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), worker.standing(drain=False):
+            async with asyncio.timeout(0.01), front.driver.paused(drain=False):
                 raise AssertionError("it does not stand")
         with pytest.raises(EngineFailed, match=f"engine 7 has ended: {told}"):
-            worker.health()
+            front.health()
 
     run(test)
 
 
 def test_who_stands_relies_on_no_stand_that_has_not_come() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         async def update() -> None:
-            async with worker.standing(drain=False):
+            async with front.driver.paused(drain=False):
                 assert engine.stops.is_set()
 
         engine.stops.clear()
-        pausing = asyncio.create_task(worker.pause("keep"))
+        pausing = asyncio.create_task(front.pause("keep"))
         await turns()
         updating = asyncio.create_task(update())
         await turns()
@@ -362,16 +366,16 @@ def test_who_stands_relies_on_no_stand_that_has_not_come() -> None:
 
 
 def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.stops.clear()
-        pausing = asyncio.create_task(worker.pause("keep"))
+        pausing = asyncio.create_task(front.pause("keep"))
         await turns()
-        resuming = asyncio.create_task(worker.resume())
+        resuming = asyncio.create_task(front.resume())
         await turns()
         pausing.cancel()
         await resuming
         engine.stops.set()
-        async with worker.standing(drain=False):
+        async with front.driver.paused(drain=False):
             assert engine.calls == ["freeze", "thaw", "freeze"]
         assert engine.calls[-1] == "thaw"
 
@@ -379,19 +383,19 @@ def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None
 
 
 def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        running = later(worker, ask("a"))
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        running = later(front, ask("a"))
         await turns()
-        draining = worker.standing(drain=True)
+        draining = front.driver.paused(drain=True)
         entering = asyncio.create_task(draining.__aenter__())
         await turns()
         assert engine.calls == []  # a sequence runs
-        async with worker.standing(drain=False):
+        async with front.driver.paused(drain=False):
             await entering  # what others hold still does not end
-        held = later(worker, ask("b"))
+        held = later(front, ask("b"))
         await turns()
         assert engine.calls == ["freeze"]
-        assert worker.health().waiting == 1
+        assert front.health().waiting == 1
         await draining.__aexit__(None, None, None)
         assert engine.calls == ["freeze", "thaw"]
         engine.allow(8)
@@ -402,33 +406,33 @@ def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
 
 def test_a_stand_is_no_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(async_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(request_driver, "time", SimpleNamespace(monotonic=lambda: now))
 
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         nonlocal now
-        later(worker, ask("a"))
+        later(front, ask("a"))
         await turns()
         now = 50.0
-        assert worker.health().seconds_since_step == 50.0
-        async with worker.standing(drain=False):
-            assert hanging(worker.health(), 600.0) is None
+        assert front.health().seconds_since_step == 50.0
+        async with front.driver.paused(drain=False):
+            assert hanging(front.health(), 600.0) is None
             now += 700.0
-            assert hanging(worker.health(), 600.0) is None
-        assert worker.health().seconds_since_step == 0.0
-        await worker.pause("keep")
+            assert hanging(front.health(), 600.0) is None
+        assert front.health().seconds_since_step == 0.0
+        await front.pause("keep")
         now += 700.0
-        assert hanging(worker.health(), 600.0) is None
-        await worker.resume()
-        assert worker.health().seconds_since_step == 0.0
+        assert hanging(front.health(), 600.0) is None
+        await front.resume()
+        assert front.health().seconds_since_step == 0.0
         now += 700.0
-        assert hanging(worker.health(), 600.0) is not None
+        assert hanging(front.health(), 600.0) is not None
 
     run(test)
 
 
 def test_an_error_is_told_to_all_and_who_comes_until_it_is_mended() -> None:
-    async def test(engine: Engine, worker: AsyncEngineWorker) -> None:
-        both = [later(worker, ask("a")), later(worker, ask("b"))]
+    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+        both = [later(front, ask("a")), later(front, ask("b"))]
         await turns()
         engine.error = RuntimeError("out of memory")
         engine.allow(1)
@@ -436,12 +440,12 @@ def test_an_error_is_told_to_all_and_who_comes_until_it_is_mended() -> None:
             with pytest.raises(EngineFailed, match="engine 7 has ended: RuntimeError: out of memory"):
                 await waiting
         with pytest.raises(EngineFailed):
-            worker.health()
+            front.health()
         with pytest.raises(EngineFailed):
-            await later(worker, ask("c"))
+            await later(front, ask("c"))
         engine.error = None
-        worker.recover()
+        front.driver.recover()
         engine.allow(4)
-        assert (await later(worker, ask("d"))).stop is StopReason.LENGTH
+        assert (await later(front, ask("d"))).stop is StopReason.LENGTH
 
     run(test)

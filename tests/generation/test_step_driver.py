@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.engine import TorchEngine
+from nemorl.generation.torch_engine.host import GenerationWorker
 from nemorl.generation.types import EngineFailed, RequestRefused
-from nemorl.generation.worker import GenerationWorker
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder
 from nemorl.trajectories import StopReason

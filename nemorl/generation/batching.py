@@ -1,14 +1,8 @@
 """Continuous batching: between any two steps finished sequences leave and waiting ones join.
 
-What continuous batching needs of a network and its cache.
+waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) ──▶ Sampler ──▶ completions
 
-Finding stop strings in sampled text, token by token.
-
-One request on its way through the engine.
-
-Who waits, who runs, and in which row of the cache.
-
-What a request may ask of an engine.
+The embedded engine and the policy itself sample with it, each with its own network (`Runner`) and cache.
 """
 
 import time
@@ -17,15 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nemorl.generation.types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
-from nemorl.trajectories import Int16Array, StopReason
+from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
-from .model import Prompt
 from .sampling import Sampled, Sampler
+from .tokens import Decode, RequestLimits, StopStringFinder, TokenBuffer
+from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
+
+_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 
 
 class RowCache(Protocol):
@@ -49,6 +44,20 @@ class RowCache(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt to compute once, and the cache rows that start with it."""
+
+    tokens: Int32Array  # [P]
+    rows: Sequence[int]
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens with padding; a function of the prompt alone, so that its result depends on nothing else."""
+        step = max(_PREFILL_STEP, (1 << len(self.tokens).bit_length()) >> 4)
+        return -(-len(self.tokens) // step) * step
+
+
 class Runner(Protocol):
     """The network with its cache: turns tokens into logits."""
 
@@ -70,45 +79,6 @@ class Runner(Protocol):
         ...
 
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
-
-_CONTEXT_TOKENS = (
-    5  # of the prompt; what a tokenizer does at the start of a text must not hit the first tokens
-)
-_UNFINISHED = "\ufffd"  # what a decoder shows for the bytes of half a character
-
-
-class StopStringFinder:
-    """Decodes one sequence as it grows and says when one of its stop strings is complete.
-
-    Only the tokens since the last whole character are decoded at each step. Text of the prompt never counts.
-    """
-
-    def __init__(self, stop_strings: Sequence[str], prompt: Sequence[int], decode: Decode) -> None:
-        self._stop_strings = tuple(stop_strings)
-        self._decode = decode
-        self._tokens = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
-        self._context = 0  # first token that is decoded
-        self._read = len(self._tokens)  # tokens before this one are in `_tail` already
-        self._tail = ""  # end of the sampled text, as long as a stop string may still begin in it
-
-    def push(self, token: int) -> bool:
-        """Whether `token` completes a stop string."""
-        self._tokens.append(token)
-        known = self._decode(self._tokens[self._context : self._read])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(_UNFINISHED) or len(text) <= len(known):
-            return False
-        self._context, self._read = self._read, len(self._tokens)
-        self._tail += text[len(known) :]
-        if any(stop in self._tail for stop in self._stop_strings):
-            return True
-        beginnings = max(map(len, self._stop_strings)) - 1  # characters that may begin a stop string
-        self._tail = self._tail[-beginnings:] if beginnings else ""
-        return False
-
-
 @dataclass(eq=False)
 class ActiveSequence:
     """A request and what was sampled for it so far; times are those of the engine's clock."""
@@ -117,68 +87,42 @@ class ActiveSequence:
     arrival: float
     max_tokens: int  # prompt included; reached, the sequence ends with `length`
     stop_strings: StopStringFinder | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    sampled: TokenBuffer = field(default_factory=TokenBuffer)
     last_sampled: float | None = None
     prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
-    num_reported: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
-        self.experts_reported = self.request.routed_experts_from  # position up to which its caller has them
         self.expires = self.arrival + self.request.deadline_seconds
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and those sampled."""
-        return len(self.request.prompt) + len(self.tokens)
+        return len(self.request.prompt) + len(self.sampled)
+
+    @property
+    def position(self) -> int:
+        """Position of the next token among all sampled for the request, on this replica or before."""
+        return self.request.sampled_before + len(self.sampled)
+
+    @property
+    def num_unreported(self) -> int:
+        """Sampled tokens that no report has carried; 0 for a request without progress."""
+        return self.sampled.num_unreported if self.request.progress_tokens else 0
 
     def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
-        """Take a sampled token; the reason, if the sequence ends with it."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+        """Take a sampled token; the stop reason if the sequence ends with it."""
+        self.sampled.append(token, logprob, version)
         self.last_sampled = now
         found = self.stop_strings is not None and self.stop_strings.push(token)
         if found or token in self.request.stop_token_ids:
             return StopReason.STOP
         return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
 
-    @property
-    def position(self) -> int:
-        """Of the next token among all that were sampled for the request, here or before it came here."""
-        return self.request.sampled_before + len(self.tokens)
-
-    @property
-    def num_unreported(self) -> int:
-        """Sampled tokens that its caller, who asked for progress, has not heard of."""
-        return len(self.tokens) - self.num_reported if self.request.progress_tokens else 0
-
-    def report(self, experts: Int16Array | None) -> Progress:
-        """What was sampled since the last report; `experts` are the rows from `experts_reported` on."""
-        new = slice(self.num_reported, None)
-        self.num_reported = len(self.tokens)
-        self.experts_reported += 0 if experts is None else len(experts)
-        return Progress(
-            id=self.request.id,
-            tokens=np.array(self.tokens[new], dtype=np.int32),
-            logprobs=np.array(self.logprobs[new], dtype=np.float32),
-            versions=np.array(self.versions[new], dtype=np.int32),
-            routed_experts=experts,
-        )
-
-    def complete(self, stop: StopReason, now: float, experts: Int16Array | None) -> Completion:
-        """The completion with what was sampled so far; `now` counts where nothing was."""
-        return Completion(
-            id=self.request.id,
-            tokens=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            stop=stop,
-            seconds=(now if self.last_sampled is None else self.last_sampled) - self.arrival,
-            routed_experts=experts,
-        )
+    def complete(self, stop: StopReason, now: float) -> Completion:
+        """The completion with what was sampled; its time ends with the last token, or `now` without one."""
+        end = now if self.last_sampled is None else self.last_sampled
+        return self.sampled.complete(self.request.id, stop, end - self.arrival)
 
 
 class Moves(NamedTuple):
@@ -273,49 +217,6 @@ class Scheduler:
             self._rows.pop()
 
 
-@dataclass(frozen=True)
-class RequestLimits:
-    """The limits beyond which a request could never be served."""
-
-    vocab_size: int
-    max_sequence_length: int  # tokens of prompt and completion
-    max_kv_tokens: int
-    can_decode: bool  # a tokenizer is there to look for stop strings
-
-    def max_tokens(self, request: GenerationRequest) -> int:
-        """Tokens the sequence may reach, prompt included."""
-        return min(len(request.prompt) + request.max_new_tokens, self.max_sequence_length)
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused, with the limit that the request breaks."""
-        prompt, name = request.prompt, f"request {request.id!r}"
-        if len(prompt) == 0 or request.max_new_tokens < 1:
-            raise RequestRefused(
-                f"{name} has {len(prompt)} prompt tokens and max_new_tokens={request.max_new_tokens}; both"
-                " must be at least 1"
-            )
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise RequestRefused(
-                f"{name} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
-                f" {self.vocab_size}: is the tokenizer another model's?"
-            )
-        if len(prompt) >= self.max_sequence_length:
-            raise RequestRefused(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
-                f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
-            )
-        if self.max_tokens(request) > self.max_kv_tokens:
-            raise RequestRefused(
-                f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
-                f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
-            )
-        if request.stop_strings and not self.can_decode:
-            raise RequestRefused(
-                f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
-                " in the fast format or use stop_token_ids"
-            )
-
-
 @dataclass
 class _Work:
     tokens_generated: int = 0
@@ -401,13 +302,8 @@ class BatchingEngine:
             request,
             arrival=self._clock(),
             max_tokens=self._limits.max_tokens(request),
+            stop_strings=StopStringFinder.of(request, self._decode),
         )
-        if request.stop_strings and self._decode is not None:
-            tokens = request.prompt.tolist()
-            own = len(tokens) - request.sampled_before
-            sequence.stop_strings = StopStringFinder(request.stop_strings, tokens[:own], self._decode)
-            for token in tokens[own:]:  # a stop string may have begun in what was sampled before
-                sequence.stop_strings.push(token)
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 
@@ -495,7 +391,7 @@ class BatchingEngine:
         self._runner.cache.copy_rows(moves.sources, moves.targets, longest - 1)
         self._runner.cache.reserve(len(sequences), longest)
         logits = self._runner.decode(
-            [sequence.tokens[-1] for sequence in sequences],
+            [sequence.sampled.tokens[-1] for sequence in sequences],
             [sequence.num_tokens - 1 for sequence in sequences],
         )
         if self._sampler is None:
@@ -521,17 +417,18 @@ class BatchingEngine:
 
     def _end(self, sequence: ActiveSequence, stop: StopReason) -> Completion:
         del self._sequences[sequence.request.id]
-        experts = self._experts_of(sequence, sequence.request.routed_experts_from)
+        self._take_experts(sequence)
         self._scheduler.remove(sequence)
         self._sampler = None
-        return sequence.complete(stop, self._clock(), experts)
+        return sequence.complete(stop, self._clock())
 
-    def _experts_of(self, sequence: ActiveSequence, first: int) -> Int16Array | None:
-        """Of its tokens from position `first` on, but for the last sampled one, which was not read yet."""
-        if self._experts is None or not sequence.tokens:
-            return None
+    def _take_experts(self, sequence: ActiveSequence) -> None:
+        """Copy the expert rows that are new; the last sampled token has none, it was not read yet."""
+        if self._experts is None or not sequence.sampled.tokens:
+            return
         row = next(row for row, other in self._scheduler.running() if other is sequence)
-        return self._experts(row, first, sequence.num_tokens - 1)
+        first = sequence.request.routed_experts_from + sequence.sampled.num_expert_rows
+        sequence.sampled.experts.append(self._experts(row, first, sequence.num_tokens - 1))
 
     def take_progress(self) -> list[Progress]:
         """What the running sequences have sampled, once one of them has as much as its request wants to hear.
@@ -541,8 +438,10 @@ class BatchingEngine:
         sequences = [s for _, s in self._scheduler.running() if s.num_unreported]
         if not any(s.num_unreported >= s.request.progress_tokens for s in sequences):
             return []
-        told = [s for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
-        return [s.report(self._experts_of(s, s.experts_reported)) for s in told]
+        due = [s for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
+        for sequence in due:
+            self._take_experts(sequence)
+        return [sequence.sampled.take_progress(sequence.request.id) for sequence in due]
 
     def take_stats(self) -> EngineStats:
         """What was done since the last call; prompts that were shared count once."""

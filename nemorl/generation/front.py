@@ -1,0 +1,178 @@
+"""The interface of every engine process: nine methods over one of two drivers.
+
+    StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
+    RequestDriver   an engine that samples request by request: one task for each, in the event loop
+
+Reports travel in batches: what has come since the caller last looked is one item of its stream, so that
+tokens never pass through the event loop one by one.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Generic, Literal, Protocol, TypeVar
+
+from .types import (
+    Completion,
+    EngineHealth,
+    EngineStats,
+    GenerationRequest,
+    Progress,
+    Refusal,
+    Report,
+    RequestRefused,
+)
+
+PauseMode = Literal["wait", "keep", "abort"]
+"""What happens to sequences in flight when an engine pauses.
+
+`wait`: running ones finish first, waiting ones keep waiting; `keep`: all freeze in place and continue after
+`resume`; `abort`: all end with what they have.
+"""
+
+
+class ReportStream:
+    """Reports on their way to the event loop that made the stream; written from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reports: list[Report] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def put(self, reports: Sequence[Report]) -> None:
+        """Add reports, in the order in which they were made."""
+        self._call(self._put, reports)
+
+    def fail(self, error: Exception) -> None:
+        """End the stream: the reader gets the reports before this call, then `error`."""
+        self._call(self._fail, error)
+
+    async def next(self) -> Sequence[Report]:
+        """All reports since the last call, at least one. Raises the error that ended the stream."""
+        await self._news.wait()
+        if not self._reports:
+            assert self._error is not None
+            raise self._error
+        batch, self._reports = self._reports, []
+        if self._error is None:
+            self._news.clear()
+        return batch
+
+    def _call(self, method, item) -> None:  # type: ignore[no-untyped-def]
+        if not self._loop.is_closed():  # a closed loop has no reader
+            self._loop.call_soon_threadsafe(method, item)
+
+    def _put(self, reports: Sequence[Report]) -> None:
+        if self._error is None:
+            self._reports += reports
+            self._news.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+
+class Driver(Protocol):
+    """What runs an engine. The coroutines belong to the event loop of the front."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample."""
+        ...
+
+    async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
+        """Start requests together, in order, and send their reports to `stream`.
+
+        Raises RequestRefused, with none of them started, and EngineFailed.
+        """
+        ...
+
+    async def abandon(self, stream: ReportStream) -> None:
+        """End what is in flight for a stream that has no reader any more; then its ids are free again."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
+        ...
+
+
+DriverT = TypeVar("DriverT", bound=Driver)
+
+
+class EngineFront(Generic[DriverT]):
+    """An engine as its callers see it. Belongs to one event loop."""
+
+    def __init__(self, driver: DriverT) -> None:
+        self.driver = driver
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample."""
+        return self.driver.version
+
+    async def generate_batches(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[Sequence[Report], None]:
+        """All reports since the last item: completions, refusals, and progress where a request asks for it.
+
+        Raises RequestRefused, with no request started, if one can never be served, and EngineFailed if the
+        engine fails. A caller that stops reading ends what is left.
+        """
+        stream = ReportStream()
+        unanswered = len(requests)
+        try:
+            await self.driver.submit(requests, stream)
+            while unanswered:
+                batch = await stream.next()
+                unanswered -= sum(not isinstance(report, Progress) for report in batch)
+                yield batch
+        finally:
+            if unanswered:
+                await self.driver.abandon(stream)
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
+        """Completions as they finish, one by one; see `generate_batches`. Refusals are raised."""
+        async with aclosing(self.generate_batches(requests)) as batches:
+            async for batch in batches:
+                for report in batch:
+                    if isinstance(report, Refusal):
+                        raise RequestRefused(report.reason)
+                    if isinstance(report, Completion):
+                        yield report
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        await self.driver.abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        await self.driver.pause(mode)
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self.driver.resume()
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        return await self.driver.stats()
+
+    def health(self) -> EngineHealth:
+        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
+        return self.driver.health()

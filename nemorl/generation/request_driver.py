@@ -1,0 +1,395 @@
+"""The driver of engines that sample request by request, as serving engines do.
+
+submit ──▶ one task per request ──▶ gate (closed while paused) ──▶ engine.sample ──▶ chunks ──▶ reports
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from nemorl.trajectories import Int16Array, StopReason
+from nemorl.weights.session import RefitDeadline, RefitFailed
+
+from .front import PauseMode, ReportStream
+from .tokens import TokenBuffer
+from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Refusal, RequestRefused
+
+_RESUME_SECONDS = 5.0  # to resume an engine that could not be paused
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What an engine sampled for one request since its last chunk. `n` tokens."""
+
+    tokens: Sequence[int]  # [n]
+    logprobs: Sequence[float]  # [n] of the distribution sampled
+    versions: Sequence[int]  # [n] weights that sampled each
+    stop: StopReason | None = None  # of the last chunk
+    routed_experts: Int16Array | None = None  # rows that are new; see `Completion`
+
+
+class AsyncEngine(Protocol):
+    """An engine as `RequestDriver` requires it."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample."""
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for a request that can never be served."""
+        ...
+
+    def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks until one has a stop reason. Closing the generator early ends the request."""
+        ...
+
+    async def freeze(self) -> None:
+        """Pause between two steps; sequences in flight stay in the engine."""
+        ...
+
+    async def thaw(self) -> None:
+        """Step again."""
+        ...
+
+
+class PauseLock:
+    """Keeps an engine paused while anyone holds it. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        freeze: Callable[[], Awaitable[None]],
+        thaw: Callable[[], Awaitable[None]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`fail` is called for an engine that cannot be resumed."""
+        self._freeze, self._thaw, self._fail = freeze, thaw, fail
+        self._holders: set[object] = set()
+        self._switching = asyncio.Lock()  # held while the engine pauses or resumes
+        self.paused = asyncio.Event()
+
+    @property
+    def held(self) -> bool:
+        """True if the engine is paused or pausing."""
+        return bool(self._holders)
+
+    async def acquire(self, holder: object) -> None:
+        """Return when the engine is paused, until `release`. If this is cancelled first, it resumes."""
+        self._holders.add(holder)
+        try:
+            await self._settle()
+        except BaseException:
+            self._holders.discard(holder)
+            if self.paused.is_set():  # other holders may have released it meanwhile
+                await self._settle()
+            raise
+
+    async def release(self, holder: object) -> None:
+        """Return when the engine has resumed, or is paused for other holders only."""
+        if holder in self._holders:
+            self._holders.discard(holder)
+            await self._settle()
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """The engine is paused while the block runs."""
+        holder = object()
+        await self.acquire(holder)
+        try:
+            yield
+        finally:
+            await self.release(holder)
+
+    async def _settle(self) -> None:
+        async with self._switching:
+            if self.held and not self.paused.is_set():
+                try:
+                    await self._freeze()
+                except BaseException:  # also if the caller was cancelled
+                    with suppress(Exception):  # `fail` has been called with it
+                        await self._resume(_RESUME_SECONDS)
+                    raise
+                self.paused.set()
+            elif not self.held and self.paused.is_set():
+                await self._resume(None)
+                self.paused.clear()
+
+    async def _resume(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await self._thaw()
+        except Exception as error:
+            stuck = TimeoutError("the engine did not pause and could not be resumed")
+            self._fail(stuck if limit.expired() else error)
+            raise
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request that has not been answered."""
+
+    request: GenerationRequest
+    stream: ReportStream
+    sampled: TokenBuffer = field(default_factory=TokenBuffer)
+    began: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[StopReason] | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        """Keep what was sampled, and report progress where it is due."""
+        self.sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
+        every = self.request.progress_tokens
+        if chunk.stop is None and every and self.sampled.num_unreported >= every:
+            self.stream.put([self.sampled.take_progress(self.request.id)])
+
+    def end(self, stop: StopReason) -> None:
+        """Answer with what was sampled."""
+        seconds = time.monotonic() - self.began
+        self.stream.put([self.sampled.complete(self.request.id, stop, seconds)])
+
+    def abort(self) -> None:
+        """Stop sampling; the request is answered when its task has ended."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+@dataclass
+class _Work:
+    """What was done since the last call of `stats`."""
+
+    peak: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    seconds_busy: float = 0.0
+    _counted: float = field(default_factory=time.monotonic)
+
+    def count(self, num_running: int) -> None:
+        """Count the time until now as busy if anything ran."""
+        now = time.monotonic()
+        self.seconds_busy += (now - self._counted) if num_running else 0.0
+        self._counted = now
+
+
+class RequestDriver:
+    """Runs every request as a task over an `AsyncEngine`. Belongs to one event loop."""
+
+    def __init__(self, engine: AsyncEngine, name: str) -> None:
+        """`name` is the engine's in errors."""
+        self._engine = engine
+        self.name = name
+        self._sequences: dict[str, _Sequence] = {}
+        self._running: set[str] = set()  # ids that have passed the gate
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._paused = False
+        self._num_blocks = 0  # of `paused`
+        self._lock = PauseLock(engine.freeze, self._thaw, self.fail)
+        self._idle = asyncio.Event()  # nothing runs
+        self._idle.set()
+        self._failure: EngineFailed | None = None
+        self._torn: str | None = None
+        self._last_chunk = time.monotonic()
+        self._work = _Work()
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample."""
+        return self._engine.version
+
+    async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
+        """Start a task for each request. Raises RequestRefused, with none started, and EngineFailed."""
+        if self._failure is not None:
+            raise self._failure
+        for request in requests:
+            self._engine.check(request)
+            if request.id in self._sequences:
+                raise RequestRefused(f"request {request.id!r} is in flight already; ids must be unique")
+        for request in requests:
+            sequence = self._sequences[request.id] = _Sequence(request, stream)
+            sequence.task = asyncio.create_task(self._sample(sequence))
+            sequence.task.add_done_callback(partial(self._finish, sequence))
+
+    async def abandon(self, stream: ReportStream) -> None:
+        """End what is in flight for a stream, and return when its ids are free again."""
+        left = [sequence for sequence in self._sequences.values() if sequence.stream is stream]
+        for sequence in left:
+            sequence.abort()
+        ending = [sequence.task for sequence in left if sequence.task]
+        if ending and self._failure is None:  # a failed engine may never end them
+            await asyncio.wait(ending)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those in flight are answered with what they have and stop reason `abort`."""
+        ended = [self._sequences[name] for name in request_ids if name in self._sequences]
+        for sequence in ended:
+            sequence.abort()
+        await asyncio.gather(*(sequence.task for sequence in ended if sequence.task), return_exceptions=True)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
+        self._paused = True
+        self._set_gate()
+        if mode == "wait":
+            await _first_of(self._idle, self._gate)  # a resume ends the wait
+        elif mode == "abort":
+            await self.abort(list(self._sequences))
+        else:
+            await self._lock.acquire(self)
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        self._paused = False
+        try:
+            await self._lock.release(self)
+        finally:
+            self._set_gate()
+
+    @asynccontextmanager
+    async def paused(self, *, drain: bool) -> AsyncIterator[None]:
+        """No step runs while the block does: sequences in flight have ended (`drain`) or stay in the engine.
+
+        An engine that was paused before stays paused after it. Blocks may overlap.
+        """
+        self._num_blocks += 1
+        self._set_gate()
+        try:
+            if drain:  # sequences that another holder has frozen do not end
+                await _first_of(self._idle, self._lock.paused)
+            async with self._lock.holding():
+                yield
+        finally:
+            self._num_blocks -= 1
+            self._set_gate()
+
+    @asynccontextmanager
+    async def paused_for(self, version: int, *, drain: bool, seconds: float) -> AsyncIterator[None]:
+        """`paused`, for an update to `version`. Raises RefitDeadline unless it begins within `seconds`."""
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(seconds):
+                    await stack.enter_async_context(self.paused(drain=drain))
+            except TimeoutError as error:
+                raise RefitDeadline(
+                    f"refit to version {version}: {self.name} did not pause within {seconds:g} s "
+                    "(cluster.deadlines.refit)"
+                ) from error
+            yield
+
+    def fail(self, error: Exception) -> None:
+        """Answer all requests with an error, and new ones too until `recover`."""
+        if not isinstance(error, EngineFailed):
+            failure = EngineFailed(f"{self.name} has ended: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            error = failure
+        self._failure = error
+        for sequence in list(self._sequences.values()):
+            sequence.stream.fail(error)
+            sequence.abort()
+
+    def fail_update(self, version: int, error: Exception) -> RefitFailed:
+        """Fail because the weights may be of no version; the error to raise for the refit."""
+        torn = f"{self.name} may have weights of no version, since it failed to take version {version}"
+        self.fail(EngineFailed(f"{torn}: {error}"))
+        return RefitFailed(f"refit to version {version}: {error}; {torn}")
+
+    def mark_torn(self, reason: str) -> None:
+        """Report by `health`, until `recover`, that the weights are of no version. The caller pauses it."""
+        self._torn = reason
+
+    def recover(self) -> None:
+        """Serve again after a failure or torn weights."""
+        self._failure = None
+        self._torn = None
+
+    async def stats(self) -> EngineStats:
+        """What was done since the last call."""
+        done, self._work = self._work, _Work(peak=len(self._running))
+        done.count(len(self._running))
+        return EngineStats(
+            version=self.version,
+            tokens_generated=done.tokens,
+            prompt_tokens=done.prompt_tokens,
+            seconds_busy=done.seconds_busy,
+            peak_batch=done.peak,
+        )
+
+    def health(self) -> EngineHealth:
+        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
+        if self._failure is not None:
+            raise self._failure
+        return EngineHealth(
+            version=self.version,
+            running=len(self._running),
+            waiting=len(self._sequences) - len(self._running),
+            paused=self._paused or self._lock.held,
+            seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
+            torn=self._torn,
+        )
+
+    def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
+        """Answer a request whose task has ended."""
+        if task.cancelled():
+            sequence.end(StopReason.ABORT)
+        elif isinstance(error := task.exception(), RequestRefused):
+            sequence.stream.put([Refusal(sequence.request.id, str(error))])  # as servers do
+        elif error:
+            self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            sequence.end(task.result())
+        self._work.count(len(self._running))
+        del self._sequences[sequence.request.id]
+        self._running.discard(sequence.request.id)
+        if not self._running:
+            self._idle.set()
+
+    async def _sample(self, sequence: _Sequence) -> StopReason:
+        request = sequence.request
+        try:
+            async with asyncio.timeout(request.deadline_seconds) as deadline:
+                await self._gate.wait()
+                self._enter(request)
+                async with aclosing(self._engine.sample(request)) as chunks:
+                    async for chunk in chunks:
+                        sequence.take(chunk)
+                        self._work.tokens += len(chunk.tokens)
+                        self._last_chunk = time.monotonic()
+                        if chunk.stop is not None:
+                            return chunk.stop
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return StopReason.ABORT
+        raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
+
+    def _enter(self, request: GenerationRequest) -> None:
+        self._work.count(len(self._running))
+        if not self._running:
+            self._last_chunk = time.monotonic()  # an idle engine does not hang
+        self._running.add(request.id)
+        self._idle.clear()
+        self._work.prompt_tokens += len(request.prompt)
+        self._work.peak = max(self._work.peak, len(self._running))
+
+    async def _thaw(self) -> None:
+        self._last_chunk = time.monotonic()  # nor does a paused one
+        await self._engine.thaw()
+        self._last_chunk = time.monotonic()
+
+    def _set_gate(self) -> None:
+        if self._paused or self._num_blocks:
+            self._gate.clear()
+        else:
+            self._gate.set()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return when one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,209 @@
+"""One request in any engine: its limits, its seed, what was sampled for it, and its stop strings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
+
+from .types import Completion, GenerationRequest, Progress, RequestRefused
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+
+_CONTEXT_TOKENS = 5  # of the prompt: what a tokenizer does at the start of a text must not hit sampled tokens
+_UNFINISHED = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
+_GOLDEN = 0x9E3779B97F4A7C15  # odd: different positions of one request get different seeds
+_MAX_SEED = 2**63
+
+
+@dataclass(eq=False)
+class TokenBuffer:
+    """Tokens sampled for one request, with logprobs and weight versions, and how many were reported."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: list[Int16Array] = field(default_factory=list)  # consecutive rows; see `Completion`
+    num_reported: int = 0
+    _experts_reported: int = 0  # arrays of `experts`
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_unreported(self) -> int:
+        """Tokens that no progress report has carried."""
+        return len(self.tokens) - self.num_reported
+
+    @property
+    def num_expert_rows(self) -> int:
+        """Rows of all experts so far."""
+        return sum(map(len, self.experts))
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Add one token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        experts: Int16Array | None = None,
+    ) -> None:
+        """Add tokens, and rows of experts."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+        if experts is not None:
+            self.experts.append(experts)
+
+    def add(self, report: Progress | Completion) -> None:
+        """Add what a report carries."""
+        self.extend(
+            report.tokens.tolist(), report.logprobs.tolist(), report.versions.tolist(), report.routed_experts
+        )
+
+    def take_progress(self, request_id: str) -> Progress:
+        """What was added since the last report."""
+        report = Progress(request_id, *self._arrays(self.num_reported), self._rows(self._experts_reported))
+        self.num_reported, self._experts_reported = len(self.tokens), len(self.experts)
+        return report
+
+    def complete(self, request_id: str, stop: StopReason, seconds: float) -> Completion:
+        """The answer, with all tokens."""
+        return Completion(request_id, *self._arrays(0), stop, seconds, self._rows(0))
+
+    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
+        return (
+            np.array(self.tokens[first:], np.int32),
+            np.array(self.logprobs[first:], np.float32),
+            np.array(self.versions[first:], np.int32),
+        )
+
+    def _rows(self, first: int) -> Int16Array | None:
+        new = self.experts[first:]
+        return np.concatenate(new) if new else None
+
+
+class StopStringFinder:
+    """Decodes one sequence as it grows and reports when one of its stop strings is complete.
+
+    Only the tokens since the last complete character are decoded at each step. Text of the prompt never
+    counts.
+    """
+
+    def __init__(self, stop_strings: Sequence[str], prompt: Sequence[int], decode: Decode) -> None:
+        self._stop_strings = tuple(stop_strings)
+        self._decode = decode
+        self._tokens = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
+        self._context = 0  # first token that is decoded
+        self._read = len(self._tokens)  # tokens before this one are in `_tail` already
+        self._tail = ""  # end of the sampled text, as long as a stop string may still begin in it
+
+    @classmethod
+    def of(cls, request: GenerationRequest, decode: Decode | None) -> "StopStringFinder | None":
+        """The finder of a request, None if it has no stop strings.
+
+        Tokens that another replica sampled for it count: a stop string may begin in them.
+        """
+        if not request.stop_strings or decode is None:
+            return None
+        tokens = request.prompt.tolist()
+        length = len(tokens) - request.sampled_before
+        finder = cls(request.stop_strings, tokens[:length], decode)
+        finder.find(tokens[length:])
+        return finder
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Number of these next tokens up to the one that completes a stop string; None if none does."""
+        return next((number for number, token in enumerate(tokens, start=1) if self.push(token)), None)
+
+    def push(self, token: int) -> bool:
+        """True if `token` completes a stop string."""
+        self._tokens.append(token)
+        known = self._decode(self._tokens[self._context : self._read])
+        text = self._decode(self._tokens[self._context :])
+        if text.endswith(_UNFINISHED) or len(text) <= len(known):
+            return False
+        self._context, self._read = self._read, len(self._tokens)
+        self._tail += text[len(known) :]
+        if any(stop in self._tail for stop in self._stop_strings):
+            return True
+        beginnings = max(map(len, self._stop_strings)) - 1  # characters that may begin a stop string
+        self._tail = self._tail[-beginnings:] if beginnings else ""
+        return False
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits beyond which a request can never be served."""
+
+    vocab_size: int
+    max_sequence_length: int  # tokens of prompt and completion
+    max_kv_tokens: int
+    can_decode: bool  # a tokenizer is available to look for stop strings
+
+    def max_tokens(self, request: GenerationRequest) -> int:
+        """Tokens the sequence may reach, prompt included."""
+        return min(len(request.prompt) + request.max_new_tokens, self.max_sequence_length)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused, with the limit that the request breaks."""
+        prompt, name = request.prompt, f"request {request.id!r}"
+        if len(prompt) == 0 or request.max_new_tokens < 1:
+            raise RequestRefused(
+                f"{name} has {len(prompt)} prompt tokens and max_new_tokens={request.max_new_tokens}; both"
+                " must be at least 1"
+            )
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            raise RequestRefused(
+                f"{name} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
+                f" {self.vocab_size}: is the tokenizer another model's?"
+            )
+        if len(prompt) >= self.max_sequence_length:
+            raise RequestRefused(
+                f"{name} has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
+                f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
+            )
+        if self.max_tokens(request) > self.max_kv_tokens:
+            raise RequestRefused(
+                f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
+                f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
+            )
+        if request.stop_strings and not self.can_decode:
+            raise RequestRefused(
+                f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
+                " in the fast format or use stop_token_ids"
+            )
+
+
+def engine_seed(request: GenerationRequest) -> int:
+    """Seed for an engine that draws a sequence's numbers one after another.
+
+    To it a request that continues after the loss of a replica is a new one, which must not draw the same
+    numbers again.
+    """
+    return (request.seed + _GOLDEN * request.sampled_before) % _MAX_SEED
+
+
+def load_decoder(tokenizer_path: Path) -> Decode | None:
+    """Tokens to text by the folder's `tokenizer.json`; None without one.
+
+    The tokenizers library alone does it: transformers would cost every engine seconds and 400 MB.
+    """
+    file = tokenizer_path / "tokenizer.json"
+    if not file.exists():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    return decode
