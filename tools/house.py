@@ -36,7 +36,7 @@ FOLDERS = {
 ROOTS = (
     "OnlineAlgorithm.step",  # the driver
     "RayRolloutWorker.stream_groups",  # the rollout worker and its turn loop
-    "EngineThread._run",  # the engine's loop
+    "ThreadDriver._run",  # the engine's loop
     "PolicyHost.load_trajectories",  # the policy's name for it is put together at run time
 )
 # Classes whose methods the driver calls by their names as strings.
@@ -55,9 +55,10 @@ CHOSEN = {
     "scored:Scorer": "FunctionReward",
     "Generator": "Router",
     "pool:Routers": "WorkerGroup",
-    "Engine": "TorchEngine",
-    "SamplingEngine": "TorchEngine",
-    "EngineService": "GenerationHost",
+    "SteppedEngine": "TorchEngine",
+    "EngineFront": "GenerationHost",
+    "Driver": "ThreadDriver",
+    "DriverT": "ThreadDriver",
     "GenerationWorker": "GenerationHost",
     "PolicyWorker": "PolicyHost",
     "PolicyHost": "PolicyHost",
