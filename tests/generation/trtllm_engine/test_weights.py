@@ -285,9 +285,7 @@ def test_an_engine_that_does_not_come_to_a_stand_is_named(replica):
 
     under_way = replica.loop.run(begin())
     try:
-        with pytest.raises(
-            RefitDeadline, match=r"TensorRT-LLM engine 0 did not pause within 0\.05 s"
-        ):
+        with pytest.raises(RefitDeadline, match=r"TensorRT-LLM engine 0 did not pause within 0\.05 s"):
             replica.refit(replica.weights(17))
     finally:
         replica.host._commit_seconds = 20.0
