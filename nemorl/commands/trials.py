@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
-from nemorl.config.checks.metrics import metrics, reward_names
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import acted_on
+from nemorl.config.facts import acted_on, metric_names, reward_names
 from nemorl.errors import NemorlError, Problem
 from nemorl.rewards.find import GIVEN, FoundReward, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
@@ -36,7 +35,7 @@ def custom_function_problems(experiment: Experiment) -> Iterator[Problem]:
         from nemorl.algorithms.policy_losses import smoke_test_loss  # brings torch as well
 
         try:
-            taken = metrics(algorithm, experiment.env, experiment.rewards, experiment.data)
+            taken = metric_names(algorithm, experiment.env, experiment.rewards, experiment.data)
             smoke_test_loss(algorithm.loss, taken)
         except NemorlError as error:
             yield Problem("algorithm.loss.function", algorithm.loss.function, str(error))

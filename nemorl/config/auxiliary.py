@@ -1,15 +1,19 @@
-"""The models of a run beside the policy, and where each lives.
+"""The auxiliary models of a run (critic, reference, teachers) and their processes.
 
-Each is a group of processes of the same kind as the policy's. What its section leaves open is as in `policy`.
+Each is a group of processes of the same kind as the policy's. Fields that its section does not set are as in
+`policy`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Config, default_variant
+from nemorl.errors import Problem
+
+from .base import Config, check, default_variant
+from .generation import ADDRESS, is_address
 from .policy import (
     AdamConfig,
     ConstantSchedule,
@@ -21,42 +25,63 @@ from .policy import (
     PolicyConfig,
     RecomputeConfig,
     ScheduleConfig,
+    decay_problems,
+    micro_batch_problems,
+    narrow_type_problems,
 )
+from .run import ClusterConfig
 
 
 class ModelGroupConfig(Config):
-    """What all groups beside the policy may say of themselves."""
+    """Fields of all auxiliary models."""
 
     model_path: Path | None = None
     """Folder of a Hugging Face model; null is the policy's."""
     devices: Literal["own", "policy"] = "own"
-    """`own`: devices of its own. `policy`: the policy's devices, with which it takes turns."""
+    """`own`: separate devices. `policy`: the policy's devices, which the two use in turn."""
     layout: LayoutConfig | None = None
-    """How it is spread over processes; null is as the policy."""
+    """Its layout over processes; null is the policy's."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Type of the weights in forward and backward; null is the policy's."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one pass; null is as the policy."""
+    """Most tokens of one pass; null is the policy's."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the policy's devices while another group has them."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """The group as the section of a policy, which its processes are started with."""
-        own = {
+        """The section of a policy with which the processes of the group are started."""
+        fields = {
             "model_path": self.model_path,
             "layout": self.layout,
             "precision": self.precision,
             "micro_batch_tokens": self.micro_batch_tokens,
         }
-        given = {name: value for name, value in own.items() if value is not None}
+        given = {name: value for name, value in fields.items() if value is not None}
         return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig()})
+
+    @check
+    def _has_devices(self, policy: PolicyConfig) -> Iterator[Problem]:
+        if self.devices == "own":
+            reason = "devices is `own`, so nothing waits for them; set it to false"
+            for problem in self.offload.without_effect(("weights", "optimizer"), reason):
+                yield Problem(f"offload.{problem.field}", problem.value, problem.fix)
+            return
+        size, available = self.worker_config(policy).layout.world_size, policy.layout.world_size
+        if size > available:
+            fix = f"the policy has devices for {available} processes; use a smaller layout, or `own` devices"
+            yield Problem("layout", f"{size} processes", fix)
+
+    @check
+    def _micro_batch_holds_sequence(self, policy: PolicyConfig) -> Iterator[Problem]:
+        if self.micro_batch_tokens is not None:
+            yield from micro_batch_problems(self.micro_batch_tokens, policy.max_sequence_length)
 
 
 class ReferenceConfig(ModelGroupConfig):
-    """A reference in processes of its own; another model than the policy's may be one."""
+    """A reference in separate processes; it may be another model than the policy's."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """Without adapters: it is the model as its folder has it."""
+        """Without adapters: the model as it is in its folder."""
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
@@ -68,27 +93,32 @@ class ModelTeacherConfig(ModelGroupConfig):
     """Folder of a Hugging Face model."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """Without adapters: it is the model as its folder has it."""
+        """Without adapters: the model as it is in its folder."""
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
 class EndpointTeacherConfig(Config):
-    """A server with OpenAI's /v1/completions that takes token ids and tells `prompt_logprobs`: vLLM's.
+    """A server with OpenAI's /v1/completions that takes token ids and returns `prompt_logprobs`: vLLM's.
 
-    It has the policy's tokens, and logprobs at temperature 1.
+    It must have the policy's tokens, and returns logprobs at temperature 1.
     """
 
     kind: Literal["endpoint"]
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
     model: str = Field(min_length=1)
-    """What the server calls the model."""
+    """The server's name of the model."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; the key itself never stands in a config."""
+    """Environment variable that holds the key; the key itself never is in a config."""
     max_concurrent_requests: int = Field(16, ge=1)
-    """Requests under way at a time, of each data-parallel rank of the policy; more wait there."""
+    """Concurrent requests of each data-parallel rank of the policy; more wait."""
     max_retries: int = Field(6, ge=0)
-    """Times a request is sent again after status 429, 5xx or a broken connection."""
+    """Retries of a request after status 429, 5xx or a broken connection."""
+
+    @check
+    def _address_is_complete(self) -> Iterator[Problem]:
+        if not is_address(self.base_url):
+            yield Problem("base_url", self.base_url, ADDRESS)
 
 
 TeacherConfig = Annotated[
@@ -99,17 +129,17 @@ TeacherConfig = Annotated[
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:
-    """Those that live in processes of the run."""
+    """The teachers that are models in processes of the run."""
     return {name: one for name, one in teachers.items() if isinstance(one, ModelTeacherConfig)}
 
 
 class CriticConfig(ModelGroupConfig):
-    """The model that says what may still be expected; it learns with an optimizer of its own."""
+    """The model that estimates returns; it has its own optimizer."""
 
     lora: LoraConfig | None = None
     """Train adapters and the head; null trains all weights."""
     recompute: RecomputeConfig | None = None
-    """Which activations are computed again in the backward pass; null is as the policy."""
+    """Which activations are recomputed in the backward pass; null is the policy's."""
     optimizer: OptimizerConfig = AdamConfig(lr=1e-5)
     """The optimizer."""
     schedule: ScheduleConfig = ConstantSchedule()
@@ -118,8 +148,8 @@ class CriticConfig(ModelGroupConfig):
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """With a scalar head and the critic's own training."""
-        own = {
+        """With a scalar head and the critic's training settings."""
+        fields = {
             "head": "scalar",
             "lora": self.lora,
             "recompute": self.recompute or policy.recompute,
@@ -127,4 +157,12 @@ class CriticConfig(ModelGroupConfig):
             "schedule": self.schedule,
             "max_grad_norm": self.max_grad_norm,
         }
-        return super().worker_config(policy).model_copy(update=own)
+        return super().worker_config(policy).model_copy(update=fields)
+
+    @check
+    def _decay_goes_down(self) -> Iterator[Problem]:
+        yield from decay_problems("critic", self.optimizer, self.schedule)
+
+    @check
+    def _narrow_types_have_a_kernel(self, policy: PolicyConfig, cluster: ClusterConfig) -> Iterator[Problem]:
+        yield from narrow_type_problems(self.optimizer, self.precision or policy.precision, cluster)

@@ -1,16 +1,49 @@
-"""The base of every section of an experiment file.
+"""The base of every section of an experiment file, and checks between its fields.
 
-Code of one's own that a config names as `package.module:function`.
+Importing functions that a config names as `package.module:function`.
 """
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from nemorl.errors import NemorlError
+from nemorl.errors import NemorlError, Problem
+
+Check = TypeVar("Check", bound=Callable[..., Iterator[Problem]])
+
+
+def check(function: Check) -> Check:
+    """Mark a function of `checks`, or a method of a section, as a check.
+
+    Its parameters name sections of the experiment. It runs when these are valid, and yields their problems;
+    the fields that a method yields are relative to its section.
+    """
+    function.__dict__["is_check"] = True
+    return function
+
+
+def run_checks(owner: "Config | ModuleType", sections: Mapping[str, object]) -> Iterator[Problem]:
+    """Run the checks of a module or a section, in their order, as far as the sections they take are valid."""
+    if isinstance(owner, ModuleType):
+        names = [name for name, value in vars(owner).items() if _is_check_of(owner, value)]
+    else:
+        members = [member for base in reversed(type(owner).__mro__) for member in vars(base).items()]
+        names = list(dict.fromkeys(name for name, value in members if getattr(value, "is_check", False)))
+    for name in names:
+        function = getattr(owner, name)
+        parameters = inspect.signature(function).parameters
+        if parameters.keys() <= sections.keys():
+            yield from function(**{parameter: sections[parameter] for parameter in parameters})
+
+
+def _is_check_of(module: ModuleType, value: object) -> bool:
+    return getattr(value, "is_check", False) and getattr(value, "__module__", "") == module.__name__
 
 
 class Config(BaseModel):
@@ -25,9 +58,36 @@ class Config(BaseModel):
         protected_namespaces=(),
     )
 
+    def problems(self, sections: Mapping[str, object]) -> Iterator[Problem]:
+        """Problems of this section and those in it; `sections` are the valid ones of the experiment."""
+        yield from run_checks(self, sections)
+        for name in type(self).model_fields:
+            yield from problems_in(getattr(self, name), name, sections)
+
+    def without_effect(self, names: Iterable[str], reason: str) -> Iterator[Problem]:
+        """A problem for each of these fields that is set to something else than its default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                shown = value.model_dump(mode="json") if isinstance(value, Config) else value
+                yield Problem(name, shown, reason)
+
+
+def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Iterator[Problem]:
+    """Problems of the sections in a field's value; `path` is that of the field."""
+    if isinstance(value, Config):
+        for problem in value.problems(sections):
+            yield replace(problem, field=f"{path}.{problem.field}")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from problems_in(item, f"{path}.{index}", sections)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from problems_in(item, f"{path}.{key}", sections)
+
 
 def default_variant(variant: type[Config], by: str = "name") -> BeforeValidator:
-    """For a union told apart by the field `by`: a section that does not say which it is is this variant.
+    """For a union discriminated by the field `by`: a section without this field is of this variant.
 
     Without it `optimizer: {lr: 1e-5}` would be refused for not repeating the name that is the default.
     """
@@ -40,20 +100,20 @@ def default_variant(variant: type[Config], by: str = "name") -> BeforeValidator:
 
 
 class NotImported(Exception):
-    """Why there is no such function, for a sentence that begins with what was wanted."""
+    """Why a function cannot be imported, to follow the path in a message."""
 
 
 def function_at(path: str) -> Callable[..., Any]:
     """The function that `package.module:function` names.
 
-    Raises NotImported, and NemorlError as a module of the user's may raise it by itself.
+    Raises NotImported, and NemorlError if the user's module raises it.
     """
     module, _, attribute = path.partition(":")
     try:
         function = getattr(import_module(module), attribute, None)
     except NemorlError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a module of the user's may raise
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         raise NotImported(f"cannot import {module}: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise NotImported(f"{module} has no function {attribute}")

@@ -1,15 +1,18 @@
 """`data`: where tasks come from and how they become prompts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .base import Config
+from nemorl.errors import Problem
+
+from .base import Config, check
 
 
 class JsonlDataset(Config):
-    """One JSON object a line; the whole line is kept as the task's columns, for rewards."""
+    """One JSON object per line, which is kept as the task's columns, for rewards."""
 
     name: Literal["jsonl"]
     path: Path
@@ -17,7 +20,7 @@ class JsonlDataset(Config):
     prompt_key: str = "prompt"
     """Key of the prompt: a text, or a list of messages."""
     answer_key: str | None = "answer"
-    """Key of the expected answer (for SFT: what is learnt); null when there is none."""
+    """Key of the expected answer (for SFT: the target); null if there is none."""
 
 
 class ReasoningGymDataset(Config):
@@ -33,9 +36,9 @@ class ReasoningGymDataset(Config):
 
 
 class ArithmeticDataset(Config):
-    """Sums written `12+34=` with a zero-padded answer such as `046`: learnt by a tiny model in minutes.
+    """Sums written `12+34=` with a zero-padded answer such as `046`: a tiny model learns them in minutes.
 
-    Preferences come with it: of each task the recorded answer and another, which is slightly off.
+    For preferences each task also has a second answer, which is slightly wrong.
     """
 
     name: Literal["arithmetic"]
@@ -48,13 +51,31 @@ class ArithmeticDataset(Config):
     offset: int = Field(0, ge=0)
     """Tasks of that order to leave out at its start, so that training and validation do not share any."""
     wrong_answers: float = Field(0.0, ge=0, le=1)
-    """Share of the tasks whose recorded answer is slightly wrong: a sloppy teacher, to learn beyond."""
+    """Share of the tasks whose recorded answer is slightly wrong, for learning from a noisy teacher."""
     slips: tuple[int, ...] = Field((-10, -2, -1, 1, 2, 10), min_length=1)
-    """By how much wrong answers are off, drawn with equal chances: a unit or two, or the carry."""
+    """Errors of wrong answers, drawn with equal probability: a unit or two, or the carry."""
+
+    @check
+    def _enough_pairs(self) -> Iterator[Problem]:
+        pairs = 10 ** (2 * self.digits)
+        if self.offset + self.size > pairs:
+            fix = (
+                f"with offset {self.offset} these are more than the {pairs} pairs of {self.digits} digits; "
+                "lower size or offset, or raise digits"
+            )
+            yield Problem("size", self.size, fix)
+
+    @check
+    def _slips_are_wrong(self) -> Iterator[Problem]:
+        modulus = 2 * 10**self.digits
+        for index, slip in enumerate(self.slips):
+            if slip % modulus == 0:
+                fix = f"an answer with this error is right, since answers are modulo {modulus}; use another"
+                yield Problem(f"slips.{index}", slip, fix)
 
 
 class ConversationsDataset(Config):
-    """Whole conversations, one JSON object a line: SFT learns every turn of the assistant."""
+    """Conversations, one JSON object per line: SFT trains on every turn of the assistant."""
 
     name: Literal["conversations"]
     path: Path
@@ -64,23 +85,23 @@ class ConversationsDataset(Config):
 
 
 class PreferenceDataset(Config):
-    """Two answers to a prompt, of which one is better; one JSON object a line."""
+    """Two answers to a prompt, of which one is better; one JSON object per line."""
 
     name: Literal["preference"]
     path: Path
     """The file."""
     prompt_key: str | None = "prompt"
-    """Key of the prompt; null where both answers repeat it, as conversations with a common beginning."""
+    """Key of the prompt; null if both answers repeat it, as conversations with a common prefix."""
     chosen_key: str = "chosen"
     """Key of the better answer: a text, or a list of messages."""
     rejected_key: str = "rejected"
     """Key of the worse answer."""
     margin_key: str | None = None
-    """Key of a number that says by how much it is worse; null where nothing says."""
+    """Key of the difference in quality, a number; null if there is none."""
 
 
 class FeedbackDataset(Config):
-    """Single answers, each good or not; one JSON object a line."""
+    """Single answers, each good or not; one JSON object per line."""
 
     name: Literal["feedback"]
     path: Path
@@ -94,7 +115,7 @@ class FeedbackDataset(Config):
 
 
 class StepsDataset(Config):
-    """Answers in steps, each right or wrong, or likely right; one JSON object a line."""
+    """Answers in steps, each right or wrong, or likely right; one JSON object per line."""
 
     name: Literal["steps"]
     path: Path
@@ -129,12 +150,74 @@ class DataConfig(Config):
     validation_sets: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], DatasetConfig] = Field(
         default_factory=dict
     )
-    """Further sets that are only measured, by names of one's own: figures `validation/NAME/…`."""
+    """Further sets that are only measured, by names of your choice: metrics `validation/NAME/…`."""
     shuffle: bool = True
-    """Draw the training tasks in an order made from the seed, another in each epoch."""
+    """Draw the training tasks in an order that depends on the seed and the epoch."""
     system_prompt: str | None = None
     """Put before each prompt as a system message."""
     prompt_template: str = "{prompt}"
-    """The user's message; `{prompt}` stands for the task's own text."""
+    """The user's message; `{prompt}` is replaced by the task's text."""
     chat: bool = True
     """Apply the tokenizer's chat template; false takes the prompt as plain text (base models)."""
+
+    @property
+    def held_out(self) -> Iterator[tuple[str, DatasetConfig]]:
+        """Each dataset that is only measured, with its field."""
+        if self.validation is not None:
+            yield "validation", self.validation
+        yield from ((f"validation_sets.{name}", dataset) for name, dataset in self.validation_sets.items())
+
+    @check
+    def _template_holds_prompt(self) -> Iterator[Problem]:
+        if "{prompt}" not in self.prompt_template:
+            fix = "the task's text is missing in it; write `{prompt}` where it belongs"
+            yield Problem("prompt_template", self.prompt_template, fix)
+
+    @check
+    def _system_prompt_is_used(self) -> Iterator[Problem]:
+        if not self.chat:
+            reason = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
+            yield from self.without_effect(("system_prompt",), reason)
+
+    @check
+    def _validation_shares_no_task(self) -> Iterator[Problem]:
+        """Tasks of training say nothing about what was learned."""
+        train_file = getattr(self.train, "path", None)
+        for field, dataset in self.held_out:
+            if train_file is not None and train_file == getattr(dataset, "path", None):
+                yield Problem(f"{field}.path", str(train_file), "training reads the same file; use another")
+            match self.train, dataset:
+                case ArithmeticDataset() as train, ArithmeticDataset() if train.digits == dataset.digits:
+                    yield from _shared_sums(train, dataset, field)
+                case ReasoningGymDataset() as train, ReasoningGymDataset() if (
+                    train.task == dataset.task and train.options == dataset.options
+                ):
+                    yield from _shared_puzzles(train, dataset, field)
+
+
+def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, field: str) -> Iterator[Problem]:
+    """A seed determines an order of all pairs; parts of two orders share tasks."""
+    if train.seed != held_out.seed:
+        fix = (
+            "another order of the same pairs shares tasks with training; use the seed of data.train, "
+            f"{train.seed}, and an offset"
+        )
+        yield Problem(f"{field}.seed", held_out.seed, fix)
+        return
+    end = train.offset + train.size
+    if held_out.offset < end and train.offset < held_out.offset + held_out.size:
+        fix = f"training uses tasks {train.offset} to {end - 1} of the same order; start at {end}"
+        yield Problem(f"{field}.offset", held_out.offset, fix)
+
+
+def _shared_puzzles(
+    train: ReasoningGymDataset, held_out: ReasoningGymDataset, field: str
+) -> Iterator[Problem]:
+    """Reasoning-gym makes task i from the seed `seed + i`, so near seeds give nearly the same tasks."""
+    end = train.seed + train.size
+    if held_out.seed < end and train.seed < held_out.seed + held_out.size:
+        fix = (
+            f"task i is made from seed + i, and training uses {train.seed} to {end - 1}; set it to {end} or "
+            "more to share no task"
+        )
+        yield Problem(f"{field}.seed", held_out.seed, fix)

@@ -1,21 +1,23 @@
-"""`rewards`: what the policy is paid for, beside what the environment pays.
+"""`env`: the environment that the policy acts in. `rewards`: rewards in addition to the environment's."""
 
-`env`: what the policy acts in.
-"""
-
+import re
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from nemorl.errors import Problem
+
 from .auxiliary import ModelGroupConfig
-from .base import Config, call_within, default_variant, function_at
+from .base import Config, call_within, check, default_variant, function_at
+from .generation import ADDRESS, is_address
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 
 class EnvBase(Config):
-    """What all environments have in common."""
+    """Facts about all environments."""
 
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
 
@@ -32,7 +34,7 @@ class SingleTurnEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that it pays itself, by name: none."""
+        """Weights of the environment's rewards, by name: it has none."""
         return {}
 
 
@@ -46,7 +48,7 @@ class MathEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that it pays itself, by name."""
+        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight}
 
 
@@ -56,13 +58,13 @@ class ReasoningGymEnvConfig(EnvBase):
     factory_path: ClassVar[str] = "nemorl.environments.reasoning_gym:ReasoningGymFactory"
     name: Literal["reasoning_gym"]
     answer_tag: str | None = "answer"
-    """Score what stands in `<answer>...</answer>`, an empty answer if missing; null scores the whole text."""
+    """Score the text in `<answer>...</answer>`, an empty answer if missing; null scores the complete text."""
     weight: float = 1.0
     """Weight of the reward `reasoning_gym` in the sum."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that it pays itself, by name."""
+        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight}
 
 
@@ -76,30 +78,30 @@ class CalculatorEnvConfig(EnvBase):
     weight: float = 1.0
     """Weight of the reward `calculator` in the sum."""
     call_weight: float = 0.0
-    """Weight of the reward `calculator_call`, which pays each turn whose call the calculator can work out."""
+    """Weight of the reward `calculator_call`, for each turn whose call the calculator can evaluate."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that it pays itself, by name."""
+        """Weights of the environment's rewards, by name."""
         of_calls = {"calculator_call": self.call_weight} if self.call_weight else {}
         return {self.name: self.weight, **of_calls}
 
 
 class ChainedSumsEnvConfig(EnvBase):
-    """Several turns that a tiny model can do: sums of which each goes on from the answer before it."""
+    """Several turns that a tiny model can do: sums, each of which continues from the previous answer."""
 
     factory_path: ClassVar[str] = "nemorl.environments.chained_sums:ChainedSumsFactory"
     name: Literal["chained_sums"]
     num_sums: int = Field(2, ge=2)
     """Turns of the policy, a sum each."""
     weight: float = 1.0
-    """Weight of the reward `chained_sums`, which pays the last sum."""
+    """Weight of the reward `chained_sums`, for the last sum."""
     turn_weight: float = Field(1.0, gt=0)
-    """Weight of the reward `chained_sums_turn`, which pays each sum before the last one."""
+    """Weight of the reward `chained_sums_turn`, for each sum before the last one."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Of the rewards that it pays itself, by name."""
+        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight, "chained_sums_turn": self.turn_weight}
 
 
@@ -107,7 +109,7 @@ FACTORY_SECONDS = 30.0  # most that the constructor of a custom factory may take
 
 
 class CustomEnvConfig(EnvBase):
-    """An environment of your own (docs/environments.md)."""
+    """A custom environment (docs/environments.md)."""
 
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -121,7 +123,7 @@ class CustomEnvConfig(EnvBase):
 
     @cached_property
     def reward_weights(self) -> dict[str, float]:
-        """Weights that the factory declares; empty where it cannot be constructed, which `check` reports."""
+        """Weights that the factory declares; empty if it cannot be constructed, which `check` reports."""
         try:
             return dict(call_within(FACTORY_SECONDS, self.make_factory).reward_weights)
         except Exception:  # noqa: BLE001  code of the user's
@@ -144,31 +146,35 @@ Signature = Literal["trl", "verl", "openrlhf"]
 
 
 class RewardBase(Config):
-    """What all rewards have in common."""
+    """Fields of all rewards."""
 
     kind: str
-    """Which one it is."""
+    """The kind of reward."""
     name: str | None = Field(None, min_length=1)
-    """What metrics and filters call it; when not given its kind, or a function's own name."""
+    """Its name in metrics and filters; the kind, or the function's name, when not given."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
     deadline: float | None = Field(None, gt=0)
-    """Seconds of one call, retries included and waiting for a place not; null is
-    `cluster.deadlines.environment`."""
+    """Seconds of one call, including retries but not waiting; null is `cluster.deadlines.environment`."""
     max_concurrent: int = Field(8, ge=1)
-    """Calls under way at a time in each rollout worker; more wait."""
+    """Concurrent calls of each rollout worker; more wait."""
     on_error: Literal["skip", "fail"] = "skip"
-    """`skip`: a trajectory that cannot be scored does not train and is counted. `fail`: the run ends."""
+    """`skip`: leave a trajectory that cannot be scored out of training and count it. `fail`: end the run."""
 
     @property
     def metric(self) -> str:
-        """What metrics call it: its name, or its kind."""
+        """Its name in metrics: its name, or its kind."""
         return self.name or self.kind
 
     @property
     def field(self) -> str:
         """The field that the name comes from, for messages."""
         return "name" if self.name is not None else "kind"
+
+    @property
+    def call_metrics(self) -> tuple[str, ...]:
+        """Metrics of its calls: `reward_KIND/NAME`."""
+        return ("errors", "seconds", "waiting", "retries")
 
 
 class FunctionRewardConfig(RewardBase):
@@ -177,19 +183,24 @@ class FunctionRewardConfig(RewardBase):
     function: str = Field(min_length=1)
     """A built-in reward's name, or `package.module:function`."""
     signature: Signature | None = None
-    """How the function is called: as TRL, verl or OpenRLHF do; told from its parameters when not given."""
+    """How the function is called: as TRL, verl or OpenRLHF do; by its parameters when not given."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""
 
     @property
     def metric(self) -> str:
-        """Its name, or the function's own."""
+        """Its name, or the function's."""
         return self.name or self.function.rpartition(":")[2]
 
     @property
     def field(self) -> str:
         """The function names itself."""
         return "name" if self.name is not None else "function"
+
+    @property
+    def call_metrics(self) -> tuple[str, ...]:
+        """Metrics of its calls, which are not retried."""
+        return ("errors", "seconds", "waiting")
 
 
 class ServiceRewardBase(RewardBase):
@@ -198,11 +209,16 @@ class ServiceRewardBase(RewardBase):
     url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`; for vLLM's `/classify` without it."""
     model: str = Field(min_length=1)
-    """What the server calls the model."""
+    """The server's name of the model."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; the key itself never stands in a config."""
+    """Environment variable that holds the key; the key itself never is in a config."""
     max_retries: int = Field(3, ge=0)
-    """Times a request is sent again after status 429, 5xx or a broken connection; counted in the metrics."""
+    """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
+
+    @check
+    def _address_is_complete(self) -> Iterator[Problem]:
+        if not is_address(self.url):
+            yield Problem("url", self.url, ADDRESS)
 
 
 class ModelRewardConfig(ServiceRewardBase):
@@ -216,31 +232,31 @@ class ModelRewardConfig(ServiceRewardBase):
 
 class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     kind: Literal["local_model"]
-    """A reward model in processes of the run's own, of the same kind as the policy's; it does not learn."""
+    """A reward model in processes of the run, of the same kind as the policy's; it is not trained."""
     model_path: Path
-    """Folder of a …ForSequenceClassification with one label; its tokenizer and chat template are its own."""
+    """Folder of a …ForSequenceClassification with one label; it uses its tokenizer and chat template."""
     layout: LayoutConfig = LayoutConfig()
-    """How it is spread over processes."""
+    """Its layout over processes."""
     batch_size: int = Field(16, ge=1)
     """Most answers of one request to it; it computes several requests together."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """With a scalar head that reads text by a tokenizer of its own, and without training."""
-        own = {"head": "scalar", "tokenizer": TokenizerConfig(), "lora": None, "recompute": NoRecompute()}
-        return super().worker_config(policy).model_copy(update=own)
+        """With a scalar head and its own tokenizer, and without training."""
+        fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "lora": None, "recompute": NoRecompute()}
+        return super().worker_config(policy).model_copy(update=fields)
 
 
 class JudgeRewardConfig(ServiceRewardBase):
     kind: Literal["judge"]
     """A model behind any OpenAI-compatible chat endpoint that reads answers and gives them scores."""
     prompt: str = Field(min_length=1)
-    """What the judge is asked. `{prompt}`, `{answer}` (what the task expects) and, of one answer,
-    `{completion}` or, of a group, `{completions}` (numbered from 1) stand for the task's own."""
+    """The prompt of the judge. `{prompt}`, `{answer}` (the task's expected answer) and `{completion}` or, of
+    a group, `{completions}` (numbered from 1) are replaced by the task's."""
     system_prompt: str | None = None
     """Put before it as a system message."""
     ranks_groups: bool = False
-    """False: each answer is shown by itself. True: the judge sees all answers of a group, which costs one
-    request and makes scores comparable, and gives each a score."""
+    """False: one request for each answer. True: one request for all answers of a group, which makes scores
+    comparable."""
     parser: Literal["json", "regex"] = "json"
     """How scores are read: `json` takes the last JSON object, `{"score": 7}`, or `{"scores": [7, 3]}` of a
     group; `regex` takes the last match of `pattern`, or as many matches as a group has answers."""
@@ -253,7 +269,39 @@ class JudgeRewardConfig(ServiceRewardBase):
     max_tokens: int = Field(512, ge=1)
     """Tokens of the judge's answer."""
     temperature: float = Field(0.0, ge=0)
-    """Of the judge; 0 lets it say the same of the same answer."""
+    """Temperature of the judge; 0 gives the same answer the same score."""
+
+    @check
+    def _prompt_shows_the_answers(self) -> Iterator[Problem]:
+        shown, other = "{completion}", "{completions}"
+        if self.ranks_groups:
+            shown, other = other, shown
+        ranks = f"ranks_groups is {str(self.ranks_groups).lower()}"
+        if shown not in self.prompt:
+            yield Problem("prompt", self.prompt, f"{ranks}, and {shown} is missing; add it")
+        elif other in self.prompt:
+            yield Problem("prompt", self.prompt, f"{ranks}, so {other} is not replaced; use {shown}")
+
+    @check
+    def _scores_are_ordered(self) -> Iterator[Problem]:
+        if self.max_score <= self.min_score:
+            fix = f"it is worth 1 and min_score, {self.min_score:g}, is worth 0; set it to more than that"
+            yield Problem("max_score", self.max_score, fix)
+
+    @check
+    def _pattern_can_be_read(self) -> Iterator[Problem]:
+        if self.parser != "regex":
+            reason = "parser is `json`, which does not use it; set that to regex, or remove this"
+            yield from self.without_effect(("pattern",), reason)
+            return
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            yield Problem("pattern", self.pattern, f"invalid regular expression ({error})")
+        else:
+            if not groups:
+                fix = "the score is its first group, and it has none; put parentheses around the number"
+                yield Problem("pattern", self.pattern, fix)
 
 
 RewardConfig = Annotated[

@@ -1,12 +1,13 @@
-"""The whole of an experiment file."""
+"""The root of an experiment file, and the fields that follow from others."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from .algorithm import AlgorithmConfig
-from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig
+from .auxiliary import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
 from .base import Config
 from .data import DataConfig
 from .environment import EnvConfig, RewardConfig, SingleTurnEnvConfig
@@ -16,38 +17,92 @@ from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 
 class Experiment(Config):
-    """Paths are relative to the folder in which the command is run, as on any command line."""
+    """Paths are relative to the folder in which the command runs."""
 
     run_dir: Path
     """Folder of the run: resolved config, metrics, samples, checkpoints, report."""
     seed: int = Field(42, ge=0)
-    """Seed of everything that is drawn: task order and sampling."""
+    """Seed of the task order and of sampling."""
     policy: PolicyConfig
-    """The model that learns."""
+    """The model that is trained."""
     generation: GenerationConfig = TorchGenerationConfig()
     """The engine that samples."""
     data: DataConfig
     """Where tasks come from."""
     env: EnvConfig = SingleTurnEnvConfig()
-    """What the policy acts in."""
+    """The environment that the policy acts in."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Functions, reward models and judges, beside the environment's own reward."""
+    """Functions, reward models and judges, in addition to the environment's reward."""
     algorithm: AlgorithmConfig
-    """What is optimised."""
+    """What is optimized."""
     critic: CriticConfig | None = None
-    """The critic of an algorithm that has one; null is as the policy, in processes of its own.
-
-    Whether there is one says `algorithm.critic`.
-    """
+    """The critic, if `algorithm.critic` is set; null is the policy's model, in separate processes."""
     reference: ReferenceConfig | None = None
-    """The reference policy in processes of its own; null keeps its weights in the policy's."""
+    """The reference policy in separate processes; null keeps its weights in the policy's."""
     teachers: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], TeacherConfig] = Field(
         default_factory=dict
     )
-    """Models that an algorithm of distillation learns from, by names of one's own."""
+    """Models that distillation learns from, by names of your choice."""
     cluster: ClusterConfig = ClusterConfig()
     """Where processes run."""
     logger: LoggerConfig = LoggerConfig()
     """What is shown and recorded."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    """What is kept."""
+    """Which checkpoints are written and kept."""
+
+
+_OFFLOADED = "follows from generation.colocated"  # engines need the memory of models on the policy's GPUs
+
+
+def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
+    """The fields, true, that follow from others in these sections of an experiment, with the reason."""
+    if not {"generation", "cluster", "algorithm", "policy"} <= sections.keys():
+        return {}
+    shared = sections["generation"].shares_devices and sections["cluster"].gpus_per_node
+    if not (shared and sections["algorithm"].generates):
+        return {}
+    groups: dict[str, object] = {name: sections.get(name) for name in ("critic", "reference")}
+    groups |= {f"teachers.{name}": teacher for name, teacher in sections.get("teachers", {}).items()}
+    groups |= {f"rewards.{index}": reward for index, reward in enumerate(sections.get("rewards", ()))}
+    fields = ["policy.offload.weights", "policy.offload.optimizer"]
+    for path, group in groups.items():
+        if isinstance(group, ModelGroupConfig) and group.devices == "policy":
+            fields.append(f"{path}.offload.weights")
+            if isinstance(group, CriticConfig):  # the only one that is trained
+                fields.append(f"{path}.offload.optimizer")
+    return dict.fromkeys(fields, _OFFLOADED)
+
+
+def with_derived_fields(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections with their derived fields, except those that were set."""
+    result = dict(sections)
+    for field in derived_fields(sections):
+        name, *path = field.split(".")
+        result[name] = _with_true(result[name], path)
+    return result
+
+
+def _with_true(section: Any, path: Sequence[str]) -> Any:
+    """A section, or a mapping or list of sections, with a field set to true unless it is set."""
+    if not path:
+        return True
+    step, rest = path[0], path[1:]
+    if isinstance(section, dict):
+        return section | {step: _with_true(section[step], rest)}
+    if isinstance(section, tuple):
+        index = int(step)
+        return (*section[:index], _with_true(section[index], rest), *section[index + 1 :])
+    if not rest and step in section.model_fields_set:
+        return section
+    return section.model_copy(update={step: _with_true(getattr(section, step), rest)})
+
+
+def field_value(sections: Mapping[str, Any], field: str) -> Any:
+    """The value of a field by its path."""
+    value: Any = sections
+    for step in field.split("."):
+        if isinstance(value, Config):
+            value = getattr(value, step)
+        else:
+            value = value[int(step)] if isinstance(value, tuple) else value[step]
+    return value

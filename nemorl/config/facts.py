@@ -1,28 +1,19 @@
-"""Which models a run holds, each in processes of its own: a fact that placement, plans and sessions share.
+"""Facts about an experiment that follow from several sections: its models and the metrics it produces."""
 
-What several checks ask about an experiment.
-"""
-
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from .algorithm import AlgorithmConfig
+from .algorithm.online import REFIT_METRICS
 from .auxiliary import CriticConfig, teachers_held
 from .data import DataConfig, DatasetConfig
-from .environment import LocalModelRewardConfig
+from .environment import EnvConfig, LocalModelRewardConfig, RewardConfig
 from .experiment import Experiment
 from .policy import PolicyConfig
 
 
-def generates(algorithm: AlgorithmConfig) -> bool:
-    """Whether the run samples at all; what learns from data does so for validation only."""
-    return algorithm.generates
-
-
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """Each dataset that a loss may be computed of, with the path of its section."""
+    """Each dataset on which a loss may be computed, with the path of its section."""
     yield "data.train", data.train
     if data.validation is not None:
         yield "data.validation", data.validation
@@ -30,25 +21,52 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
 
 def held_out(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """Each dataset that is only measured, with the path of its section."""
-    if data.validation is not None:
-        yield "data.validation", data.validation
-    yield from ((f"data.validation_sets.{name}", dataset) for name, dataset in data.validation_sets.items())
+    yield from ((f"data.{field}", dataset) for field, dataset in data.held_out)
 
 
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """The datasets whose tasks go through the environment: SFT learns its training tasks without it."""
+    """The datasets whose tasks the environment gets: offline algorithms train without it."""
     if algorithm.online:
         yield "data.train", data.train
     yield from held_out(data)
 
 
-def is_address(url: str) -> bool:
-    """Whether requests can go to paths below it."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
-    except ValueError:
-        return False
+def reward_weights(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
+    """The factor of each reward in the sum, by its name in metrics."""
+    return env.reward_weights | {reward.metric: reward.weight for reward in rewards}
+
+
+def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> list[str]:
+    """The name of each reward in metrics; a name that two rewards have is there twice."""
+    return [*env.reward_weights, *(reward.metric for reward in rewards)]
+
+
+def metric_names(
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: tuple[RewardConfig, ...],
+    data: DataConfig | None = None,
+) -> frozenset[str]:
+    """Names of all metrics that a step of the run may have, collected from the sections that produce them.
+
+    Without `data` those of `data.validation`.
+    """
+    names = set(algorithm.metrics)
+    scored = reward_names(env, rewards)
+    if algorithm.online:
+        for kind in ("reward", "reward_std", "reward_absent"):
+            names |= {f"{kind}/{name}" for name in scored}
+        names |= {f"reward_{kind}/{reward.metric}" for reward in rewards for kind in reward.call_metrics}
+    if algorithm.early_stop is not None:
+        names.add("early_stop/waited")
+    if algorithm.validation.scheduled and algorithm.generates:
+        names |= {*REFIT_METRICS, "time/validation"}
+        sets = [] if data is None else [f"validation/{name}" for name in data.validation_sets]
+        if data is None or data.validation is not None:
+            sets.append("validation")
+        for of_set in sets:
+            names |= set(algorithm.validation.metrics(of_set, scored))
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -59,40 +77,40 @@ class ModelSpec:
     section: str  # of the experiment, which messages name
     config: PolicyConfig
     trains: bool = True
-    on_policy_devices: bool = False  # it takes turns with the policy, where that runs
-    scores: bool = False  # a reward model, which is there wherever something is sampled
+    on_policy_devices: bool = False  # it shares the policy's devices in turn
+    scores: bool = False  # a reward model, which every sampling run has
 
 
 def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
-    """The policy first. A reference is among them only where it has processes of its own."""
+    """All models, the policy first; a reference only if it has separate processes."""
     policy = experiment.policy
-    found = [ModelSpec("policy", "policy", policy)]
+    models = [ModelSpec("policy", "policy", policy)]
     if experiment.algorithm.keeps_critic:
         critic = experiment.critic or CriticConfig()
         config = critic.worker_config(policy)
-        found.append(ModelSpec("critic", "critic", config, on_policy_devices=critic.devices == "policy"))
+        models.append(ModelSpec("critic", "critic", config, on_policy_devices=critic.devices == "policy"))
     if experiment.algorithm.keeps_reference and experiment.reference is not None:
         reference = experiment.reference
         config = reference.worker_config(policy)
         shares = reference.devices == "policy"
-        found.append(ModelSpec("reference", "reference", config, False, shares))
+        models.append(ModelSpec("reference", "reference", config, False, shares))
     if experiment.algorithm.keeps_teachers:
         for name, teacher in teachers_held(experiment.teachers).items():
             config, shares = teacher.worker_config(policy), teacher.devices == "policy"
-            found.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
+            models.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
     for place, reward in enumerate(experiment.rewards):
         if isinstance(reward, LocalModelRewardConfig):
             config, shares = reward.worker_config(policy), reward.devices == "policy"
             name, section = reward_group(place), f"rewards.{place}"
-            found.append(ModelSpec(name, section, config, False, shares, scores=True))
-    return tuple(found)
+            models.append(ModelSpec(name, section, config, False, shares, scores=True))
+    return tuple(models)
 
 
 def reward_group(place: int) -> str:
-    """The group of processes of the reward model that stands at this place of `rewards`."""
+    """The name of the process group of the reward model at this index of `rewards`."""
     return f"reward_{place}"
 
 
 def teacher_group(name: str) -> str:
-    """The group of processes of a teacher."""
+    """The name of a teacher's process group."""
     return f"teacher_{name}"

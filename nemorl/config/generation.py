@@ -1,32 +1,32 @@
-"""`generation`: the engine that samples, and how it samples. Each engine has a file of its own.
+"""`generation`: the engine that samples, and how it samples; one section class for each back end.
 
-`generation.endpoint`: an OpenAI-compatible HTTP server over the engines of a run.
-
-What `generation` has whatever the engine, and how it samples.
-
-`generation` by the policy's own processes.
-
-`generation` by a server that somebody else runs.
-
-`generation` with `backend: trtllm`: TensorRT-LLM with workers in Ray, on CUDA.
-
-`generation` with vLLM.
+A section has the facts about its engine that others need (`ranks_per_replica`, `has_engines`, ...) and the
+checks of its fields. Importing it imports no engine.
 """
 
 import ipaddress
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from .base import Config, default_variant
+from nemorl.errors import Problem
+
+from .base import Config, check, default_variant
+from .policy import PolicyConfig
+from .run import ClusterConfig
+
+if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of their validation
+    from .algorithm import AlgorithmConfig
 
 
 class EndpointConfig(Config):
-    """Who may ask the engines over HTTP, and how much."""
+    """Access to the engines over HTTP."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any that other machines reach wants `api_key_env`."""
+    """Address to listen on; one that other machines reach requires `api_key_env`."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one, which is printed."""
     api_key_env: str | None = None
@@ -34,7 +34,7 @@ class EndpointConfig(Config):
     model_name: str | None = None
     """What requests call the model; the name of its folder when not given."""
     max_concurrent_requests: int = Field(256, ge=1)
-    """Requests answered at a time; one more is told to come again (status 429)."""
+    """Requests answered at a time; further ones get status 429."""
     max_body_megabytes: int = Field(16, ge=1)
     """Size of a request."""
     timeout: float = Field(600.0, gt=0)
@@ -42,12 +42,22 @@ class EndpointConfig(Config):
 
     @property
     def on_this_machine_only(self) -> bool:
-        """Whether no other machine reaches the address."""
+        """True if no other machine reaches the address."""
         return is_loopback(self.host)
+
+    @check
+    def _host_has_a_key(self) -> Iterator[Problem]:
+        if not self.on_this_machine_only and self.api_key_env is None:
+            yield Problem(
+                "host",
+                self.host,
+                "other machines reach this address, but no key is configured; name its environment variable "
+                "in generation.endpoint.api_key_env, or listen on 127.0.0.1",
+            )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is the machine's own on every machine."""
+    """True if an address, or a name, is the local machine on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,7 +68,7 @@ class SamplingConfig(Config):
     """The distribution that is sampled: temperature, then top-k, top-p and min-p, in this order."""
 
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 is greedy (for validation; training wants more than 0)."""
+    """Divides the logits; 0 is greedy (for validation; training requires more than 0)."""
     top_k: int | None = Field(None, ge=1)
     """Keep the k most likely tokens."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -68,24 +78,27 @@ class SamplingConfig(Config):
 
 
 class GenerationBase(Config):
-    """What all back ends share."""
+    """Fields of all back ends, and facts about each."""
 
+    returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
+    samples_in_policy: ClassVar[bool] = False  # without engines, in the policy's processes
+    batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
     """`package.module:Class` that runs in an engine's process."""
     plan_check: ClassVar[str] = ""
     """`package.module:function`: `(experiment, shape, *, installed) -> problems` of the engine on a model.
-    `installed` is true where the run has the packages that are installed here."""
+    `installed` is true if the run has the packages that are installed here."""
 
     replicas: int = Field(1, ge=1)
-    """Engines, each in a process of its own."""
+    """Engines, each in a separate process."""
     max_new_tokens: int = Field(256, ge=1)
     """Most tokens sampled in one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """The distribution that is sampled in training."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a turn, beside the model's own end token."""
+    """Tokens that end a turn, besides the model's end token."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a turn; the tokens that complete them are kept."""
+    """Strings that end a turn; the tokens that complete them are kept."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; the policy's when not given."""
     bucket_megabytes: int = Field(64, ge=1)
@@ -96,9 +109,9 @@ class GenerationBase(Config):
     and on one machine CUDA IPC where engines are on the policy's GPUs, else shared memory."""
     delta: bool = False
     """Send only the weights that changed since the last refit, exactly; the policy keeps a copy of what it
-    sent in host memory. Pays in bfloat16, where a step changes a few weights in a hundred."""
+    sent in host memory. Useful in bfloat16, where a step changes a few weights in a hundred."""
     check_one_in: int | None = Field(None, ge=1)
-    """Of so many tensors one is checked in each refit, on both sides, and all in turn: 1 on a CPU and 16 on
+    """Check one in this number of tensors in each refit, on both sides, and all in turn; 1 on a CPU and 16 on
     GPUs when not given."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; the cores divided by the engines when not given."""
@@ -106,18 +119,23 @@ class GenerationBase(Config):
     """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
 
     @property
+    def max_adapter_rank(self) -> int | None:
+        """Largest rank of adapters that the engine computes; None if it receives merged weights."""
+        return None
+
+    @property
     def takes_weights(self) -> bool:
-        """Whether refits reach the engine."""
+        """True if refits reach the engine."""
         return True
 
     @property
     def has_engines(self) -> bool:
-        """Whether engines sample, in processes of their own; otherwise the policy's processes do."""
+        """True if engines in separate processes sample; otherwise the policy's processes do."""
         return True
 
     @property
     def shares_devices(self) -> bool:
-        """Whether engines sleep while the policy trains."""
+        """True if engines share the policy's devices and sleep while it trains."""
         return False
 
     @property
@@ -125,9 +143,42 @@ class GenerationBase(Config):
         """Devices of one engine, or its processes on a CPU."""
         return 1
 
+    @check
+    def _delta_saves_something(self, policy: PolicyConfig) -> Iterator[Problem]:
+        if self.delta and (self.precision or policy.precision) == "float32":
+            yield Problem(
+                "delta",
+                True,
+                "in float32 a step changes nearly every weight (in bfloat16 two to four in a hundred), so "
+                "nothing is saved and a copy is kept; set generation.precision to bfloat16, or this to false",
+            )
+
+    @check
+    def _files_have_no_base(self) -> Iterator[Problem]:
+        if self.transport == "files" and self.delta:
+            yield Problem(
+                "delta",
+                True,
+                "files hold complete versions, because a process that joins later has no earlier one; set "
+                "this to false, or generation.transport to auto",
+            )
+
+    @check
+    def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Iterator[Problem]:
+        gpus, nodes = cluster.gpus_per_node, cluster.num_nodes
+        if self.transport == "nccl" and not gpus:
+            fix = "NCCL requires GPUs, and cluster.gpus_per_node is 0; set this to auto or gloo"
+            yield Problem("transport", "nccl", fix)
+        elif self.transport == "cuda_ipc" and not gpus:
+            fix = "CUDA IPC requires GPUs, and cluster.gpus_per_node is 0; set this to auto or shared_memory"
+            yield Problem("transport", "cuda_ipc", fix)
+        elif self.transport == "cuda_ipc" and nodes > 1:
+            fix = f"CUDA IPC works on one machine, and cluster.num_nodes is {nodes}; set this to auto or nccl"
+            yield Problem("transport", "cuda_ipc", fix)
+
 
 class MegatronGenerationConfig(GenerationBase):
-    """The policy samples by itself: no engines, no second copy of weights, no refit.
+    """The policy samples in its own processes: no engines, no second copy of weights, no refit.
 
     docs/megatron_generation.md.
     """
@@ -140,12 +191,26 @@ class MegatronGenerationConfig(GenerationBase):
 
     @property
     def has_engines(self) -> bool:
-        """Whether engines sample, in processes of their own."""
+        """False: the policy's processes sample."""
         return False
+
+    returns_experts: ClassVar[bool] = True
+    samples_in_policy: ClassVar[bool] = True
+
+    @check
+    def _settings_of_engines(self) -> Iterator[Problem]:
+        reasons = {
+            "replicas": "their number is policy.layout.data_parallel_size",
+            "precision": "it computes in policy.precision",
+            "threads": "its processes have cluster.policy_threads",
+            "endpoint": "between two stages of sampling it cannot answer",
+        } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
+        for name, reason in reasons.items():
+            yield from self.without_effect((name,), f"the policy's processes sample, and {reason}; remove it")
 
 
 class OpenAIGenerationConfig(GenerationBase):
-    """Any server with OpenAI's /v1/completions. It gets no weights from a run. docs/serving.md."""
+    """Any server with OpenAI's /v1/completions. It receives no weights from a run. docs/serving.md."""
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
 
@@ -153,15 +218,15 @@ class OpenAIGenerationConfig(GenerationBase):
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
     model: str = Field(min_length=1)
-    """What the server calls the model."""
+    """The server's name of the model."""
     api_key_env: str | None = None
-    """Environment variable that holds the key; the key itself never stands in a config."""
+    """Environment variable that holds the key; the key itself never is in a config."""
     token_ids: bool = True
-    """The server takes prompts as token ids and tells ids and logprobs of its samples; false is text only."""
+    """The server takes token ids and returns ids and logprobs of its samples; false is text only."""
     max_concurrent_requests: int = Field(64, ge=1)
-    """Requests under way at a time, of each replica; more wait here."""
+    """Concurrent requests of each replica; more wait."""
     max_retries: int = Field(6, ge=0)
-    """Times a request is sent again after status 429, 5xx or a broken connection; counted in the metrics."""
+    """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
 
     @property
     def host(self) -> str:
@@ -173,13 +238,55 @@ class OpenAIGenerationConfig(GenerationBase):
 
     @property
     def takes_weights(self) -> bool:
-        """Whether refits reach the engine."""
+        """True if refits reach the engine."""
         return False
 
     @property
     def ranks_per_replica(self) -> int:
-        """No device and no engine's process here."""
+        """No device and no engine process of the run."""
         return 0
+
+    @check
+    def _settings_of_engines(self) -> Iterator[Problem]:
+        names = ("precision", "bucket_megabytes", "transport", "delta", "check_one_in")
+        yield from self.without_effect(names, "the server receives no weights from the run; remove it")
+        if not self.token_ids:
+            reason = "with generation.token_ids: false only text is sent to the server; remove it"
+            yield from self.without_effect(("stop_token_ids",), reason)
+
+    @check
+    def _address_is_complete(self) -> Iterator[Problem]:
+        url = self.base_url
+        if not is_address(url):
+            yield Problem("base_url", url, ADDRESS)
+        elif not urlsplit(url).path.strip("/"):
+            path = f"{url.rstrip('/')}/completions"
+            fix = f"requests would be sent to {path}, which servers do not have; end it with /v1"
+            yield Problem("base_url", url, fix)
+        elif url.rstrip("/").endswith("/completions"):
+            fix = "/completions is appended to it for each request; end it with /v1"
+            yield Problem("base_url", url, fix)
+
+    @check
+    def _training_needs_token_ids(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+        if algorithm.online and not self.token_ids:
+            fix = (
+                "training needs token ids and logprobs, not only text; use a server that returns them "
+                "(vLLM's, `nemorl serve`) and set this to true, or use this one with `nemorl eval`"
+            )
+            yield Problem("token_ids", False, fix)
+
+
+ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
+
+
+def is_address(url: str) -> bool:
+    """True if requests can be sent to paths below it."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
+    except ValueError:
+        return False
 
 
 class TrtllmGenerationConfig(GenerationBase):
@@ -194,9 +301,9 @@ class TrtllmGenerationConfig(GenerationBase):
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages of one engine's layers."""
     moe_tensor_parallel_size: int | None = Field(None, ge=1)
-    """Of a mixture's experts; with the next field it multiplies to tensor_parallel_size."""
+    """Tensor parallelism of experts; times `moe_expert_parallel_size` it is `tensor_parallel_size`."""
     moe_expert_parallel_size: int | None = Field(None, ge=1)
-    """Groups over which a mixture's experts are spread."""
+    """Groups over which experts are spread."""
     max_batch_size: int = Field(256, ge=1)
     """Sequences decoded together; more wait."""
     max_num_tokens: int = Field(8192, ge=1)
@@ -206,13 +313,13 @@ class TrtllmGenerationConfig(GenerationBase):
     prefix_caching: bool = True
     """Reuse the KV cache of equal beginnings."""
     weight_delivery: Literal["handles", "workers"] = "handles"
-    """`handles`: the replica's process gathers weights in host memory, while sampling goes on, and hands them
-    to its workers by CUDA IPC; all on one machine. `workers`: each worker receives for itself, with no memory
-    but buckets, while the engine stands still."""
+    """`handles`: the replica's process gathers weights in host memory, while sampling continues, and passes
+    them to its workers by CUDA IPC; all on one machine. `workers`: each worker receives its part, with no
+    memory but buckets, while the engine is paused."""
     in_flight_updates: bool = False
-    """Sequences in flight go on with new weights; otherwise they end before an update."""
+    """Sequences in flight continue with new weights; otherwise they end before an update."""
     recompute_kv_cache: bool = False
-    """After an update in flight, compute the KV cache of what goes on anew."""
+    """After an update in flight, recompute the KV cache of the sequences that continue."""
     trtllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
@@ -220,6 +327,93 @@ class TrtllmGenerationConfig(GenerationBase):
     def ranks_per_replica(self) -> int:
         """GPUs of one engine, each with a worker."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @check
+    def _requires_gpus(self, cluster: ClusterConfig) -> Iterator[Problem]:
+        if cluster.gpus_per_node == 0:
+            fix = "TensorRT-LLM requires GPUs, and cluster.gpus_per_node is 0; use torch or vllm"
+            yield Problem("backend", self.backend, fix)
+
+    @check
+    def _step_holds_a_prompt(self, policy: PolicyConfig) -> Iterator[Problem]:
+        length = policy.max_sequence_length
+        if self.max_num_tokens < length and not self.trtllm_kwargs.get("enable_chunked_prefill"):
+            fix = (
+                f"a step must hold a complete prompt; set it to at least policy.max_sequence_length, {length}"
+                ", or set trtllm_kwargs.enable_chunked_prefill to true"
+            )
+            yield Problem("max_num_tokens", self.max_num_tokens, fix)
+
+    @check
+    def _experts_fit(self) -> Iterator[Problem]:
+        tensor, expert = self.moe_tensor_parallel_size, self.moe_expert_parallel_size
+        given = tensor is not None or expert is not None
+        if given and (tensor or 1) * (expert or 1) != self.tensor_parallel_size:
+            fix = (
+                f"times moe_tensor_parallel_size ({tensor or 1}) it must be tensor_parallel_size "
+                f"({self.tensor_parallel_size})"
+            )
+            yield Problem("moe_expert_parallel_size", expert, fix)
+
+    @check
+    def _updates_in_flight(self) -> Iterator[Problem]:
+        """Every token must have the version that sampled it, and no cache may outlive its weights."""
+        if not self.in_flight_updates:
+            reason = "nothing is in flight at an update; set it to false, or in_flight_updates to true"
+            yield from self.without_effect(("recompute_kv_cache",), reason)
+            return
+        if self.pipeline_parallel_size > 1:
+            fix = "micro-batches between two stages would have tokens of no single version; set it to false"
+            yield Problem("in_flight_updates", True, fix)
+        if self.prefix_caching and not self.recompute_kv_cache:
+            fix = (
+                "sequences that end after an update leave the KV cache of old weights for others to reuse; "
+                "set it to false, or recompute_kv_cache to true"
+            )
+            yield Problem("prefix_caching", True, fix)
+
+    @check
+    def _arguments_are_free(self) -> Iterator[Problem]:
+        yield from _derived_arguments("trtllm", TRTLLM_DERIVED_ARGUMENTS, self.trtllm_kwargs)
+
+    @check
+    def _delta_has_a_base(self) -> Iterator[Problem]:
+        if self.delta and self.weight_delivery == "workers":
+            fix = (
+                "TensorRT-LLM's workers keep nothing of what they received, so refits would be complete; "
+                "set this to false, or generation.weight_delivery to handles"
+            )
+            yield Problem("delta", True, fix)
+
+
+# Arguments of AsyncLLM that follow from other fields.
+TRTLLM_DERIVED_ARGUMENTS = frozenset(
+    {
+        *("model", "backend", "dtype", "orchestrator_type", "ray_worker_extension_cls"),
+        *("skip_tokenizer_init", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("moe_tensor_parallel_size", "moe_expert_parallel_size", "max_batch_size", "max_num_tokens"),
+        *("max_seq_len", "max_input_len", "kv_cache_config", "sleep_config", "placement_groups"),
+        *("placement_bundle_indices", "per_worker_gpu_share", "disable_overlap_scheduler"),
+    }
+)
+# Arguments of AsyncEngineArgs that follow from other fields.
+VLLM_DERIVED_ARGUMENTS = frozenset(
+    {
+        *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
+        *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
+        *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
+        *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
+        *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+        *("lora_dtype", "lora_target_modules"),
+    }
+)
+
+
+def _derived_arguments(engine: str, derived: frozenset[str], given: dict[str, Any]) -> Iterator[Problem]:
+    for name in sorted(derived & given.keys()):
+        fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
+        yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
 
 
 Update = Literal["staged", "in_place", "reload"]
@@ -231,6 +425,9 @@ class VllmGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.vllm_engine.host:VllmHost"
     plan_check = "nemorl.generation.vllm_engine.plan:vllm_problems"
+
+    batch_field: ClassVar[str] = "max_num_seqs"
+    returns_experts: ClassVar[bool] = True
 
     backend: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
@@ -248,24 +445,29 @@ class VllmGenerationConfig(GenerationBase):
     enforce_eager: bool | None = None
     """Compile nothing and capture no CUDA graphs; when not given, on a CPU only."""
     enable_prefix_caching: bool = True
-    """Keep keys and values of texts for prompts that begin alike; emptied by new weights."""
+    """Reuse keys and values for prompts with equal prefixes; emptied by new weights."""
     update: Literal["auto", "staged", "in_place", "reload"] = "auto"
-    """How new weights come in: beside those in use, into them, or as whole tensors by vLLM's own loader."""
+    """How new weights are loaded: as a second copy, in place, or as complete tensors by vLLM's loader."""
     adapters: Literal["merged", "separate"] = "merged"
-    """What engines get of a policy with `policy.lora`: weights with its adapters in them, or the adapters,
-    which vLLM computes beside the weights of `policy.model_path`."""
+    """What engines receive of a policy with `policy.lora`: weights with its adapters merged, or the adapters,
+    which vLLM computes in addition to the weights of `policy.model_path`."""
     colocated: bool = False
     """Share the policy's processors or GPUs: the engines sleep while it trains."""
     recompute_kv_cache: bool = True
-    """New weights read the sequences in flight anew; false keeps their old keys and values."""
+    """Recompute keys and values of the sequences in flight with new weights; false keeps the old ones."""
     quantization: str | None = None
-    """Quantise weights as they are loaded, by vLLM's name, such as `fp8`; then they come by `update: reload`,
-    or not at all with `adapters: separate`."""
+    """Quantize weights as they are loaded, by vLLM's name, such as `fp8`; then they are sent by
+    `update: reload`, or not at all with `adapters: separate`."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
 
+    @property
+    def max_adapter_rank(self) -> int | None:
+        """As vLLM reserves memory for adapters."""
+        return ADAPTER_RANKS[-1] if self.adapters == "separate" else None
+
     def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
-        """What `update` means: host memory has room for a second copy, a GPU's mostly has none."""
+        """What `update` resolves to: host memory has room for a second copy, a GPU mostly has none."""
         if self.update != "auto":
             return self.update
         if self.adapters == "separate":
@@ -276,13 +478,84 @@ class VllmGenerationConfig(GenerationBase):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether engines sleep while the policy trains."""
+        """True if engines share the policy's devices and sleep while it trains."""
         return self.colocated
 
     @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @check
+    def _arguments_are_free(self) -> Iterator[Problem]:
+        yield from _derived_arguments("vllm", VLLM_DERIVED_ARGUMENTS, self.vllm_kwargs)
+
+    @check
+    def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Problem]:
+        """Of vLLM 0.32: a second stage fails at its first token, a prompt of a request with a seed cannot be
+        read in parts, and methods that quantize while loading require CUDA.
+        """
+        if cluster.gpus_per_node:
+            return
+        tokens, length = self.max_num_batched_tokens, policy.max_sequence_length
+        if self.pipeline_parallel_size > 1:
+            fix = "vLLM's pipeline stages fail on a CPU; set it to 1, and use tensor_parallel_size"
+            yield Problem("pipeline_parallel_size", self.pipeline_parallel_size, fix)
+        if tokens is not None and tokens < length:
+            fix = (
+                "on a CPU a prompt is read in one step; set it to at least policy.max_sequence_length, "
+                f"{length}"
+            )
+            yield Problem("max_num_batched_tokens", tokens, fix)
+        if self.quantization is not None:
+            fix = "quantizing while loading requires GPUs, and cluster.gpus_per_node is 0; remove it"
+            yield Problem("quantization", self.quantization, fix)
+
+    @check
+    def _update_fits(self) -> Iterator[Problem]:
+        merged = self.adapters == "merged"
+        if self.quantization is not None and merged and self.update not in ("auto", "reload"):
+            fix = "vLLM's loader makes the weights of generation.quantization; set it to reload"
+            yield Problem("update", self.update, fix)
+        if not merged and self.update not in ("auto", "staged"):
+            fix = "with generation.adapters: separate, adapters are loaded as a second copy; remove it"
+            yield Problem("update", self.update, fix)
+
+    @check
+    def _adapters_are_trained(self, policy: PolicyConfig) -> Iterator[Problem]:
+        if self.adapters == "separate" and policy.lora is None:
+            fix = "policy.lora is null, so all weights are trained; set it to merged, or train adapters"
+            yield Problem("adapters", self.adapters, fix)
+
+    @check
+    def _shares_in_turn(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+        if self.colocated and algorithm.allows_staleness:
+            fix = "with algorithm.max_staleness engines sample while the policy trains; set it to false"
+            yield Problem("colocated", True, fix)
+
+    @check
+    def _shares_gpus(
+        self, cluster: ClusterConfig, policy: PolicyConfig, algorithm: "AlgorithmConfig"
+    ) -> Iterator[Problem]:
+        if not (self.colocated and cluster.gpus_per_node and algorithm.generates):
+            return
+        ranks, processes = self.ranks_per_replica, policy.layout.world_size
+        if ranks > processes:
+            fix = (
+                f"an engine of {ranks} GPUs cannot share those of the {processes} policy processes; lower "
+                "generation.tensor_parallel_size or pipeline_parallel_size, or set generation.colocated to "
+                "false"
+            )
+            yield Problem("replicas", self.replicas, fix)
+        elif self.replicas * ranks > processes:
+            fix = (
+                f"with generation.colocated, engines of {ranks} GPU{'s' * (ranks > 1)} share those of the "
+                f"{processes} policy processes; set it to at most {processes // ranks}"
+            )
+            yield Problem("replicas", self.replicas, fix)
+        if self.transport == "nccl":
+            fix = "with generation.colocated two processes share a GPU, which NCCL refuses; set this to auto"
+            yield Problem("transport", "nccl", fix)
 
 
 class TorchGenerationConfig(GenerationBase):

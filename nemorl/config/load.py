@@ -1,12 +1,6 @@
 """From an experiment file to a checked `Experiment`.
 
-file + what it inherits  ->  overrides  ->  ${references}  ->  types  ->  cross-field checks
-
-What pydantic found wrong, said to the person who wrote the file.
-
-`a.b=value` on the command line.
-
-`defaults:`: a file that says only what differs from others.
+file and its `defaults:`  ->  overrides  ->  types  ->  derived fields  ->  checks
 """
 
 import difflib
@@ -23,8 +17,9 @@ from nemorl.errors import ABSENT, ConfigError, Problem
 
 from .base import Config
 from .checks import check_sections
-from .experiment import Experiment
+from .experiment import Experiment, derived_fields, with_derived_fields
 from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
+from .type_errors import expectation
 from .yaml import (
     Document,
     FieldPath,
@@ -32,43 +27,27 @@ from .yaml import (
     Tree,
     dotted,
     field_path,
-    interpolate,
     look_up,
     merged,
     parse_document,
     parse_value,
 )
 
+ORIGIN = "command line"
+DEFAULT = "default"
+DEFAULTS = "defaults"
 _MAX_NAMED = 4  # variants in one sentence
 _QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'
 
-_WANTED = {
-    "int": "a whole number is wanted",
-    "float": "a number is wanted",
-    "finite": "a finite number is wanted",
-    "bool": "true or false is wanted",
-    "string": "a text is wanted (put the value into quotes)",
-    "path": "a path is wanted",
-    "tuple": "a list is wanted, such as `[1, 2]`",
-    "dict": "a mapping is wanted",
-    "model": "a section with fields of its own is wanted",
-}
-# What null is written for, and how to say it.
+# Sections for which null is often written, and how to switch them off.
 _SWITCHED_OFF = {
-    "generation": "where nothing is sampled no engine is started",
+    "generation": "if nothing is sampled, no engine is started",
     "algorithm.validation": "it is off with `period: null, at_start: false, at_end: false`, its defaults",
-}
-_BOUNDS = {
-    "greater_than": ("more than", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("less than", "lt"),
-    "less_than_equal": ("at most", "le"),
-    "string_too_short": ("of a length of at least", "min_length"),
 }
 
 
 def explain(error: ValidationError) -> list[Problem]:
-    """One problem for each thing pydantic found."""
+    """One problem for each error that pydantic found."""
     return [_problem(details) for details in error.errors(include_url=False)]
 
 
@@ -88,28 +67,18 @@ def _problem(details: ErrorDetails) -> Problem:
         case "union_tag_not_found":
             known = [name for section in sections for name in names(section)]
             where = f"{field}.{tag(sections[0])}"
-            return Problem(where, ABSENT, f"say which one is meant: {_listed(known)}")
+            return Problem(where, ABSENT, f"this field is required; use one of {_listed(known)}")
         case "literal_error":
             return Problem(field, value, _describe_choice(str(value), _QUOTED.findall(context["expected"])))
-        case "too_short":
-            return Problem(
-                field, value, f"a list of at least {context['min_length']} is wanted{_help(details)}"
-            )
         case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
-            fix = "a name of one's own is of small letters, digits and _, a letter first, such as `sums_2`"
+            fix = "invalid name; use small letters, digits and _, starting with a letter, such as `sums_2`"
             return Problem(dotted(path[:-2]), value, fix)
-        case "string_pattern_mismatch":
-            return Problem(field, value, f"it is not written as it must be{_help(details)}")
-        case _ if kind in _BOUNDS:
-            words, bound = _BOUNDS[kind]
-            return Problem(field, value, f"a value {words} {context[bound]:g} is wanted")
         case _ if value is None and kind.startswith("model") and _has_default(details):
             off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
-            fix = f"this section cannot be null: leave it out to have its defaults{off}"
+            fix = f"a section cannot be null; remove it to use its defaults{off}"
             return Problem(field, value, fix + _help(details))
         case _:
-            wanted = _WANTED.get(kind.split("_")[0], details["msg"])
-            return Problem(field, value, wanted + _help(details))
+            return Problem(field, value, expectation(details) + _help(details))
 
 
 def _has_default(details: ErrorDetails) -> bool:
@@ -118,7 +87,7 @@ def _has_default(details: ErrorDetails) -> bool:
 
 
 def _owners(details: ErrorDetails) -> tuple[tuple[type[Config], ...], str]:
-    """The sections that may hold the field that an error is about, in the variant chosen, and its name."""
+    """The sections that may hold the field of an error, in the selected variant, and its name."""
     location = details["loc"]
     while location and isinstance(location[-1], int):
         location = location[:-1]
@@ -134,13 +103,13 @@ def _help(details: ErrorDetails) -> str:
 
 
 def _describe_choice(given: str, known: list[str]) -> str:
-    return f"{_did_you_mean(given, known)}known are {_listed(known)}"
+    return f"unknown value; {_did_you_mean(given, known)}expected one of {_listed(known)}"
 
 
 def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     name = str(path[-1])
     _, owners = locate(location[:-1])
-    # Among the variants from which one was chosen, whose name is the last step but one of the location.
+    # The variants from which one was selected, whose name is the last step but one of the location.
     named = len(location) > 1 and any(location[-2] in names(owner) for owner in owners)
     around = locate(location[:-2])[1] if named else ()
     others = [section for section in around if name in section.model_fields]
@@ -149,14 +118,14 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
         which = f"{_listed(theirs[:_MAX_NAMED])}{' and others' * (len(theirs) > _MAX_NAMED)}"
         choice = dotted((*path[:-1], tag(owners[0])))
         return (
-            f"this field belongs to {which}, and {choice} is `{location[-2]}`: remove it, or change {choice}"
+            f"this field belongs to {which}, and {choice} is `{location[-2]}`; remove it, or change {choice}"
         )
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
     elsewhere = (nearby or elsewhere)[:_MAX_NAMED]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
-    return f"there is no such field; {suggestion or f'known here are {_listed(known)}'}".rstrip()
+    return f"unknown field; {suggestion or f'the fields here are {_listed(known)}'}".rstrip()
 
 
 def _did_you_mean(given: str, known: list[str]) -> str:
@@ -168,15 +137,12 @@ def _listed(items: Iterable[str]) -> str:
     return ", ".join(f"`{item}`" for item in items)
 
 
-ORIGIN = "command line"
-
-
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     """Lay `a.b=value` pairs over a document; of two for one field the later wins.
 
-    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is a
-    place in a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
-    where one of them changes the variant of a section. Raises `ConfigError`.
+    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is an
+    index of a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
+    if one of them changes the variant of a section. Raises `ConfigError`.
     """
     if not overrides:
         return document
@@ -186,8 +152,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
         path, value = _parsed(override)
         layer = _laid_over(layer, _nested(path, value), common_fields_of_named)
         origins |= _origins(path, value, document)
-    _refuse_unknown_places(document.tree, layer, ())
-    return Document(_laid_over(document.tree, layer, common_fields), document.origins | origins)
+    _refuse_unknown_indexes(document.tree, layer, ())
+    return Document(
+        _laid_over(document.tree, layer, common_fields), document.origins | origins, document.problems
+    )
 
 
 def _parsed(override: str) -> tuple[list[str], object]:
@@ -197,27 +165,27 @@ def _parsed(override: str) -> tuple[list[str], object]:
         raise ConfigError(ORIGIN, [Problem("", override, _how_to_write(override), ORIGIN)])
     plain = _plain(field.strip())
     if plain != field.strip():
-        fix = f"fields are named with dots, places in lists by their number: write `{plain}={text}`"
+        fix = f"fields are separated by dots, also indexes of lists; write `{plain}={text}`"
         raise ConfigError(ORIGIN, [Problem("", override, fix, ORIGIN)])
     return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
 
 
 def _how_to_write(word: str) -> str:
     if word.endswith((".yaml", ".yml")):
-        return "one experiment file is read, and it comes first: name others under `defaults:` in it"
+        return "one experiment file is read, and it comes first; name others under `defaults:` in it"
     return (
-        "an override is one word, `section.field=value`, without spaces around `=`, such as "
+        "expected an override `section.field=value` without spaces around `=`, such as "
         "`algorithm.num_steps=20`"
     )
 
 
 def _plain(field: str) -> str:
-    """As it is written here what other tools write `+a/b`, `--a.b` and `a[0].b`."""
+    """The field for spellings of other tools: `+a/b`, `--a.b` and `a[0].b`."""
     return re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
 
 
 def _origins(path: list[str], value: object, document: Document) -> dict[FieldPath, str]:
-    """All that an override says, and the sections around it that no file has."""
+    """All fields that an override sets, and the sections around them that no file has."""
     whole = field_path(".".join(path))
     around = [whole[:end] for end in range(1, len(whole))]
     return {section: ORIGIN for section in around if section not in document.origins} | dict.fromkeys(
@@ -247,36 +215,33 @@ def _laid_over(base: Tree, over: Tree, staying: Staying) -> Tree:
     return tree
 
 
-def _refuse_unknown_places(base: object, over: object, path: FieldPath) -> None:
-    """A place that a list does not have would turn the list into a mapping."""
+def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None:
+    """An index that a list does not have would turn the list into a mapping."""
     if not isinstance(over, dict):
         return
     for key, value in over.items():
         if isinstance(base, list) and not (key.isdecimal() and int(key) < len(base)):
-            places = f"places 0 to {len(base) - 1}" if base else "no item"
-            fix = f"the list has {places}: name one of them, or give the whole list as `[...]`"
+            indexes = f"items 0 to {len(base) - 1}" if base else "no items"
+            fix = f"the list has {indexes}; use one of them, or set the complete list as `[...]`"
             raise ConfigError(ORIGIN, [Problem(dotted((*path, key)), value, fix, ORIGIN)])
         if isinstance(base, list):
-            _refuse_unknown_places(base[int(key)], value, (*path, int(key)))
+            _refuse_unknown_indexes(base[int(key)], value, (*path, int(key)))
         elif isinstance(base, dict):
-            _refuse_unknown_places(base.get(key), value, (*path, key))
-
-
-DEFAULTS = "defaults"
+            _refuse_unknown_indexes(base.get(key), value, (*path, key))
 
 
 def read_document(file: Path) -> Document:
     """A file with everything it inherits.
 
-    `defaults:` is a path or a list of paths, relative to the file that says so. They are read depth-first;
-    later ones win over earlier ones, and the file itself over all (see `merge.merged` and `variants`).
-    Raises `ConfigError`: a file that is missing or unreadable, broken YAML, files that inherit in a circle.
+    `defaults:` is a path or a list of paths, relative to the file that has it. They are read depth-first;
+    later ones win over earlier ones, and the file itself over all (see `yaml.merged` and `common_fields`).
+    Raises `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
     """
     return _read(file, ())
 
 
 def _read(file: Path, heirs: tuple[Path, ...]) -> Document:
-    """`heirs` are the files that led here, the one asked for first."""
+    """`heirs` are the files that led here, the requested one first."""
     own = parse_document(_text(file, heirs), str(file))
     result = Document({})
     for parent in _parents(own, file):
@@ -289,7 +254,7 @@ def _read(file: Path, heirs: tuple[Path, ...]) -> Document:
 def _over(base: Document, over: Document) -> Document:
     tree = merged(base.tree, over.tree, common_fields)
     assert isinstance(tree, dict)
-    return Document(tree, base.origins | over.origins)
+    return Document(tree, base.origins | over.origins, base.problems + over.problems)
 
 
 def _text(file: Path, heirs: tuple[Path, ...]) -> str:
@@ -297,17 +262,17 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         overrides = "=" in file.name and not heirs
-        problem = "there is no such file" + (
-            ": the experiment file comes first, and overrides such as this after it" if overrides else ""
+        problem = "no such file" + (
+            "; the experiment file comes first, and overrides such as this after it" if overrides else ""
         )
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
     source = str(heirs[0]) if heirs else str(file)
-    wanted_by = f"; `{DEFAULTS}` of {heirs[-1]} names it" if heirs else ""
+    named_by = f"; `{DEFAULTS}` of {heirs[-1]} names it" if heirs else ""
     raise ConfigError(
-        source, [Problem(DEFAULTS if heirs else "", str(file), f"{problem}{wanted_by}", str(file))]
+        source, [Problem(DEFAULTS if heirs else "", str(file), f"{problem}{named_by}", str(file))]
     )
 
 
@@ -315,7 +280,7 @@ def _parents(document: Document, file: Path) -> list[Path]:
     named = document.tree.get(DEFAULTS, [])
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        fix = "a path or a list of paths is wanted, relative to this file"
+        fix = "expected a path or a list of paths, relative to this file"
         raise ConfigError(str(file), [Problem(DEFAULTS, named, fix, document.origins[(DEFAULTS,)])])
     return [file.parent / name for name in names]
 
@@ -323,11 +288,8 @@ def _parents(document: Document, file: Path) -> list[Path]:
 def _refuse_circle(parent: Path, heirs: tuple[Path, ...]) -> None:
     if parent.resolve() in {heir.resolve() for heir in heirs}:
         circle = " -> ".join(map(str, (*heirs, parent)))
-        fix = f"these files inherit in a circle, {circle}: take one of the links away"
+        fix = f"circular inheritance, {circle}; remove one of the links"
         raise ConfigError(str(heirs[0]), [Problem(DEFAULTS, str(parent), fix, str(heirs[-1]))])
-
-
-DEFAULT = "default"
 
 
 def load_experiment(
@@ -337,27 +299,33 @@ def load_experiment(
 ) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
-    Raises `ConfigError` with everything that is wrong at once: what the types refuse, the cross-field checks
-    of the sections that are sound, and, where all types are right, what `further_checks` finds outside the
-    configuration (see `nemorl.plan.problems`), of which nothing is looked at here.
+    Raises `ConfigError` with all problems at once: those of types, the checks of valid sections, and, if all
+    types are right, `further_checks` outside the configuration (see `nemorl.plan.problems`).
     """
-    document, problems = interpolate(apply_overrides(read_document(path), overrides))
+    document = apply_overrides(read_document(path), overrides)
+    problems = list(document.problems)
     experiment, refused = _typed(document.tree)
-    unresolved = {problem.field for problem in problems}
-    problems += [problem for problem in refused if problem.field not in unresolved]
+    known = {problem.field for problem in problems}
+    problems += [problem for problem in refused if problem.field not in known]
     if experiment and not problems:
-        sections = {name: getattr(experiment, name) for name in Experiment.model_fields}
+        experiment = experiment.model_copy(update=with_derived_fields(_sections(experiment)))
+        sections = _sections(experiment)
         problems += further_checks(experiment) if further_checks else ()
     else:
-        sections = _sound_sections(document.tree, {_section(problem) for problem in problems})
+        invalid = {problem.field.partition(".")[0] for problem in problems}
+        sections = with_derived_fields(_valid_sections(document.tree, invalid))
     problems += check_sections(sections)
     if problems or experiment is None:
         raise ConfigError(str(path), [_with_origin(problem, document) for problem in problems])
     return experiment
 
 
+def _sections(experiment: Experiment) -> dict[str, object]:
+    return {name: getattr(experiment, name) for name in Experiment.model_fields}
+
+
 class _Dumper(yaml.SafeDumper):
-    """One that quotes what it would take for the end of a line when it reads it again."""
+    """Quotes strings with characters that the reader takes for the end of a line."""
 
 
 def _quoted_where_broken(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -369,11 +337,17 @@ _Dumper.add_representer(str, _quoted_where_broken)
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The whole experiment, defaults included, as a file that `load_experiment` reads back."""
-    # JSON's types turn paths into texts; a literal `${` must not be taken for a reference.
-    tree = experiment.model_dump(mode="json")
-    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
-    return text.replace("${", "$${")
+    """The complete experiment, defaults included, as a file that `load_experiment` reads back.
+
+    Derived fields have their reason as a comment.
+    """
+    tree = experiment.model_dump(mode="json")  # whose types turn paths into strings
+    lines = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31).splitlines(True)
+    origins = parse_document("".join(lines), "").origins
+    for field, reason in derived_fields(_sections(experiment)).items():
+        index = int(origins[field_path(field)].lstrip(":")) - 1
+        lines[index] = f"{lines[index].rstrip()}  # {reason}\n"
+    return "".join(lines)
 
 
 def _typed(tree: Tree) -> tuple[Experiment | None, list[Problem]]:
@@ -383,21 +357,17 @@ def _typed(tree: Tree) -> tuple[Experiment | None, list[Problem]]:
         return None, explain(error)
 
 
-def _sound_sections(tree: Tree, broken: set[str]) -> dict[str, object]:
-    """The sections in which nothing is wrong, so that the checks between them can still be made."""
-    sound = {name: field for name, field in Experiment.model_fields.items() if name not in broken}
-    fields = {name: (field.annotation, field) for name, field in sound.items()}
+def _valid_sections(tree: Tree, invalid: set[str]) -> dict[str, object]:
+    """The sections without problems, so that the checks between them still run."""
+    valid = {name: field for name, field in Experiment.model_fields.items() if name not in invalid}
+    fields = {name: (field.annotation, field) for name, field in valid.items()}
     partial = create_model("PartialExperiment", __base__=Config, **fields)  # type: ignore[call-overload]
-    values = partial.model_validate({name: tree[name] for name in sound if name in tree})
-    return {name: getattr(values, name) for name in sound}
-
-
-def _section(problem: Problem) -> str:
-    return problem.field.partition(".")[0]
+    values = partial.model_validate({name: tree[name] for name in valid if name in tree})
+    return {name: getattr(values, name) for name in valid}
 
 
 def _with_origin(problem: Problem, document: Document) -> Problem:
-    """Say where the value was written: the line of the field, or of the section around it."""
+    """Add the line of the field, or of the section around it."""
     if problem.origin or not problem.field:
         return problem
     path = field_path(problem.field)

@@ -1,23 +1,26 @@
-"""`policy`: the model that learns, how it is laid out over processes and how it is optimised.
+"""`policy`: the model that is trained, its layout over processes, and its optimizer."""
 
-`policy.optimizer` and `policy.schedule`: how gradients become steps, and how large these are.
-"""
-
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .base import Config, default_variant
+from nemorl.errors import Problem
+
+from .base import Config, check, default_variant
+from .run import ClusterConfig
+
+if TYPE_CHECKING:  # sections that depend on this module
+    from .algorithm import AlgorithmConfig
+    from .generation import GenerationConfig
 
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
-
-
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 class OptimizerBase(Config):
-    """What the rest of the product needs to know about an optimizer."""
+    """Facts about an optimizer that the trainer and the memory plan need."""
 
     is_sharded: ClassVar[bool] = True
     """Data-parallel copies update different runs of elements, instead of complete parameters."""
@@ -58,7 +61,7 @@ class OptimizerBase(Config):
 
 
 class AdamConfig(OptimizerBase):
-    """Types other than float32 are Megatron's precision-aware optimizer: Transformer Engine's Adam."""
+    """Types other than float32 use Megatron's precision-aware optimizer: Transformer Engine's Adam."""
 
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
@@ -72,14 +75,14 @@ class AdamConfig(OptimizerBase):
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     on_host: bool = False
-    """Keep the moments and the float32 weights in host memory and take the step on the CPU: it takes longer,
-    and leaves that memory of the device to others."""
+    """Keep the moments and the float32 weights in host memory and compute the step on the CPU: slower, and
+    needs less memory of the device."""
     exp_avg_dtype: MomentType = "float32"
     """Type of the first moment."""
     exp_avg_sq_dtype: MomentType = "float32"
     """Type of the second moment."""
     main_params_dtype: Literal["float32", "float16"] = "float32"
-    """Type of the optimizer's weights beside those of bfloat16."""
+    """Type of the optimizer's copy of bfloat16 weights."""
     main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over micro-batches and data-parallel copies."""
 
@@ -138,11 +141,11 @@ class MuonConfig(OptimizerBase):
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of the matrices (Nesterov's)."""
     iterations: int = Field(5, ge=1)
-    """Newton-Schulz iterations that orthogonalise it."""
+    """Newton-Schulz iterations that orthogonalize it."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment, of what is no matrix."""
+    """Decay of the first moment, of parameters that are not matrices."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the second moment, of what is no matrix."""
+    """Decay of the second moment, of parameters that are not matrices."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
 
@@ -158,7 +161,7 @@ class MuonConfig(OptimizerBase):
 
     @property
     def num_moments(self) -> int:
-        return 2  # of what is no matrix
+        return 2  # of parameters that are not matrices
 
 
 OptimizerConfig = Annotated[
@@ -179,9 +182,16 @@ class DecaySchedule(Config):
     stable_steps: int = Field(0, ge=0)
     """Optimizer steps at the peak between warm-up and decay (warmup-stable-decay, WSD)."""
     decay_steps: int = Field(ge=1)
-    """Optimizer steps, those before the decay included, after which the rate has come down to `min_lr`."""
+    """Optimizer steps, warm-up and stable steps included, after which the rate has decayed to `min_lr`."""
     min_lr: float = Field(0.0, ge=0)
     """The rate after the decay."""
+
+    @check
+    def _decay_follows_warmup(self) -> Iterator[Problem]:
+        before = self.warmup_steps + self.stable_steps
+        if before >= self.decay_steps:
+            fix = f"it includes warmup_steps and stable_steps, {before} together; set it to more than that"
+            yield Problem("decay_steps", self.decay_steps, fix)
 
 
 class InverseSqrtSchedule(Config):
@@ -201,6 +211,31 @@ ScheduleConfig = Annotated[
 ]
 
 
+def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Iterator[Problem]:
+    """A rate that rises where it should decay; `section` is that of both, for the message."""
+    lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_lr
+    if lowest > optimizer.lr:
+        fix = (
+            f"the rate decays from {section}.optimizer.lr, {optimizer.lr:g}, to this; set it to at most that"
+        )
+        yield Problem("schedule.min_lr", lowest, fix)
+
+
+def narrow_type_problems(
+    optimizer: OptimizerConfig, precision: str, cluster: ClusterConfig
+) -> Iterator[Problem]:
+    """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
+    reason = ""
+    if cluster.gpus_per_node == 0:
+        reason = "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs"
+    elif precision == "float32":
+        reason = "policy.precision is float32, which has no use for it"
+    elif optimizer.state_is_on_host:
+        reason = "policy.optimizer.on_host is true, and the Adam of the host takes float32 only"
+    for field in optimizer.narrow_fields if reason else ():
+        yield Problem(f"optimizer.{field}", getattr(optimizer, field), f"{reason}; set this to float32")
+
+
 class TokenizerConfig(Config):
     path: Path | None = None
     """Folder of the tokenizer; the model's own folder when not given."""
@@ -214,7 +249,7 @@ class LayoutConfig(Config):
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes that share every matrix (TP). Divides the attention heads."""
     sequence_parallel: bool = False
-    """Split the activations between the tensor-parallel regions by tokens (SP). Wants TP of 2 or more."""
+    """Split the activations between the tensor-parallel regions by tokens (SP). Requires TP of 2 or more."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that share the layers (PP)."""
     virtual_pipeline_parallel_size: int = Field(1, ge=1)
@@ -254,7 +289,7 @@ class LayoutConfig(Config):
 
     @property
     def fewest_units(self) -> int:
-        """A batch of a multiple of so many divides over copies and, where interleaved, fills the stages."""
+        """A batch of a multiple of this divides over copies and, if interleaved, fills the stages."""
         interleaved = self.virtual_pipeline_parallel_size > 1
         return self.data_parallel_size * (self.pipeline_parallel_size if interleaved else 1)
 
@@ -285,7 +320,7 @@ class FullRecompute(Config):
     method: Literal["uniform", "block"] = "uniform"
     """`uniform` keeps the input of every `num_layers` layers; `block` recomputes the first `num_layers`."""
     num_layers: int = Field(1, ge=1)
-    """Layers of a stage (of a run of its layers under VPP) that `method` speaks of."""
+    """Layers of a stage (of a run of its layers under VPP), for `method`."""
 
 
 RecomputeConfig = Annotated[
@@ -316,7 +351,7 @@ def _one_or_more(names: Any) -> Any:
 
 
 class LoraConfig(Config):
-    """Adapters of low rank beside frozen weights (Hu et al. 2021, arXiv 2106.09685)."""
+    """Low-rank adapters of frozen weights (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(ge=1)
     """Rank of every adapter."""
@@ -333,22 +368,25 @@ class LoraConfig(Config):
 
 
 class OffloadConfig(Config):
-    """What leaves the device while generation has it, for policies that share their devices with engines."""
+    """What leaves the device while generation has it, for policies that share their devices with engines.
+
+    With `generation.colocated` on GPUs both follow and need not be set.
+    """
 
     weights: bool = False
-    """Move the weights (and the reference's) to host memory once generation has its copy."""
+    """Move the weights (and the reference's) to host memory while generation has its copy."""
     optimizer: bool = False
     """Free the gradients, and move the optimizer's state to host memory."""
 
 
 class MoeConfig(Config):
-    """Experts in reinforcement learning; for models that have any.
+    """Training of models with experts.
 
-    The bias by which DeepSeek-V3 evens out the choice of experts stays as it is: it learns by no gradient.
+    The bias that balances the choice of experts in DeepSeek-V3 is not changed: it has no gradient.
     """
 
     freeze_router: bool = False
-    """Leave the router's weights as they are; everything else learns."""
+    """Freeze the router's weights; everything else is trained."""
     load_balancing_loss_coefficient: float = Field(0.0, ge=0)
     """Of the sequence-wise balance loss of every layer (arXiv 2412.19437), averaged over the
     sequences of an optimizer step; 0 leaves it out."""
@@ -365,13 +403,13 @@ class PolicyConfig(Config):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in forward and backward; the optimizer keeps float32 copies."""
     max_sequence_length: int = Field(2048, ge=2)
-    """Tokens of a whole conversation, prompt included; longer ones are cut off with stop reason `length`."""
+    """Tokens of a conversation, prompt included; longer ones are cut off with stop reason `length`."""
     layout: LayoutConfig = LayoutConfig()
     """How the policy is spread over processes."""
     head: Literal["lm", "scalar"] = "lm"
     """`lm`: the vocabulary. `scalar`: one number after each token, as critics and reward models have it."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the weights, which stay as they are; null trains the weights."""
+    """Train adapters and freeze the weights; null trains the weights."""
     moe: MoeConfig = MoeConfig()
     """What is done with routers and experts."""
     recompute: RecomputeConfig = NoRecompute()
@@ -389,7 +427,69 @@ class PolicyConfig(Config):
     max_skipped_steps: int = Field(10, ge=0)
     """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
     kernels: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Whose matrices and norms a GPU computes with: Megatron's own, Transformer Engine's, or (auto) its where
-    it is installed. The run's header says which."""
+    """Matrices and norms on a GPU: `local` are Megatron's, `auto` is Transformer Engine's if it is installed.
+    The run's header shows which."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
+
+    @check
+    def _micro_batch_holds_sequence(self) -> Iterator[Problem]:
+        yield from micro_batch_problems(self.micro_batch_tokens, self.max_sequence_length)
+
+    @check
+    def _decay_goes_down(self) -> Iterator[Problem]:
+        yield from decay_problems("policy", self.optimizer, self.schedule)
+
+    @check
+    def _narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Iterator[Problem]:
+        yield from narrow_type_problems(self.optimizer, self.precision, cluster)
+
+    @check
+    def _kernels_have_gpus(self, cluster: ClusterConfig) -> Iterator[Problem]:
+        if self.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
+            fix = "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto"
+            yield Problem("kernels", self.kernels, fix)
+
+    @check
+    def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+        if not algorithm.generates:
+            fix = "this run never generates, so nothing would leave the device; set it to false"
+            yield from (
+                Problem(f"offload.{part}", True, fix)
+                for part in ("weights", "optimizer")
+                if getattr(self.offload, part)
+            )
+
+    @check
+    def _can_sample(self, generation: "GenerationConfig") -> Iterator[Problem]:
+        if not generation.samples_in_policy:
+            return
+        name, other = f"generation.backend {generation.backend}", "or use another generation.backend"
+        if self.layout.context_parallel_size > 1:
+            fix = f"{name} decodes complete sequences on each process; set it to 1, {other}"
+            yield Problem("layout.context_parallel_size", self.layout.context_parallel_size, fix)
+        if self.layout.virtual_pipeline_parallel_size > 1:
+            fix = f"{name} decodes with one run of layers per stage; set it to 1, {other}"
+            size = self.layout.virtual_pipeline_parallel_size
+            yield Problem("layout.virtual_pipeline_parallel_size", size, fix)
+        if self.offload.weights:
+            yield Problem(
+                "offload.weights", True, f"{name} samples with these weights; set it to false, {other}"
+            )
+
+    @check
+    def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Iterator[Problem]:
+        largest = generation.max_adapter_rank
+        if self.lora is not None and largest is not None and self.lora.rank > largest:
+            fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
+            yield Problem("lora.rank", self.lora.rank, fix)
+
+
+def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Iterator[Problem]:
+    """A sequence is never cut to fit a pass."""
+    if micro_batch_tokens < max_sequence_length:
+        fix = (
+            "one pass must hold a complete conversation; set it to at least policy.max_sequence_length, "
+            f"{max_sequence_length}"
+        )
+        yield Problem("micro_batch_tokens", micro_batch_tokens, fix)

@@ -1,23 +1,28 @@
 """`cluster`, `logger`, `checkpointing`: where a run executes, what it shows and what it keeps."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from .base import Config
+from nemorl.errors import Problem
+
+from .base import Config, check
+
+_NODE_LABEL = "ray.io/node-id"
 
 
 class DeadlineConfig(Config):
-    """Seconds a stage may take before the run stops and names who is waited for."""
+    """Seconds a stage may take before the run stops and names the process it waits for."""
 
     start: float = Field(600.0, gt=0)
     """Starting worker processes and loading weights."""
     generation: float = Field(1800.0, gt=0)
     """Sampling all trajectories of a step, environments included."""
     health: float = Field(30.0, gt=0)
-    """Between two health checks of an engine, and for its answer to one; without it the engine is lost."""
+    """Between two health checks of an engine, and for its answer to one; without an answer it is lost."""
     engine_step: float = Field(600.0, gt=0)
-    """One step of an engine that has work; an engine that takes longer hangs, and is lost."""
+    """One step of an engine that has work; an engine that takes longer is lost."""
     environment: float = Field(60.0, gt=0)
     """One call of an environment or a reward."""
     logprobs: float = Field(1800.0, gt=0)
@@ -25,7 +30,7 @@ class DeadlineConfig(Config):
     training: float = Field(3600.0, gt=0)
     """Forward, backward and update over a batch."""
     refit: float = Field(600.0, gt=0)
-    """Handing the weights to generation."""
+    """Sending the weights to generation."""
     checkpoint: float = Field(1800.0, gt=0)
     """Writing or reading a checkpoint."""
 
@@ -38,9 +43,9 @@ class ClusterConfig(Config):
     placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "auto"
     """Ray's strategy for placing workers over machines; `auto`: STRICT_PACK on one, PACK on several."""
     labels: dict[str, dict[str, str]] = Field({})
-    """Labels of Ray's nodes, by group of workers (`policy`, `rollout`, …), that those for it must have."""
+    """Labels that Ray's nodes must have, by group of workers (`policy`, `rollout`, …)."""
     topology: dict[str, str] = Field({})
-    """By group of workers, a label of which all its nodes must have one value, such as ray.io/gpu-domain."""
+    """By group of workers, a label with the same value on all its nodes, such as ray.io/gpu-domain."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run turn loops, environments and rewards."""
     policy_threads: int | None = Field(None, ge=1)
@@ -52,15 +57,22 @@ class ClusterConfig(Config):
 
     @property
     def strategy(self) -> str:
-        """The one of Ray's that `placement` stands for."""
+        """Ray's strategy that `placement` resolves to."""
         if self.placement != "auto":
             return self.placement
         return "STRICT_PACK" if self.num_nodes == 1 else "PACK"
 
+    @check
+    def _domains_have_several_nodes(self) -> Iterator[Problem]:
+        for group, label in self.topology.items():
+            if label == _NODE_LABEL:
+                fix = "every node has another value of it; set cluster.placement to STRICT_PACK instead"
+                yield Problem(f"topology.{group}", label, fix)
+
 
 class LoggerConfig(Config):
     console: Literal["auto", "rich", "plain"] = "auto"
-    """Bars and tables, or plain lines; `auto` takes bars on a terminal."""
+    """Bars and tables, or plain lines; `auto` shows bars on a terminal."""
     tensorboard: bool = False
     """Write TensorBoard files into the run folder (extra `trackers`)."""
     samples_per_step: int = Field(4, ge=0)
@@ -73,7 +85,7 @@ class CheckpointingConfig(Config):
     period: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     asynchronous: bool = True
-    """Write from a copy in host memory while training goes on; false waits until the files are written."""
+    """Write from a copy in host memory while training continues; false waits until the files are written."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     metric: str | None = None
@@ -81,6 +93,16 @@ class CheckpointingConfig(Config):
     higher_is_better: bool = True
     """Whether the best value is the highest."""
     export_hf: bool = False
-    """Put the weights into every checkpoint as a Hugging Face folder too, `hf/`; it goes when that goes."""
+    """Also write the weights into every checkpoint as a Hugging Face folder, `hf/`."""
     save_hf: bool = False
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""
+
+    @check
+    def _checkpoints_are_written(self) -> Iterator[Problem]:
+        if self.metric is None:
+            reason = "checkpointing.metric is not given; set it, or remove this"
+            yield from self.without_effect(("higher_is_better",), reason)
+        if not self.enabled:
+            others = type(self).model_fields.keys() - {"enabled", "higher_is_better"}
+            reason = "checkpointing.enabled is false, so no checkpoint is written; remove one of the two"
+            yield from self.without_effect(sorted(others), reason)

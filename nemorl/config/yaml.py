@@ -1,11 +1,7 @@
-"""YAML text to plain Python values, with the line that every value came from.
+"""YAML text to plain Python values, with the line of every value; and one tree laid over another.
 
-The scalars are those of YAML 1.2's core schema: `1e-6` is a number and `no` is a text, which YAML 1.1 and
-PyYAML's own loaders take for a text and for false.
-
-`${a.b}`: a value taken from another place of the experiment.
-
-One tree laid over another: inheritance, command-line overrides, presets.
+The scalars are those of YAML 1.2's core schema: `1e-6` is a number and `no` is a string, which YAML 1.1 and
+PyYAML's loaders read as a string and as false.
 """
 
 import re
@@ -44,24 +40,25 @@ _Loader.add_constructor(_TAG + "int", lambda _, node: int(node.value))
 
 @dataclass
 class Document:
-    """A mapping of sections and where each of its values came from, as `file:line`."""
+    """A mapping of sections, and the origin of each of its values as `file:line`."""
 
     tree: Tree
     origins: dict[FieldPath, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)  # of single values; the tree is complete
 
 
 def dotted(path: FieldPath) -> str:
-    """A path as people write it: `rewards.0.weight`."""
+    """A path as it is written: `rewards.0.weight`."""
     return ".".join(map(str, path))
 
 
 def field_path(text: str) -> FieldPath:
-    """The other way round; a number is a place in a list."""
+    """The inverse of `dotted`; a number is an index of a list."""
     return tuple(int(key) if key.isdecimal() else key for key in text.split("."))
 
 
 def look_up(tree: object, path: FieldPath) -> object:
-    """The value at a path. Raises LookupError where there is none."""
+    """The value at a path. Raises LookupError if there is none."""
     for step in path:
         if isinstance(tree, dict):
             tree = tree[str(step)]
@@ -73,35 +70,42 @@ def look_up(tree: object, path: FieldPath) -> object:
 
 
 def parse_document(text: str, source: str) -> Document:
-    """Read a YAML mapping; an empty text is an empty one.
+    """Read a YAML mapping; an empty text is an empty mapping.
 
-    Raises `ConfigError` naming `source` and the line: syntax, tabs, duplicated keys, keys that are not texts,
-    unknown tags, anything but a mapping at the top.
+    Raises `ConfigError` naming `source` and the line: syntax, tabs, duplicate keys, other keys than strings,
+    unknown tags, a top level other than a mapping.
     """
     reader = _Reader(text, source)
     root = reader.root()
     if root is None:
         return Document({})
     if not isinstance(root, yaml.MappingNode):
-        raise reader.refused(root, (), ABSENT, "sections such as `policy:` are wanted at the top level")
-    return Document(reader.mapping(root, ()), reader.origins)
+        raise reader.refused(root, (), ABSENT, "expected sections such as `policy:` at the top level")
+    return Document(reader.mapping(root, ()), reader.origins, reader.problems)
 
 
 def parse_value(text: str, source: str) -> object:
     """Read one YAML value, such as the right side of `a.b=value`. Raises `ConfigError`."""
     reader = _Reader(text, source)
     root = reader.root()
-    return None if root is None else reader.value(root, ())
+    value = None if root is None else reader.value(root, ())
+    if reader.problems:
+        raise ConfigError(source, reader.problems)
+    return value
+
+
+_REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
 
 class _Reader:
-    """One text on its way to values. PyYAML parses it; the values are built here to keep their lines."""
+    """Reads one text. PyYAML parses it; the values are built here to keep their lines."""
 
     def __init__(self, text: str, source: str) -> None:
         self._text = text
         self._source = source
-        self._around: list[yaml.Node] = []  # the collections that stand around the current node
+        self._around: list[yaml.Node] = []  # the collections that contain the current node
         self.origins: dict[FieldPath, str] = {}
+        self.problems: list[Problem] = []
 
     def root(self) -> yaml.Node | None:
         try:
@@ -114,7 +118,7 @@ class _Reader:
                 self._source, [Problem("", ABSENT, _explained(error), self._source + line)]
             ) from error
         except yaml.reader.ReaderError as error:
-            fix = f"YAML does not allow the character U+{error.character:04X}: remove it"
+            fix = f"YAML does not allow the character U+{error.character:04X}; remove it"
             raise ConfigError(self._source, [Problem("", ABSENT, fix)]) from error
 
     def refused(self, node: yaml.Node, path: FieldPath, value: object, fix: str) -> ConfigError:
@@ -136,11 +140,11 @@ class _Reader:
                 key = self._scalar(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
                 if not isinstance(key, str):
                     raise self.refused(
-                        key_node, path, key_node.value, "keys are texts: put the key into quotes"
+                        key_node, path, key_node.value, "keys are strings; put the key into quotes"
                     )
                 if key in tree:
                     first = self.origins[(*path, key)]
-                    fix = f"this key stands twice, first at {first}: keep one of them"
+                    fix = f"duplicate key, first defined at {first}; remove one"
                     raise self.refused(key_node, (*path, key), value_node.value, fix)
                 self.origins[(*path, key)] = self._origin(key_node)
                 tree[key] = self.value(value_node, (*path, key))
@@ -149,17 +153,21 @@ class _Reader:
     @contextmanager
     def _inside(self, node: yaml.Node, path: FieldPath) -> Iterator[None]:
         if any(node is outer for outer in self._around):
-            raise self.refused(node, path, ABSENT, "an alias stands inside what it repeats: write it out")
+            raise self.refused(node, path, ABSENT, "an alias is inside its own value; write the value out")
         self._around.append(node)
         yield
         self._around.pop()
 
     def _scalar(self, node: yaml.Node, path: FieldPath) -> object:
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
         except (yaml.constructor.ConstructorError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            raise self.refused(node, path, node.value, f"this value cannot be read: {problem}") from error
+            raise self.refused(node, path, node.value, f"invalid value: {problem}") from error
+        if isinstance(value, str) and (reference := _REFERENCE.search(value)):
+            fix = f"references such as {reference[0]} are no longer supported; write the value"
+            self.problems.append(Problem(dotted(path), value, fix, self._origin(node)))
+        return value
 
     def _origin(self, node: yaml.Node) -> str:
         return f"{self._source}:{node.start_mark.line + 1}"
@@ -168,98 +176,22 @@ class _Reader:
 def _explained(error: yaml.MarkedYAMLError) -> str:
     problem = str(error.problem)
     if "\\t" in problem:
-        return "a tab stands where YAML wants spaces: indent with spaces"
+        return "YAML does not allow tabs here; indent with spaces"
     if problem == "mapping values are not allowed here":
-        return "a second `:` or a wrong indent: put the value into quotes, or line up the keys"
+        return "a second `:` or a wrong indent; put the value into quotes, or align the keys"
     context = f"{error.context}, " if error.context else ""
-    return f"the YAML is broken: {context}{problem}"
+    return f"invalid YAML: {context}{problem}"
 
 
-# `$${` writes a literal `${`.
-_REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
-
-
-class _Unresolvable(Exception):
-    """The reference names nothing, or leads back to itself."""
-
-
-def interpolate(document: Document) -> tuple[Document, list[Problem]]:
-    """Replace every `${a.b}` by the value at that path; `${rewards.0.weight}` reaches into lists.
-
-    A text that is nothing but one reference becomes the value with its type, a section included; inside a
-    longer text the value is written as text. Only what files and overrides say can be referred to, not the
-    defaults of fields. A reference that fails stays as it is, and a problem names it.
-    """
-    resolver = _Resolver(document)
-    tree = resolver.everything()
-    return Document(tree, document.origins), resolver.problems
-
-
-class _Resolver:
-    def __init__(self, document: Document) -> None:
-        self._tree = document.tree
-        self._origins = document.origins
-        self.problems: list[Problem] = []
-
-    def everything(self) -> Tree:
-        tree = self._resolved(self._tree, (), ())
-        assert isinstance(tree, dict)
-        return tree
-
-    def _resolved(self, value: object, path: FieldPath, chain: tuple[str, ...]) -> object:
-        """`chain` are the references that led here."""
-        if isinstance(value, dict):
-            return {key: self._resolved(item, (*path, key), chain) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._resolved(item, (*path, index), chain) for index, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        try:
-            return self._text(value, chain)
-        except _Unresolvable as error:
-            if chain:  # told once, where the first reference of the chain stands
-                raise
-            self.problems.append(Problem(dotted(path), value, str(error), self._origins.get(path, "")))
-            return value
-
-    def _text(self, text: str, chain: tuple[str, ...]) -> object:
-        whole = _REFERENCE.fullmatch(text)
-        if whole and whole[1] is not None:
-            return self._referred(whole[1].strip(), chain)
-        return _REFERENCE.sub(lambda match: self._inserted(match, chain), text)
-
-    def _inserted(self, match: re.Match[str], chain: tuple[str, ...]) -> str:
-        if match[1] is None:
-            return "${"
-        value = self._referred(match[1].strip(), chain)
-        if isinstance(value, dict | list) or value is None:
-            raise _Unresolvable(f"`{match[0]}` is no single value, so it cannot stand inside a text")
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    def _referred(self, name: str, chain: tuple[str, ...]) -> object:
-        if name in chain:
-            circle = " -> ".join(f"${{{link}}}" for link in (*chain, name))
-            raise _Unresolvable(f"the references go in a circle: {circle}; write one of the values out")
-        path = field_path(name)
-        try:
-            value = look_up(self._tree, path)
-        except LookupError as error:
-            raise _Unresolvable(
-                f"`${{{name}}}` names nothing that the file, what it inherits or the command line sets: "
-                "set it, or write the value out"
-            ) from error
-        return self._resolved(value, path, (*chain, name))
-
-
-# The keys that say which variant of a section is meant.
+# The fields that select the variant of a section.
 VARIANT_KEYS = ("kind", "name", "backend")
 
 Staying = Callable[[FieldPath, Tree, Tree], Tree]
-"""What stays of the section at a path when another is laid over it."""
+"""What remains of the section at a path when another is laid over it."""
 
 
 def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
-    """Nothing where both name their variant, and not the same one; else everything."""
+    """Nothing if both name their variant, and not the same one; else everything."""
     changes = any(key in base and key in over and base[key] != over[key] for key in VARIANT_KEYS)
     return {} if changes else base
 
@@ -267,11 +199,11 @@ def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
 def merged(
     base: object, over: object, staying: Staying = all_of_the_same_variant, path: FieldPath = ()
 ) -> object:
-    """`over` laid over `base`, neither changed; `path` is where they stand.
+    """Lay `over` over `base`, without changing either; `path` is theirs in the experiment.
 
-    Sections (mappings) merge key by key, after `staying` has said what remains of the one below; everything
-    else, lists included, is replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes
-    those items.
+    Sections (mappings) merge key by key, after `staying` has selected what remains of the lower one; all
+    other values, lists included, are replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`)
+    changes those items.
     """
     if isinstance(base, list) and isinstance(over, dict) and _indexes(over, len(base)):
         return [

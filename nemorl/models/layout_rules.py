@@ -7,7 +7,7 @@ Which settings of `policy.moe` a model has a use for. Imports no torch.
 
 from collections.abc import Iterator
 
-from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig, VllmGenerationConfig
+from nemorl.config.generation import GenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
 from nemorl.errors import Problem
 
@@ -227,7 +227,7 @@ def _replay_problems(generation: GenerationConfig | None, gpus: bool) -> Iterato
             "has none: take generation.backend megatron, or set false"
         )
         yield Problem(f"{_MOE}.router_replay", True, fix)
-    elif not isinstance(generation, MegatronGenerationConfig):
+    elif not generation.returns_experts:
         reason = f"the back end {generation.backend} does not return the experts that it chose"
         yield Problem(f"{_MOE}.router_replay", True, f"{reason}: {_FIX}")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemorl.config.algorithm import KtoConfig, OnlineConfig, PreferenceConfig
+from nemorl.config.algorithm import OfflineBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
-from nemorl.config.generation import MegatronGenerationConfig, VllmGenerationConfig
+from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Problem
 
@@ -224,17 +224,17 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
-        case "reference", _ if isinstance(experiment.algorithm, PreferenceConfig | KtoConfig):
+        case "reference", _ if isinstance(experiment.algorithm, OfflineBase):
             return "algorithm.reference", "set it to precomputed, which keeps none"
-        case "reference", _ if isinstance(experiment.algorithm, OnlineConfig):
-            return "algorithm.kl.coefficient", "set it to 0, which keeps no reference"
+        case "reference", _ if experiment.algorithm.reference_field is not None:
+            return experiment.algorithm.reference_field, "set it to 0, which keeps no reference"
         case "checkpoint", _:
             return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
         case "optimizer", _:
             return _MODEL, f"{_MORE_COPIES}, or, on GPUs, set policy.optimizer.on_host to true"
         case "optimizer_on_host", _:
             return _MODEL, _MORE_COPIES
-        case "logits", "policy" if not isinstance(experiment.generation, MegatronGenerationConfig):
+        case "logits", "policy" if not experiment.generation.samples_in_policy:
             return "policy.logprob_chunk_tokens", "lower it"
         case "logits", _:
             return _batch_size(experiment), "lower it"
@@ -264,8 +264,7 @@ def _remedy_beside(experiment: Experiment, spec: ModelSpec, part: str) -> tuple[
 
 
 def _batch_size(experiment: Experiment) -> str:
-    name = "max_num_seqs" if isinstance(experiment.generation, VllmGenerationConfig) else "max_batch_size"
-    return f"generation.{name}"
+    return f"generation.{experiment.generation.batch_field}"
 
 
 def _cache_size(experiment: Experiment) -> str:

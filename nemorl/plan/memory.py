@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, generates
+from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import (
     GenerationConfig,
     MegatronGenerationConfig,
@@ -273,7 +273,7 @@ def estimate_memory(
     if training or not experiment.generation.has_engines:
         groups.append(policy_memory(experiment, shape))
     groups += [_beside_policy(experiment, *model) for model in beside]
-    if not training or generates(experiment.algorithm):
+    if not training or experiment.algorithm.generates:
         if experiment.generation.has_engines:
             groups.append(_generation(experiment, shape))
         groups.append(ProcessMemory("rollout", experiment.cluster.rollout_workers, runtime=_ROLLOUT_RUNTIME))
@@ -324,7 +324,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     # Without its adapters a model is its own reference.
     has_reference = algorithm.keeps_reference and policy.lora is None and experiment.reference is None
     is_last = stage == layout.pipeline_parallel_size - 1
-    sends = generates(algorithm) and experiment.generation.has_engines
+    sends = algorithm.generates and experiment.generation.has_engines
     sent_item = ITEM_SIZE[experiment.generation.precision or policy.precision]
     kept = kept_elements(shape, policy, stage, own_tokens, -(-whole_tokens // tokens))
     return ProcessMemory(

@@ -31,7 +31,7 @@ from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, generates, held_out, models_of
+from nemorl.config.facts import ModelSpec, held_out, models_of
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem
@@ -479,15 +479,15 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     if training:
         problems += _precision_problems(experiment, shape)
     problems += _adapter_problems(experiment, shape)
-    sampler = experiment.generation if generates(experiment.algorithm) else None
+    sampler = experiment.generation if experiment.algorithm.generates else None
     gpus = experiment.cluster.gpus_per_node > 0
     problems += moe_problems(shape, experiment.policy.moe, sampler, gpus=gpus)
-    if generates(experiment.algorithm) or not training:
+    if experiment.algorithm.generates or not training:
         problems += _engine_problems(experiment, shape, installed=machine.same_packages)
     refused_layout = list(_layout_problems(experiment, shape)) if starts_policy else []
     if refused_layout:
         return Plan((), (*problems, *refused_layout))
-    samples = generates(experiment.algorithm) or not training
+    samples = experiment.algorithm.generates or not training
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
     beside, refused_beside = models_beside(experiment, shape, started)
     if refused_beside:

@@ -29,8 +29,8 @@ from nemorl.config.algorithm import (
     RejectionSamplingConfig,
 )
 from nemorl.config.auxiliary import teachers_held
-from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped

@@ -9,12 +9,12 @@ From the body of a POST to a request, or to a sentence on what is wrong with it.
 """
 
 import json
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from nemorl.config.type_errors import expectation
 from nemorl.generation.types import SamplingParams
 
 MAX_CHOICES = 128
@@ -263,33 +263,12 @@ Path = tuple[str | int, ...]
 
 _SHOWN_CHARACTERS = 80  # of a value
 
-# By the kind of the error as pydantic calls it, up to the first underscore where it has several.
-_WANTED = {
-    "int": "a whole number is wanted",
-    "float": "a number is wanted",
-    "finite": "a finite number is wanted",
-    "bool": "true or false is wanted",
-    "string": "a text is wanted",
-    "string_too_short": "a text that is not empty is wanted",
-    "list": "a list is wanted",
-    "dict": "an object is wanted",
-    "model": "an object is wanted",
-    "none": "null is wanted",
-}
-_BOUNDS = {
-    "greater_than": ("a value above", "gt"),
-    "greater_than_equal": ("a value of at least", "ge"),
-    "less_than": ("a value below", "lt"),
-    "less_than_equal": ("a value of at most", "le"),
-    "too_short": ("a list with a length of at least", "min_length"),
-    "too_long": ("a list with a length of at most", "max_length"),
-}
-# What may stand in fields that take several forms.
+# What fields with several forms expect.
 _FORMS = {
-    "prompt": f"a text, token ids (whole numbers from 0 to {2**31 - 1}), or a list of up to {MAX_CHOICES} "
-    "texts or lists of token ids is wanted",
-    "stop": f"a text that is not empty, or a list of up to {MAX_STOPS} of them is wanted",
-    "content": 'a text, or a list of {"type": "text", "text": ...} is wanted',
+    "prompt": f"expected a string, token ids (integers from 0 to {2**31 - 1}), or a list of up to "
+    f"{MAX_CHOICES} strings or lists of token ids",
+    "stop": f"expected a string that is not empty, or a list of up to {MAX_STOPS} of them",
+    "content": 'expected a string, or a list of {"type": "text", "text": ...}',
 }
 
 
@@ -345,32 +324,19 @@ def _place(location: tuple[str | int, ...], given: object) -> tuple[Path, Path |
 
 
 def _sentence(details: ErrorDetails, path: Path) -> ApiError:
-    kind, context = details["type"], details.get("ctx", {})
+    kind = details["type"]
     if kind == "extra_forbidden":
         return bad_request(f"{_dotted(path)} is not served here: leave it out.", _dotted(path))
     if kind == "missing":
         return bad_request(f"{_dotted(path)} is missing.", _dotted(path))
-    if kind == "literal_error":
-        wanted = f"{_as_json(context['expected'])} is wanted"
-    elif kind in _BOUNDS:
-        words, bound = _BOUNDS[kind]
-        limit = context[bound]
-        wanted = f"{words} {f'{limit:g}' if isinstance(limit, float) else limit} is wanted"
-    else:
-        wanted = _WANTED.get(kind) or _WANTED.get(kind.partition("_")[0], details["msg"])
-    return _refusal(path, details["input"], wanted)
+    return _refusal(path, details["input"], expectation(details))
 
 
-def _refusal(path: Path, value: object, wanted: str) -> ApiError:
+def _refusal(path: Path, value: object, problem: str) -> ApiError:
     shown = json.dumps(value, ensure_ascii=False, default=str)
     if len(shown) > _SHOWN_CHARACTERS:
         shown = shown[: _SHOWN_CHARACTERS - 1] + "…"
-    return bad_request(f"{_dotted(path)} = {shown}: {wanted}.", _dotted(path))
-
-
-def _as_json(choices: str) -> str:
-    """Pydantic lists them as Python writes them: `'auto' or 'none'`, `True`."""
-    return re.sub(r"True|False", lambda word: word[0].lower(), choices.replace("'", '"'))
+    return bad_request(f"{_dotted(path)} = {shown}: {problem}.", _dotted(path))
 
 
 def _at(path: Path, tree: Any) -> object:

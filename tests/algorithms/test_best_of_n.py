@@ -12,7 +12,7 @@ from nemorl.algorithms.best_of_n import BestOfNUpdate, best_of, pairs_of
 from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.config.checks.metrics import metrics
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.groups import GroupSummary, summarize
@@ -130,7 +130,7 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
     else:
         assert first["picked"] == 1
         assert last["loss/sft"] < 0.7 * first["loss/sft"]
-    known = metrics(config, experiment.env, experiment.rewards)
+    known = metric_names(config, experiment.env, experiment.rewards)
     assert {name for line in lines for name in line} <= known
 
 

@@ -21,8 +21,8 @@ from nemorl.config.algorithm import (
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
-from nemorl.config.checks.metrics import metrics
 from nemorl.config.environment import SingleTurnEnvConfig
+from nemorl.config.facts import metric_names
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import by_sequence, current, ragged
 from tests.algorithms.test_policy_losses import assert_same_in_parts
@@ -320,5 +320,5 @@ def test_every_figure_of_a_loss_can_be_named_in_a_config(chosen: dict[str, Any])
     written = finish_metrics(
         {k: v.item() for k, v in output.sums.items()}, {k: v.item() for k, v in output.maxima.items()}
     ).keys()
-    assert written <= metrics(config, SingleTurnEnvConfig(), ())
+    assert written <= metric_names(config, SingleTurnEnvConfig(), ())
     assert config.loss.metrics <= written

@@ -9,8 +9,8 @@ from nemorl.algorithms.filters import filter_groups, refill
 from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
-from nemorl.config.checks.metrics import metrics
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
+from nemorl.config.facts import metric_names
 from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.micro_batches import plan_batch
@@ -118,7 +118,7 @@ def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
     }  # fmt: skip
     config = online(3, 3, filters=filters)
     rewards = (FunctionRewardConfig(function="f"),)
-    assert batch.metrics.keys() <= metrics(config, SingleTurnEnvConfig(), rewards)
+    assert batch.metrics.keys() <= metric_names(config, SingleTurnEnvConfig(), rewards)
 
 
 def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -> None:

@@ -7,8 +7,8 @@ import pytest
 from nemorl.algorithms.metrics import environment_share, rollout_metrics
 from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
-from nemorl.config.checks.metrics import metrics as known_figures
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
+from nemorl.config.facts import metric_names as known_figures
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.run.validation import validation_metrics
 from nemorl.trajectories import StopReason

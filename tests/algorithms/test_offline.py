@@ -10,8 +10,8 @@ import torch
 from nemorl.algorithms.offline import FILE, ReferenceSums
 from nemorl.algorithms.offline_data import OfflineData
 from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
-from nemorl.config.checks.metrics import metrics
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.models.create import create_arithmetic_model
@@ -74,7 +74,7 @@ def test_every_method_tells_better_answers_from_worse(folder, host, method):
     assert last["epoch"] == 10
     assert last["validation/loss"] > 0
     algorithm = run.experiment.algorithm
-    known = metrics(algorithm, run.experiment.env, run.experiment.rewards)
+    known = metric_names(algorithm, run.experiment.env, run.experiment.rewards)
     assert {name for line in lines for name in line} <= known
 
 

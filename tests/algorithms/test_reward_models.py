@@ -9,8 +9,8 @@ import pytest
 
 from nemorl.algorithms.reward_model import RewardModel
 from nemorl.config.algorithm import RewardModelConfig
-from nemorl.config.checks.metrics import metrics
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
 from tests.algorithms.local_session import Run, start_host
@@ -104,7 +104,7 @@ def test_held_out_data_are_told_apart(folder, host, kind, loss):
     assert before["validation/accuracy"] == 0  # a fresh head says the same of all
     assert after["validation/accuracy"] >= 0.9
     assert after["validation/loss"] < 0.5 * before["validation/loss"]
-    known = metrics(experiment.algorithm, experiment.env, experiment.rewards)
+    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for line in lines for name in line} <= known
 
 

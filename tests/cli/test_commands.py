@@ -176,7 +176,7 @@ def test_config_fits_a_terminal_of_80_columns(nemorl: Nemorl, monkeypatch: pytes
     at = lines.index("  sequence_parallel: true or false, default false")
     assert lines[at + 1 : at + 3] == [
         "      Split the activations between the tensor-parallel regions by tokens (SP).",
-        "      Wants TP of 2 or more.",
+        "      Requires TP of 2 or more.",
     ]
 
 

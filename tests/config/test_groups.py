@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.algorithm.presets import PRESETS
+from nemorl.config.environment import LocalModelRewardConfig
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment, to_yaml
 from tests.config.experiments import problems_of, write
@@ -22,28 +23,32 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "values without a critic": (
         [*PPO, "algorithm.critic=null"],
         "algorithm.critic",
-        "`gae` is made of a critic's values: remove this null",
+        "the advantage `gae` needs the values of a critic",
     ),
     "values without a critic, which no name brings": (
         ["algorithm.advantage.name=gae"],
         "algorithm.critic",
-        "`gae` is made of a critic's values: set `algorithm.critic: {}`, or take `name: ppo`",
+        "set `algorithm.critic: {}`, or use `name: ppo`, or use the advantage `token_returns` or",
     ),
     "a critic that nobody asks": (
         [*PPO, "algorithm.advantage={name: group}"],
         "algorithm.critic",
-        "`group` asks for no values: set this to null",
+        "the advantage `group` uses no values; set this to null, or use `gae`",
     ),
     "a critic beside GRPO": (
         ["critic={devices: own}"],
         "critic",
-        "`grpo` has no critic: remove this section",
+        "`grpo` has no critic; remove this section, or use an algorithm such as `ppo`",
     ),
-    "a reference that nobody asks": (["reference={}"], "reference", "nothing looks at a reference"),
+    "a reference that nobody asks": (
+        ["reference={}"],
+        "reference",
+        "no reference is used; remove this section, or raise algorithm.kl.coefficient",
+    ),
     "a lambda that is adapted": (
         ["algorithm.name=vapo", "algorithm.advantage.lam=0.9", "algorithm.critic.warmup_steps=2"],
         "algorithm.advantage.lam",
-        "length_adaptive_alpha stands in for it",
+        "length_adaptive_alpha replaces it; remove this, or set that to null",
     ),
     "a critic that learns alone": (
         ["algorithm.name=vapo"],  # whose 50 steps of pre-training are more than the run's
@@ -58,7 +63,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "nobody to leave them to": (
         [*PPO, "critic={offload: {optimizer: true}}"],
         "critic.offload.optimizer",
-        "critic.devices is `own`",
+        "devices is `own`, so nothing waits for them; set it to false",
     ),
     "copies that do not divide a step": (
         [*PPO, "critic={layout: {data_parallel_size: 3}}"],
@@ -68,7 +73,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "a pass too short": (
         [*REFERENCE, "reference={micro_batch_tokens: 32}"],
         "reference.micro_batch_tokens",
-        "one pass must hold one whole conversation",
+        "one pass must hold a complete conversation",
     ),
     "a rate that rises": (
         [*PPO, "critic={schedule: {name: linear, decay_steps: 9, min_lr: 1.0}}"],
@@ -83,39 +88,45 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "a reward model with nobody to leave them to": (
         [paid("offload: {weights: true}")],
         "rewards.0.offload.weights",
-        "rewards.0.devices is `own`",
+        "devices is `own`, so nothing waits for them; set it to false",
     ),
     "a reward model's pass too short": (
         [paid("micro_batch_tokens: 32, layout: {data_parallel_size: 3}")],  # three need not divide a step
         "rewards.0.micro_batch_tokens",
-        "one pass must hold one whole conversation",
+        "one pass must hold a complete conversation",
     ),
     "a reward model that stays where engines sample": (
         [
             *("generation={backend: vllm, colocated: true}", "cluster.gpus_per_node=1"),
-            *("policy.offload={weights: true, optimizer: true}", paid("devices: policy")),
+            *(
+                "policy.offload={weights: true, optimizer: true}",
+                paid("devices: policy, offload: {weights: false}"),
+            ),
         ],
         "rewards.0.offload.weights",
-        "engines need the memory that this takes: set it to true",
+        "engines need the memory that this occupies; remove it",
     ),
     "a teacher that stays where engines sample": (
         [
             *("generation={backend: vllm, colocated: true}", "cluster.gpus_per_node=1"),
             "policy.offload={weights: true, optimizer: true}",
-            *("algorithm.name=on_policy_distillation", "teachers={main: {model_path: m, devices: policy}}"),
+            *(
+                "algorithm.name=on_policy_distillation",
+                "teachers={main: {model_path: m, devices: policy, offload: {weights: false}}}",
+            ),
         ],
         "teachers.main.offload.weights",
-        "engines need the memory that this takes: set it to true",
+        "engines need the memory that this occupies; remove it",
     ),
     "nodes of a reward model that lives with the policy": (
         [paid("devices: policy"), "cluster.labels={reward_0: {zone: a}}"],
         "cluster.labels.reward_0",
-        "it lives where the policy does",
+        "it shares the policy's devices; name the nodes in cluster.labels.policy",
     ),
     "too few GPUs": (
         [*PPO, "cluster.gpus_per_node=2"],
         "cluster.gpus_per_node",
-        "1 policy processes, 1 of models beside it and 1 engines",
+        "2 GPUs are too few for 1 policy processes, 1 of auxiliary models and 1 engines",
     ),
 }
 
@@ -131,7 +142,10 @@ def test_a_reward_model_does_not_score_where_the_policy_trains(tmp_path: Path) -
     overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]  # which nothing takes yet
     (_, problem) = problems_of(write(tmp_path), *overrides)
     assert (problem.field, problem.value) == ("rewards.0.devices", "policy")
-    assert "answers are scored while the policy trains there: set it to own" in problem.fix
+    assert (
+        "with algorithm.max_staleness answers are scored while the policy trains; set it to own"
+        in problem.fix
+    )
 
 
 @pytest.mark.parametrize("override", ["critic=null", "algorithm.name=ppo"], ids=["null", "left out"])
@@ -186,3 +200,25 @@ def test_a_preset_alone_is_sound_and_is_read_back_as_it_was(tmp_path: Path, name
     again = load_experiment(write(tmp_path, to_yaml(experiment), "again.yaml"))
     assert again == experiment
     assert experiment.algorithm.keeps_critic == (name != "reinforce_plus_plus")
+
+
+def test_what_colocated_engines_need_is_derived_and_shown_with_its_reason(tmp_path: Path) -> None:
+    overrides = [
+        *("generation={backend: vllm, colocated: true}", "cluster.gpus_per_node=1"),
+        *("algorithm.name=ppo", "critic={devices: policy}", paid("devices: policy")),
+    ]
+    experiment = load_experiment(write(tmp_path), overrides)
+    (reward,) = experiment.rewards[-1:]
+    assert isinstance(reward, LocalModelRewardConfig)
+    assert experiment.critic is not None
+
+    assert (experiment.policy.offload.weights, experiment.policy.offload.optimizer) == (True, True)
+    assert (experiment.critic.offload.weights, experiment.critic.offload.optimizer) == (True, True)
+    assert (reward.offload.weights, reward.offload.optimizer) == (True, False)
+    text = to_yaml(experiment)
+    assert text.count("true  # follows from generation.colocated\n") == 5
+    assert load_experiment(write(tmp_path, text, "resolved.yaml")) == experiment
+    without_gpus = load_experiment(write(tmp_path), [*overrides, "cluster.gpus_per_node=0"])
+    assert not without_gpus.policy.offload.weights
+    (problem,) = problems_of(write(tmp_path), *overrides, "policy.offload.optimizer=false")
+    assert (problem.field, problem.value) == ("policy.offload.optimizer", False)

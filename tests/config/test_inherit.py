@@ -111,7 +111,7 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_its_own_parent_is_a_circle(tmp_path: Path) -> None:
-    assert "in a circle" in refused(write(tmp_path, "defaults: experiment.yaml\n")).fix
+    assert "remove one of the links" in refused(write(tmp_path, "defaults: experiment.yaml\n")).fix
 
 
 def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
     problem = refused(file)
 
     assert (problem.field, problem.value) == ("defaults", str(tmp_path / "nowhere.yaml"))
-    assert problem.fix == f"there is no such file; `defaults` of {file} names it"
+    assert problem.fix == f"no such file; `defaults` of {file} names it"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     problem = refused(tmp_path / "nowhere.yaml")
 
-    assert (problem.value, problem.fix) == (str(tmp_path / "nowhere.yaml"), "there is no such file")
+    assert (problem.value, problem.fix) == (str(tmp_path / "nowhere.yaml"), "no such file")
 
 
 def test_a_folder_is_no_experiment(tmp_path: Path) -> None:
@@ -142,5 +142,5 @@ def test_a_binary_file_is_no_experiment(tmp_path: Path) -> None:
 def test_defaults_are_paths(tmp_path: Path) -> None:
     problem = refused(write(tmp_path, "seed: 1\ndefaults: {a: b}\n"))
 
-    assert problem.fix == "a path or a list of paths is wanted, relative to this file"
+    assert problem.fix == "expected a path or a list of paths, relative to this file"
     assert problem.origin.endswith("experiment.yaml:2")

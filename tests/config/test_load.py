@@ -47,11 +47,11 @@ def test_a_message_names_file_and_line_of_each_problem(tmp_path: Path) -> None:
         == f"""\
 {file}: 2 configuration errors
   policy.layout.data_parallel_size = 5  ({file}:3)
-      it must divide the trajectories of an optimizer step; there are 32 trajectories \
-(4 prompts x 8 generations) in a step
+      it must divide the trajectories of an optimizer step; a step has 32 trajectories \
+(4 prompts x 8 generations)
   generation.sampling.temperature = 0.0  (command line)
-      greedy samples of a task are all alike and teach nothing: take more than 0, such as 1.0 \
-(validation has its own, algorithm.validation.sampling)"""
+      greedy samples of a task are all the same, with nothing to learn from; set it to more than 0, \
+such as 1.0 (for validation use algorithm.validation.sampling)"""
     )
 
 
@@ -86,17 +86,16 @@ def test_further_checks_join_the_others(sound: Path) -> None:
     assert refused.value.problems[0].origin == f"{sound}:1"
 
 
-def test_references_see_overrides_and_keep_their_type(tmp_path: Path) -> None:
-    file = write(
-        tmp_path, GRPO.replace("micro_batch_tokens: 512", "micro_batch_tokens: ${policy.max_sequence_length}")
-    )
+def test_references_are_refused_where_they_are(tmp_path: Path) -> None:
+    file = write(tmp_path, GRPO.replace("runs/sums", "runs/${algorithm.num_steps}"))
 
-    experiment = load_experiment(
-        file, ["policy.max_sequence_length=256", "run_dir=runs/seed-${algorithm.num_steps}"]
-    )
+    (problem,) = problems_of(file)
 
-    assert experiment.policy.micro_batch_tokens == 256
-    assert experiment.run_dir == Path("runs/seed-10")
+    assert (problem.field, problem.value) == ("run_dir", "runs/${algorithm.num_steps}")
+    assert problem.origin == f"{file}:1"
+    assert "no longer supported; write the value" in problem.fix
+    (problem,) = problems_of(write(tmp_path), "run_dir=runs/${seed}")
+    assert "${seed} are no longer supported" in problem.fix
 
 
 def test_a_variant_is_changed_from_the_command_line(sound: Path) -> None:
@@ -106,9 +105,9 @@ def test_a_variant_is_changed_from_the_command_line(sound: Path) -> None:
 
 
 def test_the_resolved_experiment_reads_back_the_same(sound: Path, tmp_path: Path) -> None:
-    overrides = ["data.prompt_template='{prompt} costs $${x}?'", "policy.optimizer.lr=1e-6", "seed=7"]
+    overrides = ["data.prompt_template='{prompt} costs $5 #1?'", "policy.optimizer.lr=1e-6", "seed=7"]
     experiment = load_experiment(sound, overrides)
-    assert experiment.data.prompt_template == "{prompt} costs ${x}?"
+    assert experiment.data.prompt_template == "{prompt} costs $5 #1?"
 
     again = load_experiment(write(tmp_path, to_yaml(experiment), "resolved.yaml"))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.checks.metrics import metrics
 from nemorl.config.environment import SingleTurnEnvConfig
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from tests.config.experiments import GRPO, write
 
@@ -31,8 +31,10 @@ def test_its_figures_are_those_that_runs_write() -> None:
         name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=2,
         correction={"name": "mis"},
     )  # fmt: skip
-    known = frozenset().union(*(metrics(a, SingleTurnEnvConfig(), ()) for a in (algorithm, clipped, masked)))
-    rows = PAGE.partition("| figure | |\n")[2].partition("\n\n")[0]
+    known = frozenset().union(
+        *(metric_names(a, SingleTurnEnvConfig(), ()) for a in (algorithm, clipped, masked))
+    )
+    rows = PAGE.partition("| metric | meaning |\n")[2].partition("\n\n")[0]
     named: set[str] = set()
     for row in rows.splitlines()[1:]:
         stem = ""

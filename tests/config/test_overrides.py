@@ -112,7 +112,7 @@ def test_a_place_that_a_list_does_not_have_is_refused() -> None:
 
     assert (problem.field, problem.fix) == (
         "rewards.2",
-        "the list has places 0 to 1: name one of them, or give the whole list as `[...]`",
+        "the list has items 0 to 1; use one of them, or set the complete list as `[...]`",
     )
 
 

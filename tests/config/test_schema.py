@@ -51,7 +51,7 @@ def test_many_names_of_one_variant_are_called_by_its_class() -> None:
     (name,) = describe("algorithm.name")
 
     assert minibatches.variant == "online"
-    assert "`online`: Sample, score, learn" in name.help
+    assert "`online`: Sample, score, train" in name.help
     assert "| grpo |" in name.type
 
 

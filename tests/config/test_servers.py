@@ -21,13 +21,25 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "field", "fix"),
     [
-        (SERVER + ", token_ids: false}", "generation.token_ids", "text alone cannot be learnt from"),
-        (SERVER + ", transport: gloo}", "generation.transport", "gets none: remove this"),
-        (SERVER + ", check_one_in: 2}", "generation.check_one_in", "gets none: remove this"),
+        (
+            SERVER + ", token_ids: false}",
+            "generation.token_ids",
+            "training needs token ids and logprobs, not only text",
+        ),
+        (
+            SERVER + ", transport: gloo}",
+            "generation.transport",
+            "the server receives no weights from the run; remove it",
+        ),
+        (
+            SERVER + ", check_one_in: 2}",
+            "generation.check_one_in",
+            "the server receives no weights from the run; remove it",
+        ),
         (
             SERVER + ", token_ids: false, stop_token_ids: [5]}",
             "generation.stop_token_ids",
-            "text alone goes to the server: remove this",
+            "with generation.token_ids: false only text is sent to the server; remove it",
         ),
         (
             SERVER.replace("http://", "ftp://") + "}",
@@ -37,12 +49,20 @@ def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
         (SERVER.replace("10.0.0.1", "") + "}", "generation.base_url", "such as http://127.0.0.1:8000/v1"),
         (SERVER.replace("10.0.0.1", "[::1") + "}", "generation.base_url", "such as http://127.0.0.1:8000/v1"),
         (SERVER.replace("/v1", "/") + "}", "generation.base_url", "10.0.0.1:8000/completions, which"),
-        (SERVER.replace("/v1", "/v1/completions") + "}", "generation.base_url", "let it end with /v1"),
-        ("generation.endpoint={host: 0.0.0.0}", "generation.endpoint.host", "the key must be yours"),
+        (
+            SERVER.replace("/v1", "/v1/completions") + "}",
+            "generation.base_url",
+            "/completions is appended to it for each request; end it with /v1",
+        ),
+        (
+            "generation.endpoint={host: 0.0.0.0}",
+            "generation.endpoint.host",
+            "other machines reach this address, but no key is configured",
+        ),
         (
             "generation={backend: megatron, endpoint: {}}",
             "generation.endpoint",
-            "the policy samples by itself",
+            "the policy's processes sample, and between two stages of sampling it cannot answer",
         ),
     ],
 )

@@ -33,7 +33,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.lora={rank: 4, alpha: 8, targets: [q_proj, qproj]}"],
         "policy.lora.targets.1",
         "qproj",
-        "did you mean `q_proj`? known are `q_proj`, `k_proj`, `v_proj`",
+        "did you mean `q_proj`? expected one of `q_proj`, `k_proj`, `v_proj`, `o_proj`,",
     ),
     "a field in the wrong section": (
         ["policy.lr=1e-5"],
@@ -45,14 +45,14 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["logger.zzz=1"],
         "logger.zzz",
         1,
-        "known here are `console`, `samples_per_step`",
+        "unknown field; the fields here are `console`, `samples_per_step`, `tensorboard`",
     ),
     "a section nobody knows": (["polcy.seed=1"], "polcy", {"seed": 1}, "did you mean `policy`?"),
     "a key of another algorithm": (
         [*SFT, "algorithm.num_minibatches=1"],
         "algorithm.num_minibatches",
         1,
-        "and algorithm.name is `sft`: remove it, or change algorithm.name",
+        "remove it, or change algorithm.name",
     ),
     "a key of several other back ends": (
         ["generation={backend: trtllm, max_kv_tokens: 9}", "cluster.gpus_per_node=4"],
@@ -64,14 +64,14 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.transport=gloop"],
         "generation.transport",
         "gloop",
-        "did you mean `gloo`? known are `auto`, `shared_memory`, `cuda_ipc`, `gloo`, `nccl`, `files`",
+        "did you mean `gloo`? expected one of `auto`, `shared_memory`, `cuda_ipc`, `gloo`, `nccl`,",
     ),
     "an algorithm misspelled": (["algorithm.name=grppo"], "algorithm.name", "grppo", "did you mean `grpo`?"),
     "an algorithm nobody knows": (
         ["algorithm.name=zzz"],
         "algorithm.name",
         "zzz",
-        "known are `",
+        "unknown value",
     ),
     "a schedule misspelled": (
         ["policy.schedule.name=cosin"],
@@ -89,21 +89,26 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.precision=fp8"],
         "policy.precision",
         "fp8",
-        "known are `float32`, `bfloat16`",
+        "unknown value; expected one of `float32`, `bfloat16`",
     ),
     "a text for a number": (
         ["algorithm.num_steps=ten"],
         "algorithm.num_steps",
         "ten",
-        "a whole number is wanted",
+        "expected an integer: Steps of the run.",
     ),
     "a fraction of a step": (
         ["algorithm.num_steps=1.5"],
         "algorithm.num_steps",
         1.5,
-        "a whole number is wanted",
+        "expected an integer: Steps of the run.",
     ),
-    "no steps": (["algorithm.num_steps=0"], "algorithm.num_steps", 0, "a value at least 1 is wanted"),
+    "no steps": (
+        ["algorithm.num_steps=0"],
+        "algorithm.num_steps",
+        0,
+        "expected a value of at least 1: Steps of the run.",
+    ),
     "a negative rate": (["policy.optimizer.lr=-1e-6"], "policy.optimizer.lr", -1e-6, "a value more than 0"),
     "an infinite rate": (
         ["policy.optimizer.lr=.inf"],
@@ -115,27 +120,37 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.sampling.top_p=1.2"],
         "generation.sampling.top_p",
         1.2,
-        "a value at most 1 is wanted",
+        "expected a value of at most 1: Keep the fewest most likely tokens whose probabilities sum",
     ),
-    "a number for a switch": (["data.shuffle=7"], "data.shuffle", 7, "true or false is wanted"),
+    "a number for a switch": (
+        ["data.shuffle=7"],
+        "data.shuffle",
+        7,
+        "expected true or false: Draw the training tasks in an order that depends on the seed and",
+    ),
     "validation of another algorithm": (
         [VALIDATION + "generate=true"],
         "algorithm.validation.generate",
         True,
-        "there is no such field; known here are `at_end`",
+        "the fields here are `at_end`, `at_start`, `cons_at_k`, `num_generations_per_prompt`,",
     ),
-    "a number for a text": (["data.system_prompt=5"], "data.system_prompt", 5, "(put the value into quotes)"),
+    "a number for a text": (
+        ["data.system_prompt=5"],
+        "data.system_prompt",
+        5,
+        "expected a string: Put before each prompt as a system message.",
+    ),
     "one number for a list": (
         ["algorithm.validation.pass_at_k=4"],
         "algorithm.validation.pass_at_k",
         4,
-        "a list is wanted",
+        "expected a list, such as `[1, 2]`: The k of pass@k (Chen et al. 2021, unbiased)",
     ),
     "null for an engine": (
         ["generation=null"],
         "generation",
         None,
-        "leave it out to have its defaults; where nothing is sampled no engine is started: The engine",
+        "if nothing is sampled, no engine is started: The engine that samples.",
     ),
     "null for a validation": (
         ["algorithm.validation=null"],
@@ -143,13 +158,13 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         None,
         "it is off with `period: null, at_start: false, at_end: false`, its defaults: Measuring",
     ),
-    "null for a section that must be": (["policy=null"], "policy", None, "a section with fields of its own"),
-    "a value for a section": (["policy.layout=2"], "policy.layout", 2, "a section with fields of its own"),
+    "null for a section that must be": (["policy=null"], "policy", None, "expected a section with fields"),
+    "a value for a section": (["policy.layout=2"], "policy.layout", 2, "expected a section with fields"),
     "an empty stop string": (
         ["generation.stop_strings=['']"],
         "generation.stop_strings.0",
         "",
-        "of a length of at least 1",
+        "expected a string with a length of at least 1: Strings that end a turn",
     ),
     "a required field left out": (
         ["data.train={name: jsonl}"],
@@ -167,13 +182,13 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss={name: reinforce, clip_low: 0.1}"],
         "algorithm.loss.clip_low",
         0.1,
-        "and algorithm.loss.name is `reinforce`: remove it",
+        "this field belongs to `clip`, `gspo`, `gspo_token`, `gmpo` and others, and",
     ),
     "a correction nobody knows": (
         ["algorithm.correction.name=ppo"],
         "algorithm.correction.name",
         "ppo",
-        "known are `none`, `tis`, `mis`, `icepop`",
+        "unknown value; expected one of `none`, `tis`, `mis`, `icepop`",
     ),
     "a function without its module": (
         ["algorithm.loss={name: custom, function: my_loss}"],
@@ -195,7 +210,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.layout.data_parallel_size=5"],
         "policy.layout.data_parallel_size",
         5,
-        "it must divide the trajectories of an optimizer step; there are 32 trajectories",
+        "it must divide the trajectories of an optimizer step",
     ),
     "copies that do not divide a minibatch": (
         ["policy.layout.data_parallel_size=32", "algorithm.num_minibatches=4"],
@@ -213,25 +228,25 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.num_generations_per_prompt=1"],
         "algorithm.num_generations_per_prompt",
         1,
-        "take 2 or more",
+        "set it to 2 or more, or use algorithm.advantage `reinforce`, which compares with the",
     ),
     "a norm without its length": (
         ["algorithm.loss.aggregation=seq-mean-token-sum-norm"],
         "algorithm.loss.aggregation_length",
         ABSENT,
-        "divides by this length: give it",
+        "`seq-mean-token-sum-norm` divides by this length",
     ),
     "a length without its norm": (
         ["algorithm.loss.aggregation_length=8"],
         "algorithm.loss.aggregation_length",
         8,
-        "`token-mean` does not use it: remove it",
+        "`token-mean` does not use it; remove it, or use the aggregation `seq-mean-token-sum-norm`",
     ),
     "the norm in SFT": (
         [*SFT, "algorithm.aggregation=seq-mean-token-sum-norm"],
         "algorithm.aggregation",
         "seq-mean-token-sum-norm",
-        "take `seq-mean-token-mean` or `token-mean`",
+        "`sft` has no fixed length to divide by; use `seq-mean-token-mean` or `token-mean`",
     ),
     "a turn as long as the sequence": (
         ["generation.max_new_tokens=64"],
@@ -243,13 +258,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.max_kv_tokens=63"],
         "generation.max_kv_tokens",
         63,
-        "give it policy.max_sequence_length, 64, or more",
+        "must hold a complete conversation; set it to at least policy.max_sequence_length, 64",
     ),
     "a micro-batch too small": (
         ["policy.micro_batch_tokens=32"],
         "policy.micro_batch_tokens",
         32,
-        "give it policy.max_sequence_length, 64, or more",
+        "must hold a complete conversation; set it to at least policy.max_sequence_length, 64",
     ),
     "changes in float32": (
         ["generation.delta=true"],
@@ -279,7 +294,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.sampling.temperature=0"],
         "generation.sampling.temperature",
         0.0,
-        "take more than 0",
+        "set it to more than 0, such as 1.0 (for validation use algorithm.validation.sampling)",
     ),
     "top-k in training": (
         ["generation.sampling.top_k=20"],
@@ -303,13 +318,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [VALIDATION + "sampling={temperature: 0}", VALIDATION + "num_generations_per_prompt=4"],
         "algorithm.validation.num_generations_per_prompt",
         4,
-        "take 1, or a temperature above 0",
+        "set it to 1, or use a higher temperature in algorithm.validation.sampling",
     ),
     "a warm-up longer than the decay": (
         [DECAY, "policy.schedule.warmup_steps=100"],
         "policy.schedule.decay_steps",
         100,
-        "it must be more than policy.schedule.warmup_steps and stable_steps together, 100",
+        "it includes warmup_steps and stable_steps, 100 together; set it to more than that",
     ),
     "a decay that goes up": (
         [DECAY, "policy.schedule.min_lr=1e-3"],
@@ -345,7 +360,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, *JSONL],
         "data.train.answer_key",
         None,
-        "SFT learns the answers: name the key",
+        "`sft` learns the answers; set it to the key that holds them",
     ),
     "a comparison without answers": (
         [*JSONL, "env.name=math"],
@@ -357,9 +372,14 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["env.name=reasoning_gym", "data.validation=null"],
         "data.train.name",
         "arithmetic",
-        "scores tasks of `reasoning_gym` datasets only",
+        "the environment `reasoning_gym` scores `reasoning_gym` datasets only; change one",
     ),
-    "no reward at all": (["rewards=[]"], "rewards", [], "every reward would be 0: name a reward function"),
+    "no reward at all": (
+        ["rewards=[]"],
+        "rewards",
+        [],
+        "the environment `single_turn` has no reward, so every reward would be 0",
+    ),
     "rewards that count nothing": (
         ["rewards=[{function: exact_match, weight: 0}]"],
         "rewards.0.weight",
@@ -376,19 +396,19 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["rewards=[{function: exact_match}, {function: mine.sums:exact_match}]"],
         "rewards.1.function",
         "mine.sums:exact_match",
-        "another reward is named `exact_match` already",
+        "another reward has the name `exact_match`; remove one, or set another `name`",
     ),
     "a reward named like the environment's": (
         ["env.name=math", "rewards=[{function: mine:math}]"],
         "rewards.0.function",
         "mine:math",
-        "another reward is named `math` already",
+        "another reward has the name `math`; remove one, or set another `name`",
     ),
     "a name of another reward": (
         ["rewards=[{function: exact_match}, {function: mine:close, name: exact_match}]"],
         "rewards.1.name",
         "exact_match",
-        "give it another `name`",
+        "another reward has the name `exact_match`; remove one, or set another `name`",
     ),
     "a reward called like the mean of all": (
         ["rewards=[{function: exact_match, name: mean}]"],
@@ -400,7 +420,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [f"rewards=[{JUDGE}}}, {JUDGE}}}]"],
         "rewards.1.kind",
         "judge",
-        "another reward is named `judge` already",
+        "another reward has the name `judge`; remove one, or set another `name`",
     ),
     "a reward of a kind nobody knows": (
         ["rewards=[{kind: modle, url: x, model: m}]"],
@@ -412,7 +432,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["rewards=[{kind: model, url: '127.0.0.1:8000/v1', model: m}]"],
         "rewards.0.url",
         "127.0.0.1:8000/v1",
-        "an address such as http://127.0.0.1:8000/v1 is wanted",
+        "expected an address such as http://127.0.0.1:8000/v1",
     ),
     "a function with a server's field": (
         ["rewards=[{function: exact_match, url: 'http://a/v1'}]"],
@@ -424,7 +444,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [f"rewards=[{JUDGE}, ranks_groups: true}}]"],
         "rewards.0.prompt",
         "Rate {completion}",
-        "ranks_groups is true, so the judge sees answers where {completions} stands",
+        "ranks_groups is true, and {completions} is missing; add it",
     ),
     "too few GPUs for a reward model": (
         [
@@ -433,38 +453,38 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "cluster.gpus_per_node",
         3,
-        "3 GPUs are too few for 1 policy processes, 2 of models beside it and 1 engines",
+        "3 GPUs are too few for 1 policy processes, 2 of auxiliary models and 1 engines",
     ),
     "a judge without a range": (
         [f"rewards=[{JUDGE}, min_score: 10}}]"],
         "rewards.0.max_score",
         10.0,
-        "is worth 0: set it above that",
+        "it is worth 1 and min_score, 10, is worth 0; set it to more than that",
     ),
     "a judge's pattern that is not used": (
         [f"rewards=[{JUDGE}, pattern: '(1)'}}]"],
         "rewards.0.pattern",
         "(1)",
-        "parser is `json`, which looks at no pattern",
+        "parser is `json`, which does not use it; set that to regex, or remove this",
     ),
     "a judge's pattern without a number": (
         [f"rewards=[{JUDGE}, parser: regex, pattern: abc}}]"],
         "rewards.0.pattern",
         "abc",
-        "put brackets around it",
+        "the score is its first group, and it has none; put parentheses around the number",
     ),
     "a judge's pattern that is none": (
         [f"rewards=[{JUDGE}, parser: regex, pattern: '(a'}}]"],
         "rewards.0.pattern",
         "(a",
-        "this is no regular expression",
+        "invalid regular expression (missing ), unterminated subpattern at position 0)",
     ),
     "a calculator in plain text": (["env.name=calculator"], "data.chat", False, "set data.chat to true"),
     "validation on nothing": (
         ["data.validation=null", VALIDATION + "period=2"],
         "data.validation",
         ABSENT,
-        "name a dataset",
+        "algorithm.validation needs tasks; set a dataset, or remove period, at_start and at_end",
     ),
     "more prompts than tasks": (
         [VALIDATION + "num_prompts=101"],
@@ -476,13 +496,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [VALIDATION + "pass_at_k=[1, 8]", VALIDATION + "num_generations_per_prompt=4"],
         "algorithm.validation.pass_at_k",
         [1, 8],
-        "pass@8 wants 8 samples of each task, and there are 4",
+        "pass@k requires 8 samples of each task, and there are 4",
     ),
     "a best checkpoint that is never measured": (
         ["checkpointing.metric=validation/reward"],
         "checkpointing.metric",
         "validation/reward",
-        "give algorithm.validation.period",
+        "only validation measures it; set algorithm.validation.period",
     ),
     "a best checkpoint that is never kept": (
         ["checkpointing.metric=reward/mean", "checkpointing.enabled=false"],
@@ -494,7 +514,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["checkpointing.metric=reward/meen"],
         "checkpointing.metric",
         "reward/meen",
-        "the run has no such figure: did you mean `reward/mean`?",
+        "unknown metric of this run; did you mean `reward/mean`?",
     ),
     "a best checkpoint by a figure of validation misspelled": (
         ["checkpointing.metric=validation/acuracy", VALIDATION + "period=2"],
@@ -512,13 +532,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["checkpointing.metric=kl/reference"],
         "checkpointing.metric",
         "kl/reference",
-        "the run has no such figure",
+        "unknown metric of this run",
     ),
     "better than what": (
         ["checkpointing.higher_is_better=false"],
         "checkpointing.higher_is_better",
         False,
-        "it belongs to checkpointing.metric",
+        "checkpointing.metric is not given; set it, or remove this",
     ),
     "a period of no checkpoints": (
         ["checkpointing.enabled=false", "checkpointing.period=5"],
@@ -542,13 +562,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.kl={coefficient: 0.1, estimator: k1}"],
         "algorithm.kl.estimator",
         "k1",
-        "in the loss k1 has no gradient but noise: take k2 or k3",
+        "in the loss the gradient of k1 is 0 in expectation",
     ),
     "k3 in the reward": (
         ["algorithm.kl={coefficient: 0.1, placement: reward}"],
         "algorithm.kl.estimator",
         "k3",
-        "in the reward only k1 pulls towards the reference",
+        "in the reward only k1 has a gradient towards the reference",
     ),
     "the gradient of k2 for k2": (
         ["algorithm.kl={coefficient: 0.1, estimator: k2, straight_through: true}"],
@@ -578,7 +598,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss={name: kl_cov}"],
         "algorithm.num_minibatches",
         1,
-        "which a single update does not leave: take 2 or more",
+        "`kl_cov` holds tokens near the policy before the first update of a step, where a single",
     ),
     "several advantages in a sequence that has one ratio": (
         [
@@ -590,7 +610,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "algorithm.loss.name",
         "gmpo",
-        "and `turn` gives several: take `gspo_token`",
+        "its formula has one advantage for a sequence, and `turn` has several",
     ),
     "more of the entropy than it may count": (
         ["algorithm.entropy={name: adaptive, initial: 2}"],
@@ -620,7 +640,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.correction={name: tis, form: bypass}"],
         "algorithm.correction.name",
         "tis",
-        "takes the ratio of `clip` against the engine, which weighs each token already",
+        "in the bypass form the ratio of `clip` is relative to the engine, and weighs each token",
     ),
     "an engine that nothing is taken against": (
         ["algorithm.loss={name: reinforce}", "algorithm.correction.form=bypass"],
@@ -632,13 +652,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.correction={name: mis, form: bypass, divisor: kept}"],
         "algorithm.correction.divisor",
         "kept",
-        "finds only by its own logprobs what it leaves out: take `all`",
+        "in the bypass form only the update itself shows what is left out",
     ),
     "a divisor of what nothing leaves out": (
         ["algorithm.correction={name: tis, divisor: kept}"],
         "algorithm.correction.divisor",
         "kept",
-        "`tis` keeps every token: remove this",
+        "remove this, use `mis` or `icepop`, or set algorithm.correction.sequence_mask",
     ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
@@ -650,7 +670,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["checkpointing.save_hf=true", "checkpointing.enabled=false"],
         "checkpointing.save_hf",
         True,
-        "set checkpointing.enabled to true",
+        "checkpointing.enabled is false, so no checkpoint is written; remove one of the two",
     ),
     "weights in checkpoints that are not written": (
         ["checkpointing.export_hf=true", "checkpointing.enabled=false"],
@@ -662,19 +682,19 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.validation.offset=900"],
         "data.validation.offset",
         900,
-        "training takes tasks 0 to 999 of the same order: begin at 1000",
+        "training uses tasks 0 to 999 of the same order; start at 1000",
     ),
     "another order of the same sums": (
         ["data.validation.seed=7"],
         "data.validation.seed",
         7,
-        "take the seed of data.train, 0, and an offset",
+        "use the seed of data.train, 0, and an offset",
     ),
     "the same puzzles in validation": (
         [*PUZZLES, "data.validation.seed=99"],
         "data.validation.seed",
         99,
-        "training takes 0 to 99: take 100 or more",
+        "task i is made from seed + i, and training uses 0 to 99",
     ),
     "the same file in validation": (
         ["data.train={name: jsonl, path: a.jsonl}", "data.validation={name: jsonl, path: a.jsonl}"],
@@ -703,13 +723,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["cluster.num_nodes=2", f"rewards=[{JUDGE}}}]"],
         "rewards.0.url",
         "http://127.0.0.1:9/v1",
-        "cluster.num_nodes is 2, and on each of them this address is another machine",
+        "cluster.num_nodes is 2, and on each node this address is that node",
     ),
     "nodes for nobody": (
         ["cluster.labels={critic: {nemorl.io/part: gpu}}"],
         "cluster.labels.critic",
         {"nemorl.io/part": "gpu"},
-        "this run has no such group of workers: name one of policy, rollout, generation",
+        "this run has no such group of workers; use one of policy, rollout, generation",
     ),
     "nodes for who lives with the policy": (
         [
@@ -719,7 +739,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "cluster.topology.critic",
         "ray.io/gpu-domain",
-        "it lives where the policy does: name the nodes in cluster.topology.policy",
+        "it shares the policy's devices; name the nodes in cluster.topology.policy",
     ),
     "a domain of one node": (
         ["cluster.topology={policy: ray.io/node-id}"],
@@ -737,19 +757,19 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.kernels=transformer_engine"],
         "policy.kernels",
         "transformer_engine",
-        "cluster.gpus_per_node is 0, and it computes on GPUs only: set it to auto",
+        "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto",
     ),
     "moments of fewer bits on a CPU": (
         ["policy.precision=bfloat16", "policy.optimizer.exp_avg_dtype=fp8"],
         "policy.optimizer.exp_avg_dtype",
         "fp8",
-        "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, runs on GPUs only",
+        "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs",
     ),
     "weights of fewer bits than the policy's": (
         ["cluster.gpus_per_node=4", "policy.optimizer.main_params_dtype=float16"],
         "policy.optimizer.main_params_dtype",
         "float16",
-        "policy.precision is float32, which has no use for it: set this to float32",
+        "policy.precision is float32, which has no use for it; set this to float32",
     ),
     "moments of fewer bits on the host": (
         [
@@ -776,67 +796,67 @@ BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [BY_ITSELF, "policy.layout.context_parallel_size=2"],
         "policy.layout.context_parallel_size",
         2,
-        "decodes whole sequences on each process: set it to 1, or take another generation.backend",
+        "set it to 1, or use another generation.backend",
     ),
     "interleaved stages to decode": (
         [BY_ITSELF, "policy.layout={pipeline_parallel_size: 2, virtual_pipeline_parallel_size: 2}"],
         "policy.layout.virtual_pipeline_parallel_size",
         2,
-        "decodes with one run of layers a stage: set it to 1",
+        "generation.backend megatron decodes with one run of layers per stage",
     ),
     "weights away while they sample": (
         [BY_ITSELF, "policy.offload.weights=true"],
         "policy.offload.weights",
         True,
-        "which samples with these weights: set it to false",
+        "generation.backend megatron samples with these weights",
     ),
     "engines of a policy that samples by itself": (
         [BY_ITSELF, "generation.replicas=2"],
         "generation.replicas",
         2,
-        "as many copies as policy.layout.data_parallel_size says: remove this",
+        "the policy's processes sample, and their number is policy.layout.data_parallel_size",
     ),
     "another type than the policy's own": (
         [BY_ITSELF, "generation.precision=bfloat16"],
         "generation.precision",
         "bfloat16",
-        "it computes in policy.precision: remove this",
+        "the policy's processes sample, and it computes in policy.precision; remove it",
     ),
     "buckets for weights that do not travel": (
         [BY_ITSELF, "generation.bucket_megabytes=8"],
         "generation.bucket_megabytes",
         8,
-        "no weights travel: remove this",
+        "the policy's processes sample, and no weights are sent; remove it",
     ),
     "a way for weights that do not travel": (
         [BY_ITSELF, "generation.transport=files"],
         "generation.transport",
         "files",
-        "no weights travel: remove this",
+        "the policy's processes sample, and no weights are sent; remove it",
     ),
     "changes of weights that do not travel": (
         [BY_ITSELF, "generation.delta=true", "policy.precision=bfloat16"],
         "generation.delta",
         True,
-        "no weights travel: remove this",
+        "the policy's processes sample, and no weights are sent; remove it",
     ),
     "checks of weights that do not travel": (
         [BY_ITSELF, "generation.check_one_in=4"],
         "generation.check_one_in",
         4,
-        "no weights travel: remove this",
+        "the policy's processes sample, and no weights are sent; remove it",
     ),
     "threads of no engine": (
         [BY_ITSELF, "generation.threads=2"],
         "generation.threads",
         2,
-        "cluster.policy_threads: remove this",
+        "the policy's processes sample, and its processes have cluster.policy_threads; remove it",
     ),
     "a cache for less than a sequence of its own": (
         [BY_ITSELF, "generation.max_kv_tokens=8"],
         "generation.max_kv_tokens",
         8,
-        "the cache must hold one whole conversation",
+        "the cache must hold a complete conversation",
     ),
     "too few GPUs for a policy alone": (
         [BY_ITSELF, "cluster.gpus_per_node=3", "policy.layout.tensor_parallel_size=4"],
@@ -862,7 +882,9 @@ def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
     (problem,) = problems_of(file)
 
     assert (problem.field, problem.value) == ("data.train.name", ABSENT)
-    assert problem.fix.startswith("say which one is meant: `jsonl`, `reasoning_gym`, `arithmetic`, ")
+    assert problem.fix.startswith(
+        "this field is required; use one of `jsonl`, `reasoning_gym`, `arithmetic`, "
+    )
 
 
 # What looks like the mistakes above and is none.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.checks.metrics import metrics
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment, to_yaml
 from tests.config.experiments import problems_of, write
 
@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, TWO],
         "algorithm.teacher_key",
         None,
-        "there are 2 teachers: give the column",
+        "there are 2 teachers; set it to the column of the tasks that names their teacher",
     ),
     "a column for one teacher": (
         [*OFF_POLICY, TEACHER, "algorithm.teacher_key=of"],
@@ -49,13 +49,13 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, "teachers={'a b/ü': {model_path: m}}"],
         "teachers",
         "a b/ü",
-        "of small letters, digits and _, a letter first",
+        "invalid name; use small letters, digits and _, starting with a letter, such as `sums_2`",
     ),
     "a set's name that begins with a digit": (
         [PERIOD, "data.validation_sets={2d: {name: arithmetic, digits: 3, size: 50}}"],
         "data.validation_sets",
         "2d",
-        "of small letters, digits and _, a letter first",
+        "invalid name; use small letters, digits and _, starting with a letter, such as `sums_2`",
     ),
     "a teacher larger than the devices that it shares": (
         [*ON_POLICY, "teachers={sums: {model_path: m, devices: policy, layout: {tensor_parallel_size: 2}}}"],
@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, FAR, "generation.sampling.temperature=0.7"],
         "generation.sampling.temperature",
         0.7,
-        "teachers.far tells logprobs at temperature 1",
+        "the server of teachers.far returns logprobs at temperature 1",
     ),
     "sampled tokens of data": (
         [*OFF_POLICY, TEACHER, "algorithm.loss={name: reverse_kl}"],
@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, TEACHER, "algorithm.loss={name: forward_kl, beta: 0.5}"],
         "algorithm.loss.beta",
         0.5,
-        "algorithm.loss.name is `forward_kl`: remove it",
+        "this field belongs to `jsd`, and algorithm.loss.name is `forward_kl`",
     ),
     "filtered samples to score": (
         [*ON_POLICY, TEACHER, "generation.sampling.top_p=0.9"],
@@ -103,13 +103,13 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [VOTES, "algorithm.validation.cons_at_k=[4, 8]"],
         "algorithm.validation.cons_at_k",
         [4, 8],
-        "8 samples of each task vote, and there are 4",
+        "cons@k requires 8 samples of each task, and there are 4",
     ),
     "a further set that shares tasks": (
         ["data.validation_sets={more: {name: arithmetic, digits: 2, size: 10}}"],
         "data.validation_sets.more.offset",
         0,
-        "begin at 1000",
+        "training uses tasks 0 to 999 of the same order; start at 1000",
     ),
     "a further set that nobody samples": (
         [
@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [STOP],
         "algorithm.early_stop.metric",
         "validation/accuracy",
-        "give algorithm.validation.period",
+        "only validation measures it; set algorithm.validation.period",
     ),
     "a stop by a set that is not there": (
         [STOP.replace("validation/", "validation/hrad/"), SETS, PERIOD],
@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [PERIOD, "checkpointing.metric=validation/cons@4"],
         "checkpointing.metric",
         "validation/cons@4",
-        "the run has no such figure",
+        "unknown metric of this run",
     ),
 }
 
@@ -173,7 +173,7 @@ def test_it_is_taken_and_read_again(tmp_path: Path, overrides: list[str]) -> Non
 
 def test_sets_have_figures_of_their_own(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path), [VOTES, SETS])
-    known = metrics(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
     assert {
         "validation/hard/reward/exact_match",
         "validation/hard/cons@4_high",

@@ -34,13 +34,13 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train={name: jsonl, path: tasks.jsonl}"],
         "data.train.name",
         "jsonl",
-        "`dpo` learns from pairs of answers: take a dataset `preference`, `arithmetic`",
+        "`dpo` learns from pairs of answers; use a dataset `preference`, `arithmetic`",
     ),
     "feedback for pairs": (
         ["data.train={name: feedback, path: judged.jsonl}"],
         "data.train.name",
         "feedback",
-        "take a dataset `preference`",
+        "`dpo` learns from pairs of answers; use a dataset `preference`, `arithmetic`",
     ),
     "pairs for steps": (
         [*SCORES, "algorithm.loss={name: process}", "data.train={name: preference, path: pairs.jsonl}"],
@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["policy.micro_batch_tokens=100"],
         "policy.micro_batch_tokens",
         100,
-        "both answers of a pair: give it twice max_sequence_length, 128",
+        "one pass must hold both answers of a pair; set it to twice max_sequence_length, 128",
     ),
     "a reference that nobody asks": (
         ["algorithm.name=simpo", "algorithm.reference=live"],
@@ -78,13 +78,13 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss.margin_scale=1", "data.validation=null"],
         "algorithm.loss.margin_scale",
         1.0,
-        "name their key in data.train.margin_key",
+        "data.train has no margins; set data.train.margin_key to their key, or remove this",
     ),
     "margins that nobody looks at": (
         [f"data.train={PAIRS}", "data.validation=null"],
         "data.train.margin_key",
         "gap",
-        "the loss looks at no margins",
+        "the loss uses no margins; remove this, or set algorithm.loss.margin_scale",
     ),
     "samples of a validation that takes none": (
         ["algorithm.validation={period: 2, num_generations_per_prompt: 4}"],
@@ -126,19 +126,19 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss={name: odds_ratio}"],
         "algorithm.sft_coefficient",
         0.0,
-        "give it a cross entropy beside it, as ORPO's 1",
+        "add a cross entropy, as ORPO's 1, or use another loss",
     ),
     "a reference of its own, which comes before the first step": (
         ["algorithm.name=kto", "reference={micro_batch_tokens: 256}"],
         "reference",
         {"micro_batch_tokens": 256},
-        "`kto` keeps its reference in the policy's processes: remove this section",
+        "`kto` keeps its reference in the policy's processes; remove this section",
     ),
     "a reference for means alone": (
         ["algorithm.name=simpo", "reference={micro_batch_tokens: 256}"],
         "reference",
         {"micro_batch_tokens": 256},
-        "`simpo` looks at no reference: remove this section",
+        "`simpo` uses no reference; remove this section",
     ),
     "answers that all count nothing": (
         ["algorithm.name=kto", "algorithm.desirable_weight=0", "algorithm.undesirable_weight=0"],

@@ -47,17 +47,21 @@ def test_every_value_has_its_line() -> None:
 @pytest.mark.parametrize(
     ("text", "origin", "fix"),
     [
-        ("a: 1\nb:\n\tc: 2\n", "x.yaml:3", "a tab stands where YAML wants spaces: indent with spaces"),
+        ("a: 1\nb:\n\tc: 2\n", "x.yaml:3", "YAML does not allow tabs here; indent with spaces"),
         ("a: 1\n b: 2\n", "x.yaml:2", "a wrong indent"),
         ("a: b: c\n", "x.yaml:1", "put the value into quotes"),
         ("a: [1, 2\nb: 3\n", "x.yaml:2", "expected ',' or ']'"),
         ("a: *base\n", "x.yaml:1", "found undefined alias 'base'"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2", "another document"),
-        ("a: 1\nb:\n  c: 1\n  c: 2\n", "x.yaml:4", "stands twice, first at x.yaml:3"),
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", "x.yaml:4", "duplicate key, first defined at x.yaml:3; remove one"),
         ("1: a\n", "x.yaml:1", "put the key into quotes"),
-        ("a: !!python/object:os.system x\n", "x.yaml:1", "cannot be read"),
-        ("a: &x\n  - *x\n", "x.yaml:1", "an alias stands inside what it repeats"),
-        ("- 1\n", "x.yaml:1", "sections such as `policy:` are wanted"),
+        (
+            "a: !!python/object:os.system x\n",
+            "x.yaml:1",
+            "invalid value: could not determine a constructor for the tag",
+        ),
+        ("a: &x\n  - *x\n", "x.yaml:1", "an alias is inside its own value; write the value out"),
+        ("- 1\n", "x.yaml:1", "expected sections such as `policy:` at the top level"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(text: str, origin: str, fix: str) -> None:

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from nemorl.config.checks.metrics import reward_weights
 from nemorl.config.environment import CalculatorEnvConfig
+from nemorl.config.facts import reward_weights
 from nemorl.environments.arithmetic import ArithmeticRefused, calculate, number_text
 from nemorl.environments.calculator import INSTRUCTIONS, CalculatorFactory
 from nemorl.trajectories import Message, Step, Task

@@ -89,9 +89,13 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             ["generation.vllm_kwargs={max_model_len: 5}"],
             "generation.vllm_kwargs.max_model_len",
-            "this follows from other fields of the experiment",
+            "this argument follows from other fields of the experiment (docs/vllm.md); remove it",
         ),
-        (["generation.quantization=fp8"], "generation.quantization", "quantising while loading wants GPUs"),
+        (
+            ["generation.quantization=fp8"],
+            "generation.quantization",
+            "quantizing while loading requires GPUs, and cluster.gpus_per_node is 0; remove it",
+        ),
         (
             ["generation.quantization=fp8", "generation.update=staged", "cluster.gpus_per_node=8"],
             "generation.update",
@@ -100,12 +104,12 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             [*SHARED, "policy.offload.optimizer=false"],
             "policy.offload.optimizer",
-            "engines need the memory that this takes",
+            "generation.colocated is true, and engines need the memory that this occupies; remove it",
         ),
         (
             [*SHARED, "generation.replicas=2"],
             "generation.replicas",
-            "engines of 1 GPU share those of the 1 policy processes: take no more than 1",
+            "with generation.colocated, engines of 1 GPU share those of the 1 policy processes",
         ),
         (
             [*SHARED, "generation.tensor_parallel_size=8"],
@@ -115,7 +119,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             [*SHARED, "generation.transport=nccl"],
             "generation.transport",
-            "NCCL connects no two processes of one GPU",
+            "with generation.colocated two processes share a GPU, which NCCL refuses; set this to auto",
         ),
         (
             ["generation.tensor_parallel_size=8", "cluster.gpus_per_node=8"],
@@ -130,19 +134,19 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             ["generation.max_num_batched_tokens=8"],
             "generation.max_num_batched_tokens",
-            "on a CPU prompts are read whole",
+            "on a CPU a prompt is read in one step; set it to at least policy.max_sequence_length, 64",
         ),
         (["generation.max_batch_size=8"], "generation.max_batch_size", "belongs to `torch`"),
         (["generation.adapters=separate"], "generation.adapters", "policy.lora is null"),
         (
             ["generation.adapters=separate", "policy.lora={rank: 513, alpha: 1}"],
             "policy.lora.rank",
-            "vLLM takes at most 512",
+            "the engine takes at most 512; lower it, or set generation.adapters to merged",
         ),
         (
             ["generation.adapters=separate", "policy.lora={rank: 8, alpha: 1}", "generation.update=in_place"],
             "generation.update",
-            "adapters arrive beside those in use",
+            "with generation.adapters: separate, adapters are loaded as a second copy; remove it",
         ),
     ],
 )

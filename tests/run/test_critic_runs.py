@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemorl.config.checks.metrics import metrics
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.megatron.checkpoint_store import verify
 from nemorl.observe.metrics import StepMetrics
@@ -65,7 +65,7 @@ def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: P
     assert all(step.values["loss/likelihood"] > 1 for step in later)  # nats of a model that knows nothing yet
     assert all(0.5 <= step.values["top_entropy_fraction"] < 0.6 for step in later)
     experiment = load_experiment(path)
-    known = metrics(experiment.algorithm, experiment.env, experiment.rewards)
+    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for step in (alone, *later) for name in step.values} <= known
     checkpoint = path.with_suffix("") / "checkpoints" / "step_00000003"
     files = {file.path for file in verify(checkpoint).files}

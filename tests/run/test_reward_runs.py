@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemorl.config.checks.metrics import metrics
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ def test_a_policy_is_paid_by_a_reward_model_of_the_run(tmp_path: Path) -> None:
         paid = 2 * step.values["reward/taste"] + step.values["reward/length_penalty"]
         assert step.values["reward/mean"] == pytest.approx(paid, abs=1e-6)
     experiment = load_experiment(path)
-    known = metrics(experiment.algorithm, experiment.env, experiment.rewards)
+    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for step in steps for name in step.values} <= known
     samples = [json.loads(line) for line in (tmp_path / "paid" / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 32

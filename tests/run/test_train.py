@@ -9,7 +9,7 @@ import psutil
 import pytest
 import yaml
 
-from nemorl.config.checks.metrics import metrics
+from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
@@ -37,7 +37,7 @@ def uninterrupted(folder: Path, model: Path) -> Path:
 def known_figures(run: Path) -> frozenset[str]:
     """What `checkpointing.metric` may name in a run."""
     experiment = load_experiment(run / "config.yaml")
-    return metrics(experiment.algorithm, experiment.env, experiment.rewards)
+    return metric_names(experiment.algorithm, experiment.env, experiment.rewards)
 
 
 def worker_pid(log: Path) -> int:

@@ -1,27 +1,42 @@
-"""How good a trajectory, a turn or a token of it was beside what could be expected.
+"""How good a trajectory, a turn or a token was compared with what could be expected.
 
-Advantages that differ from token to token: of a critic's values, or of what is paid after each token.
+An estimator compares trajectories of a group or a batch, or it computes an advantage for each token, from the
+values of a critic or from the rewards after the token.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, check, default_variant
+from nemorl.errors import Problem
 
 
-class TokenAdvantageBase(Config):
-    """What estimators share that run over the sampled tokens of a trajectory."""
+class AdvantageBase(Config):
+    """Facts about an estimator; each is an attribute of its class."""
 
+    per_token: ClassVar[bool] = False  # policy workers compute an advantage for each token
+    per_turn: ClassVar[bool] = False  # tokens of different turns have different advantages
+    needs_values: ClassVar[bool] = False  # of a critic, at each token
+    needs_group: ClassVar[bool] = False  # compares the trajectories of a task with each other
+    needs_greedy_sample: ClassVar[bool] = False  # of each task
+    uses_reward_sum: ClassVar[bool] = True  # so that a divergence can be subtracted from it
+
+
+class TokenAdvantageBase(AdvantageBase):
+    """Estimators over the sampled tokens of a trajectory."""
+
+    per_token: ClassVar[bool] = True
+    per_turn: ClassVar[bool] = True
     needs_values: ClassVar[bool] = True
-    """Whether a critic has to say what may be expected at each token."""
 
     whiten: bool = True
-    """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the whole batch."""
+    """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the batch."""
 
 
 class GaeConfig(TokenAdvantageBase):
-    """Generalised advantage estimation over sampled tokens (Schulman et al. 2015, arXiv 1506.02438)."""
+    """Generalized advantage estimation over sampled tokens (Schulman et al. 2015, arXiv 1506.02438)."""
 
     name: Literal["gae"]
     gamma: float = Field(1.0, gt=0, le=1)
@@ -31,11 +46,17 @@ class GaeConfig(TokenAdvantageBase):
     length_adaptive_alpha: float | None = Field(None, gt=0)
     """In place of `lam`, 1 - 1 / (alpha l) for a trajectory of l sampled tokens (VAPO, arXiv 2504.05118)."""
     critic_lam: float | None = Field(None, ge=0, le=1)
-    """Lambda of the returns that the critic learns; null takes the policy's. With 1 it learns what came."""
+    """Lambda of the returns that the critic learns; null is the policy's. 1 are the observed returns."""
+
+    @check
+    def _one_lambda_is_used(self) -> Iterator[Problem]:
+        if self.length_adaptive_alpha is not None:
+            reason = "length_adaptive_alpha replaces it; remove this, or set that to null"
+            yield from self.without_effect(("lam",), reason)
 
 
 class TurnGaeConfig(TokenAdvantageBase):
-    """GAE in which a whole turn is one action; all its tokens have its advantage."""
+    """GAE in which a turn is one action; all its tokens have its advantage."""
 
     name: Literal["turn_gae"]
     gamma: float = Field(1.0, gt=0, le=1)
@@ -59,7 +80,7 @@ class BiLevelGaeConfig(TokenAdvantageBase):
 
 
 class TokenReturnsConfig(TokenAdvantageBase):
-    """What is paid from each token on, without a critic (REINFORCE++, arXiv 2501.03262)."""
+    """The sum of rewards from each token on, without a critic (REINFORCE++, arXiv 2501.03262)."""
 
     needs_values: ClassVar[bool] = False
 
@@ -68,60 +89,83 @@ class TokenReturnsConfig(TokenAdvantageBase):
     """Discount from one sampled token to the next."""
 
 
-TOKEN_ADVANTAGES = (GaeConfig, TurnGaeConfig, BiLevelGaeConfig, TokenReturnsConfig)
-
-
 Over = Literal["tokens", "trajectories"]
 
 
-class GroupAdvantageConfig(Config):
-    """The group's own mean is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
+class GroupAdvantageConfig(AdvantageBase):
+    """The mean of the group is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
+
+    needs_group: ClassVar[bool] = True
 
     name: Literal["group"] = "group"
     normalize: bool = True
     """Divide by the standard deviation of the group (unbiased)."""
     leave_one_out: bool = False
-    """The baseline of a sample is the mean of the others instead of the mean of all."""
+    """The baseline of a sample is the mean of the other samples, not of all."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
+    @check
+    def _epsilon_is_used(self) -> Iterator[Problem]:
+        if not self.normalize:
+            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
+            yield from self.without_effect(("epsilon",), reason)
 
-class ReinforceAdvantageConfig(Config):
-    """The reward itself, against the whole batch instead of a group (Williams 1992)."""
+
+class ReinforceAdvantageConfig(AdvantageBase):
+    """The reward, compared with the batch instead of a group (Williams 1992)."""
 
     name: Literal["reinforce"]
     normalization: Literal["none", "mean", "whiten"] = "whiten"
-    """Take the reward as it is, less the mean of the batch, or that divided by its standard deviation."""
+    """The reward, the reward minus the mean of the batch, or that divided by the standard deviation."""
     over: Over = "trajectories"
-    """Whether each trajectory, or each sampled token, counts once in mean and standard deviation."""
+    """Mean and standard deviation are over trajectories, or over sampled tokens."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to the standard deviation."""
 
+    @check
+    def _scale_is_used(self) -> Iterator[Problem]:
+        how = f"algorithm.advantage.normalization is `{self.normalization}`"
+        if self.normalization != "whiten":
+            reason = f"{how}, so nothing is divided; use `whiten`, or remove this"
+            yield from self.without_effect(("epsilon",), reason)
+        if self.normalization == "none":
+            reason = f"{how}, so no mean is computed; use `mean`, or remove this"
+            yield from self.without_effect(("over",), reason)
 
-class GroupThenBatchAdvantageConfig(Config):
+
+class GroupThenBatchAdvantageConfig(AdvantageBase):
     """The group's mean is the baseline, the batch the scale (REINFORCE++-baseline, arXiv 2501.03262)."""
+
+    needs_group: ClassVar[bool] = True
 
     name: Literal["group_then_batch"]
     over: Over = "tokens"
-    """Whether each sampled token, or each trajectory, counts once in the batch's mean and deviation."""
+    """Mean and standard deviation of the batch are over sampled tokens, or over trajectories."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to the standard deviation of the batch."""
 
 
-class RemaxAdvantageConfig(Config):
+class RemaxAdvantageConfig(AdvantageBase):
     """The reward of a greedy sample of the same task is the baseline (Li et al. 2023, arXiv 2310.10505)."""
+
+    needs_greedy_sample: ClassVar[bool] = True
 
     name: Literal["remax"]
 
 
-class OptimalBaselineAdvantageConfig(Config):
+class OptimalBaselineAdvantageConfig(AdvantageBase):
     """The group's mean weighted by length, which has the least variance (OPO, arXiv 2505.23585)."""
+
+    needs_group: ClassVar[bool] = True
 
     name: Literal["opo"]
 
 
-class GpgAdvantageConfig(Config):
-    """The group's mean, scaled up for groups that teach nothing (GPG, arXiv 2504.02546)."""
+class GpgAdvantageConfig(AdvantageBase):
+    """The group's mean, scaled up for groups without a signal (GPG, arXiv 2504.02546)."""
+
+    needs_group: ClassVar[bool] = True
 
     name: Literal["gpg"]
     normalize: bool = False
@@ -129,9 +173,18 @@ class GpgAdvantageConfig(Config):
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
+    @check
+    def _epsilon_is_used(self) -> Iterator[Problem]:
+        if not self.normalize:
+            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
+            yield from self.without_effect(("epsilon",), reason)
 
-class GdpoAdvantageConfig(Config):
-    """Each reward is normalised in its group by itself, then they are summed (GDPO, arXiv 2601.05242)."""
+
+class GdpoAdvantageConfig(AdvantageBase):
+    """Each reward is normalized in its group before they are summed (GDPO, arXiv 2601.05242)."""
+
+    needs_group: ClassVar[bool] = True
+    uses_reward_sum: ClassVar[bool] = False
 
     name: Literal["gdpo"]
     whiten_batch: bool = True
@@ -140,8 +193,11 @@ class GdpoAdvantageConfig(Config):
     """Added to each standard deviation."""
 
 
-class PassAtKAdvantageConfig(Config):
+class PassAtKAdvantageConfig(AdvantageBase):
     """What a trajectory adds to the chance that one of k passes (Chen et al. 2025, arXiv 2508.10751)."""
+
+    needs_group: ClassVar[bool] = True
+    uses_reward_sum: ClassVar[bool] = False
 
     name: Literal["pass_at_k"]
     k: int = Field(4, ge=1)
@@ -150,22 +206,31 @@ class PassAtKAdvantageConfig(Config):
     """A trajectory passes when its reward is at least this."""
 
 
-class TurnAdvantageConfig(Config):
+class TurnAdvantageConfig(AdvantageBase):
     """Each turn is compared with the same turn of the group (MT-GRPO, Zeng et al. 2025, arXiv 2505.11821)."""
+
+    needs_group: ClassVar[bool] = True
+    per_turn: ClassVar[bool] = True
 
     name: Literal["turn"]
     outcome_weight: float = Field(1.0, ge=0)
     """Weight of the outcome's advantage in the turns before the last one."""
     discount: float = Field(0.0, ge=0, le=1)
-    """What is paid in later turns before the last counts too, each further on by this factor."""
+    """Discount of the rewards of later turns before the last, per turn; 0 leaves them out."""
     normalize: bool = True
     """Divide by the standard deviation over the group (unbiased)."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
+    @check
+    def _epsilon_is_used(self) -> Iterator[Problem]:
+        if not self.normalize:
+            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
+            yield from self.without_effect(("epsilon",), reason)
 
-class CustomAdvantageConfig(Config):
-    """A function of your own (docs/algorithms.md)."""
+
+class CustomAdvantageConfig(AdvantageBase):
+    """A custom function (docs/algorithms.md)."""
 
     name: Literal["custom"]
     function: str = Field(pattern=r"^[\w.]+:\w+$")

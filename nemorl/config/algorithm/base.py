@@ -1,20 +1,23 @@
-"""What all algorithms share."""
+"""Fields and facts of all algorithms."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config
-from nemorl.config.generation import SamplingConfig
+from nemorl.config.base import Config, check
+from nemorl.config.generation import GenerationConfig, SamplingConfig
+from nemorl.errors import Problem
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
+FIXED_LENGTH = "seq-mean-token-sum-norm"  # which divides by a length that must be given
 
 
 class ValidationConfig(Config):
     period: int | None = Field(None, ge=1)
-    """Steps between validations; null validates only where `at_start` and `at_end` say."""
+    """Steps between validations; null validates only as `at_start` and `at_end` configure."""
     at_start: bool = False
     """Validate before the first step."""
     at_end: bool = False
@@ -26,7 +29,7 @@ class ValidationConfig(Config):
     pass_at_k: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     """The k of pass@k (Chen et al. 2021, unbiased); each at most `num_generations_per_prompt`."""
     cons_at_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """The k of cons@k: whether the answer that most of a task's first k samples give is right."""
+    """The k of cons@k: whether the majority answer of a task's first k samples is right."""
     pass_reward: float = 1.0
     """A sample passes when its reward is at least this."""
     sampling: SamplingConfig | None = None
@@ -34,44 +37,93 @@ class ValidationConfig(Config):
 
     @property
     def scheduled(self) -> bool:
-        """Whether training validates at all."""
+        """True if training validates at all."""
         return self.period is not None or self.at_start or self.at_end
+
+    def metrics(self, prefix: str, rewards: Iterable[str]) -> Iterator[str]:
+        """Names of what sampling a set measures; `prefix` is the set's, `rewards` are the rewards' names."""
+        yield from (
+            f"{prefix}/{name}" for name in ("length", "errors", *(f"reward/{name}" for name in rewards))
+        )
+        of_k = (*(f"pass@{k}" for k in self.pass_at_k), *(f"cons@{k}" for k in self.cons_at_k))
+        for name in ("reward", "accuracy", *of_k):
+            yield from (f"{prefix}/{name}{bound}" for bound in ("", "_low", "_high"))
+
+    @check
+    def _k_has_samples(self) -> Iterator[Problem]:
+        samples = self.num_generations_per_prompt
+        for field, name in (("pass_at_k", "pass@k"), ("cons_at_k", "cons@k")):
+            for k in getattr(self, field):
+                if k > samples:
+                    fix = (
+                        f"{name} requires {k} samples of each task, and there are {samples}; raise "
+                        "algorithm.validation.num_generations_per_prompt, or remove this k"
+                    )
+                    yield Problem(field, list(getattr(self, field)), fix)
+
+    @check
+    def _greedy_samples_once(self, generation: GenerationConfig) -> Iterator[Problem]:
+        sampling = self.sampling or generation.sampling
+        if sampling.temperature == 0 and self.num_generations_per_prompt > 1:
+            fix = (
+                "at temperature 0 all samples of a task are the same; set it to 1, or use a higher "
+                "temperature in algorithm.validation.sampling"
+            )
+            yield Problem("num_generations_per_prompt", self.num_generations_per_prompt, fix)
 
 
 class EarlyStopConfig(Config):
     metric: str
-    """Figure that is watched, such as `validation/accuracy`."""
+    """Metric that is watched, such as `validation/accuracy`."""
     patience: int = Field(3, ge=1)
-    """Measurements one after the other without a better value, after which the run ends."""
+    """Consecutive measurements without a better value after which the run ends."""
     min_delta: float = Field(0.0, ge=0)
-    """A value is better only where it is by more than this."""
+    """Smallest improvement that counts."""
     higher_is_better: bool = True
     """Whether the best value is the highest."""
 
 
 class AlgorithmBase(Config):
-    """Fields and facts that the rest of nemorl needs of any algorithm."""
+    """Fields of all algorithms, and facts about each that other parts need."""
+
+    head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
+    online: ClassVar[bool] = False  # training itself samples
+    reference_field: ClassVar[str | None] = None  # which adds a reference in separate processes
 
     num_steps: int = Field(ge=1)
     """Steps of the run."""
     validation: ValidationConfig = ValidationConfig()
     """Measuring on `data.validation`, by sampling."""
     early_stop: EarlyStopConfig | None = None
-    """End the run before its last step when a figure gets no better; null never does."""
+    """End the run before its last step if a metric stops improving; null never does."""
 
     @property
-    def online(self) -> bool:
-        """Whether training itself samples."""
-        return False
+    def metrics(self) -> frozenset[str]:
+        """Names of the metrics that a step of training produces."""
+        return frozenset(
+            {
+                *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
+                *("tokens/trained", "throughput/tokens_per_second"),
+                *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")),
+                # Of models with experts; checks of a config do not open the folder of the model.
+                *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
+                *("time/step", "time/training", "time/checkpoint"),
+            }
+        )
 
     @property
     def generates(self) -> bool:
-        """Whether the run samples at all, be it for validation."""
+        """True if the run samples at all, for training or for validation."""
         return self.online or self.validation.scheduled
 
     @property
+    def allows_staleness(self) -> bool:
+        """True if it may sample while the policy trains."""
+        return False
+
+    @property
     def units_per_update(self) -> int:
-        """What an optimizer step divides over ranks: sequences, or several that go together."""
+        """What an optimizer step divides over ranks: sequences, or pairs of them."""
         return self.sequences_per_update
 
     @property
@@ -81,15 +133,25 @@ class AlgorithmBase(Config):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether logprobs of the reference policy are needed."""
+        """True if logprobs of the reference policy are needed in every step."""
+        return False
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """True if the reference's logprobs are computed before the first step."""
         return False
 
     @property
     def keeps_critic(self) -> bool:
-        """Whether a critic learns beside the policy."""
+        """True if a critic is trained too."""
         return False
 
     @property
     def keeps_teachers(self) -> bool:
-        """Whether teachers say what they think of the policy's tokens."""
+        """True if teachers score the policy's tokens."""
         return False
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if it trains on rewards, or validation measures them."""
+        return self.generates

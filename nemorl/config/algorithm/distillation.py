@@ -1,62 +1,59 @@
-"""Learning from a teacher: on what the policy samples itself, or on data as they stand.
+"""Learning from a teacher, on samples of the policy or on data; and from the best of the policy's samples."""
 
-Learning from the best, or the best and the worst, of what the policy samples for a task.
-"""
-
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, check, default_variant
+from nemorl.errors import Problem
 
 from .base import Aggregation
 from .losses import LogisticLossConfig, PairLossConfig
-from .offline import OfflineBase, SampledValidationConfig
-from .online import OnlineBase
+from .offline import (
+    PAIR_METRICS,
+    SFT_METRICS,
+    OfflineBase,
+    SampledValidationConfig,
+    aggregation_problems,
+    sft_problems,
+)
+from .online import POLICY_METRICS, OnlineBase
 
 
 class DistillationLossBase(Config):
-    """What these losses share."""
+    """Facts about a loss relative to a teacher."""
+
+    metrics: ClassVar[frozenset[str]]  # names of the metrics that it produces
 
     @property
     def top_k(self) -> int | None:
-        """Tokens of the teacher that the loss looks at in each place; None for the sampled one alone."""
+        """Tokens of the teacher that are compared at each position; None for the sampled one alone."""
         return None
-
-    @property
-    def metrics(self) -> frozenset[str]:
-        """What is measured of it."""
-        raise NotImplementedError
 
 
 class ReverseKlLossConfig(DistillationLossBase):
     """KL(policy || teacher), estimated from each sampled token alone (docs/distillation.md)."""
 
-    name: Literal["reverse_kl"] = "reverse_kl"
+    metrics: ClassVar[frozenset[str]] = frozenset({"distillation/reverse_kl"})
 
-    @property
-    def metrics(self) -> frozenset[str]:
-        """The estimate."""
-        return frozenset({"distillation/reverse_kl"})
+    name: Literal["reverse_kl"] = "reverse_kl"
 
 
 class TopLossBase(DistillationLossBase):
-    """Losses over the tokens that the teacher finds likeliest."""
+    """Losses over the teacher's most likely tokens."""
+
+    metrics: ClassVar[frozenset[str]] = frozenset({"distillation/forward_kl", "distillation/covered"})
 
     tokens: int = Field(32, ge=1)
-    """How many of them in each place; the whole vocabulary where it is as large."""
+    """Their number at each position, at most the vocabulary."""
     rest: Literal["one_outcome", "leave_out"] = "one_outcome"
-    """All other tokens count as one outcome more; or are left out, and what stays is scaled to sum to 1."""
+    """All other tokens count as one more outcome; or are left out, and the rest is scaled to sum to 1."""
 
     @property
     def top_k(self) -> int | None:
-        """So many."""
+        """As configured."""
         return self.tokens
-
-    @property
-    def metrics(self) -> frozenset[str]:
-        """Divergence, the share of the teacher's probability that is looked at, and the loss."""
-        return frozenset({"distillation/forward_kl", "distillation/covered"})
 
 
 class ForwardKlLossConfig(TopLossBase):
@@ -66,19 +63,16 @@ class ForwardKlLossConfig(TopLossBase):
 
 
 class JsdLossConfig(TopLossBase):
-    """Generalised Jensen-Shannon divergence (GKD, Agarwal et al. 2023, arXiv 2306.13649).
+    """Generalized Jensen-Shannon divergence (GKD, Agarwal et al. 2023, arXiv 2306.13649).
 
     `beta KL(teacher || m) + (1 - beta) KL(policy || m)` with `m = beta teacher + (1 - beta) policy`.
     """
 
+    metrics: ClassVar[frozenset[str]] = TopLossBase.metrics | {"distillation/jsd"}
+
     name: Literal["jsd"]
     beta: float = Field(0.5, gt=0, lt=1)
-    """Divided by `beta (1 - beta)` it goes to the forward KL as beta goes to 0, to the reverse for 1."""
-
-    @property
-    def metrics(self) -> frozenset[str]:
-        """And itself."""
-        return super().metrics | {"distillation/jsd"}
+    """Divided by `beta (1 - beta)` it converges to the forward KL as beta goes to 0, to the reverse for 1."""
 
 
 TopLossConfig = Annotated[ForwardKlLossConfig | JsdLossConfig, Field(discriminator="name")]
@@ -90,15 +84,15 @@ DistillationLossConfig = Annotated[
 
 
 class OnPolicyDistillationConfig(OnlineBase):
-    """The policy samples and teachers score what it said, token by token; rewards are figures only."""
+    """The policy samples and teachers score its tokens; rewards are metrics only."""
 
     name: Literal["on_policy_distillation"]
     loss: DistillationLossConfig = ReverseKlLossConfig()
-    """How far the policy is from its teacher."""
+    """The divergence of policy and teacher."""
     aggregation: Aggregation = "token-mean"
-    """How divergences of tokens become one number."""
+    """How divergences of tokens are aggregated."""
     teacher_key: str | None = None
-    """Column of the tasks that names the teacher of each, of several in `teachers`."""
+    """Column of the tasks that names the teacher of each, if `teachers` has several."""
 
     @property
     def sequences_per_update(self) -> int:
@@ -107,8 +101,22 @@ class OnPolicyDistillationConfig(OnlineBase):
 
     @property
     def keeps_teachers(self) -> bool:
-        """Always."""
+        """True."""
         return True
+
+    @property
+    def needs_rewards(self) -> bool:
+        """For validation only."""
+        return self.validation.scheduled
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """And those of its loss."""
+        return super().metrics | {*POLICY_METRICS, *self.loss.metrics, "time/teachers"}
+
+    @check
+    def _aggregation_has_no_length(self) -> Iterator[Problem]:
+        yield from aggregation_problems(self.name, self.aggregation)
 
 
 class DistillationConfig(OfflineBase):
@@ -116,13 +124,13 @@ class DistillationConfig(OfflineBase):
 
     name: Literal["distillation"]
     loss: TopLossConfig = ForwardKlLossConfig(name="forward_kl")
-    """How far the policy is from its teacher."""
+    """The divergence of policy and teacher."""
     train_on: Literal["completion", "all"] = "completion"
-    """Learn at the tokens of the assistant, or at all tokens."""
+    """Train on the tokens of the assistant, or on all tokens."""
     aggregation: Aggregation = "token-mean"
-    """How divergences of tokens become one number."""
+    """How divergences of tokens are aggregated."""
     teacher_key: str | None = None
-    """Column of the tasks that names the teacher of each, of several in `teachers`."""
+    """Column of the tasks that names the teacher of each, if `teachers` has several."""
     validation: SampledValidationConfig = SampledValidationConfig()
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
 
@@ -133,30 +141,49 @@ class DistillationConfig(OfflineBase):
 
     @property
     def keeps_teachers(self) -> bool:
-        """Always."""
+        """True."""
         return True
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """As the loss has them."""
+        return self.loss.metrics | {"loss/total", "entropy"}
+
+    @check
+    def _aggregation_has_no_length(self) -> Iterator[Problem]:
+        yield from aggregation_problems(self.name, self.aggregation)
 
 
 DistillationAlgorithm = OnPolicyDistillationConfig | DistillationConfig
 
 
 class PickedBase(OnlineBase):
-    """What these share."""
+    """Algorithms that select one or two samples of each task by their reward."""
+
+    needs_unfiltered_samples: ClassVar[bool] = False
+    trained_metrics: ClassVar[set[str]] = SFT_METRICS
 
     num_generations_per_prompt: int = Field(ge=2)
-    """Samples of each task, from which one or two are picked by their reward."""
+    """Samples of each task, from which one or two are selected by their reward."""
     num_epochs: int = Field(1, ge=1)
-    """Updates on what a step picked."""
+    """Updates on the samples that a step selected."""
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """And those of its loss."""
+        return super().metrics | self.trained_metrics | {"picked"}
 
 
 class IterativePreferenceConfig(PickedBase):
     """The best and the worst sample of each task are a pair (Xu et al. 2023, arXiv 2312.16682; Dong et al.
-    2024, arXiv 2405.07863). A task whose samples are paid alike gives none.
+    2024, arXiv 2405.07863). A task whose samples have equal rewards has none.
     """
+
+    trained_metrics: ClassVar[set[str]] = PAIR_METRICS
 
     name: Literal["iterative_dpo"]
     loss: PairLossConfig = LogisticLossConfig()
-    """What a pair costs; its own margin is the difference of the rewards."""
+    """The loss of a pair; its margin is the difference of the rewards."""
     sft_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative logprob of the chosen samples' tokens, added to the loss."""
 
@@ -172,8 +199,12 @@ class IterativePreferenceConfig(PickedBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss looks at one: the weights that the run started from."""
+        """True if the loss uses one: the weights that the run started from."""
         return self.loss.keeps_reference
+
+    @check
+    def _loss_has_its_sft_term(self) -> Iterator[Problem]:
+        yield from sft_problems(self.loss, self.sft_coefficient)
 
 
 class RejectionSamplingConfig(PickedBase):
@@ -181,7 +212,7 @@ class RejectionSamplingConfig(PickedBase):
 
     name: Literal["rejection_sampling"]
     min_reward: float | None = None
-    """Samples that are paid less are not imitated, though they were the best of their task."""
+    """Samples with a lower reward are not imitated, even if they are the best of their task."""
 
     @property
     def sequences_per_update(self) -> int:

@@ -1,43 +1,60 @@
-"""The loss of a policy on its own samples.
+"""Losses of a policy on its samples, and losses of two answers to one prompt, of which one is better.
 
-Losses of two answers to one prompt, of which one is better.
-
-What is compared are logprobs of whole answers: `x = log policy` of an answer, less `log reference` where the
-loss keeps a reference; `delta` is x of the chosen less x of the rejected.
+Losses of pairs compare logprobs of complete answers: `x = log policy` of an answer, less `log reference` if
+the loss has a reference; `delta` is x of the chosen less x of the rejected.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, check, default_variant
+from nemorl.errors import ABSENT, Problem
 
-from .base import Aggregation
+from .base import FIXED_LENGTH, Aggregation
 
 _RATIO = frozenset({"ratio/mean", "ratio/max", "ratio/ess", "kl/old"})
 _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
 
 
 class PolicyLossBase(Config):
-    """What all losses of a policy share."""
+    """Fields of all losses of a policy, and facts about each as attributes of its class."""
 
     aggregation: Aggregation = "token-mean"
-    """How per-token losses become one number; sums are divided by counts of the whole batch."""
+    """How per-token losses are aggregated; sums are divided by counts of the whole batch."""
     aggregation_length: int | None = Field(None, ge=1)
     """The fixed length that divides in `seq-mean-token-sum-norm`."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of an update's tokens, those of the highest entropy, that have a loss; Wang et al. 2025 (arXiv
-    2506.01939) take 0.2. Less than 1 wants a forward pass before the updates."""
+    2506.01939) use 0.2. Less than 1 requires a forward pass before the updates."""
 
-    has_ratio: ClassVar[bool] = True  # it compares the policy with the one before the updates
+    has_ratio: ClassVar[bool] = True  # compares the policy with the one before the updates
     selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
-    whole_sequences: ClassVar[bool] = False  # its formula has one advantage for a sequence
-    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # what it writes beside `loss/policy`
+    per_sequence: ClassVar[bool] = False  # its formula has one advantage for a sequence
+    acts_from_second_update: ClassVar[bool] = False  # of a step; without gradient at the old policy
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # that it produces, besides `loss/policy`
 
     @property
     def selects_by_entropy(self) -> bool:
-        """Whether tokens of low entropy have no loss."""
+        """True if tokens of low entropy have no loss."""
         return self.top_entropy_quantile < 1
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if it uses the old logprobs before the first update, so that they must be computed."""
+        return self.selects_tokens or self.selects_by_entropy
+
+    @check
+    def _aggregation_has_its_length(self) -> Iterator[Problem]:
+        if self.aggregation == FIXED_LENGTH and self.aggregation_length is None:
+            fix = f"`{FIXED_LENGTH}` divides by this length; set it, usually to generation.max_new_tokens"
+            yield Problem("aggregation_length", ABSENT, fix)
+        if self.aggregation != FIXED_LENGTH:
+            reason = (
+                f"`{self.aggregation}` does not use it; remove it, or use the aggregation `{FIXED_LENGTH}`"
+            )
+            yield from self.without_effect(("aggregation_length",), reason)
 
 
 class ClipLossConfig(PolicyLossBase):
@@ -49,7 +66,7 @@ class ClipLossConfig(PolicyLossBase):
     clip_high: float = Field(0.2, ge=0)
     """The ratio is clipped above 1 + clip_high; more than clip_low is DAPO's clip-higher."""
     dual_clip: float | None = Field(None, gt=1)
-    """Where the advantage is negative, the ratio counts up to this at most (Ye et al. 2020, 1912.09729)."""
+    """Upper bound of the ratio where the advantage is negative (Ye et al. 2020, 1912.09729)."""
 
     metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"clip_fraction/dual"}
 
@@ -59,13 +76,13 @@ class GspoLossConfig(PolicyLossBase):
 
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number; a sequence counts once here, as its ratio does."""
+    """How per-token losses are aggregated; each sequence has the same weight, as it has one ratio."""
     clip_low: float = Field(3e-4, ge=0, lt=1)
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
     """The sequence's ratio is clipped above 1 + clip_high."""
 
-    whole_sequences: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = True
 
 
 class GspoTokenLossConfig(PolicyLossBase):
@@ -73,7 +90,7 @@ class GspoTokenLossConfig(PolicyLossBase):
 
     name: Literal["gspo_token"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number; a sequence counts once here, as its ratio does."""
+    """How per-token losses are aggregated; each sequence has the same weight, as it has one ratio."""
     clip_low: float = Field(3e-4, ge=0, lt=1)
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
@@ -85,13 +102,13 @@ class GmpoLossConfig(PolicyLossBase):
 
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number; a sequence counts once here, as its mean of ratios does."""
+    """How per-token losses are aggregated; each sequence has the same weight, as it has one ratio."""
     clip_low: float = Field(0.4, ge=0)
     """The logarithm of a token's ratio is clipped below -clip_low."""
     clip_high: float = Field(0.4, ge=0)
     """The logarithm of a token's ratio is clipped above clip_high."""
 
-    whole_sequences: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = True
 
 
 class CispoLossConfig(PolicyLossBase):
@@ -109,7 +126,7 @@ class SapoLossConfig(PolicyLossBase):
 
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """How per-token losses become one number; a sequence counts once here, as in the paper."""
+    """How per-token losses are aggregated; each sequence has the same weight, as in the paper."""
     temperature_positive: float = Field(1.0, gt=0)
     """Steepness of the gate where the advantage is positive."""
     temperature_negative: float = Field(1.05, gt=0)
@@ -128,7 +145,7 @@ class ReinforceLossConfig(PolicyLossBase):
 
 
 class ClipCovLossConfig(PolicyLossBase):
-    """PPO's loss, which leaves out some tokens of high covariance (Cui et al. 2025, arXiv 2505.22617)."""
+    """PPO's loss without some tokens of high covariance (Cui et al. 2025, arXiv 2505.22617)."""
 
     name: Literal["clip_cov"]
     clip_low: float = Field(0.2, ge=0, lt=1)
@@ -145,6 +162,12 @@ class ClipCovLossConfig(PolicyLossBase):
     selects_tokens: ClassVar[bool] = True
     metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
 
+    @check
+    def _bounds_are_in_order(self) -> Iterator[Problem]:
+        if self.covariance_low >= self.covariance_high:
+            fix = f"it must be less than algorithm.loss.covariance_high, {self.covariance_high:g}"
+            yield Problem("covariance_low", self.covariance_low, fix)
+
 
 class KlCovLossConfig(PolicyLossBase):
     """Tokens of the highest covariance are held near the old policy (arXiv 2505.22617)."""
@@ -156,11 +179,12 @@ class KlCovLossConfig(PolicyLossBase):
     """Weight of their distance from the old policy."""
 
     selects_tokens: ClassVar[bool] = True
+    acts_from_second_update: ClassVar[bool] = True
     metrics: ClassVar[frozenset[str]] = _RATIO | {"selected_fraction"}
 
 
 class CustomLossConfig(PolicyLossBase):
-    """A function of your own (docs/algorithms.md)."""
+    """A custom function (docs/algorithms.md)."""
 
     name: Literal["custom"]
     function: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -188,17 +212,24 @@ PolicyLossConfig = Annotated[
 
 
 class PairLossBase(Config):
-    """What all losses of pairs share."""
+    """Fields of all losses of pairs, and facts about each."""
+
+    needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
 
     beta: float = Field(0.1, gt=0)
-    """How much a difference of logprobs counts; of losses with a reference, the weight of staying near it."""
+    """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
     logprobs: Literal["sum", "mean"] = "sum"
     """Of an answer's tokens: their sum, which is the answer's logprob, or their mean, free of its length."""
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether logprobs are taken relative to the reference."""
+        """True if logprobs are relative to the reference."""
         return True
+
+    @property
+    def scale_of_margins(self) -> float:
+        """Weight of the margins of the data; 0 if they are not used."""
+        return 0.0
 
 
 class LogisticLossConfig(PairLossBase):
@@ -212,24 +243,29 @@ class LogisticLossConfig(PairLossBase):
     reference: bool = True
     """Take logprobs relative to the reference policy."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Chance that a label is wrong: that much of the loss is of the pair the other way round."""
+    """Probability that a label is wrong, and the weight of the reversed pair in the loss."""
     gamma: float = Field(0.0, ge=0)
-    """Margin by which the chosen has to win, in units of the loss's argument."""
+    """Required margin of the chosen answer, in units of the loss's argument."""
     margin_scale: float = Field(0.0, ge=0)
-    """Added to gamma for each unit of the pair's own margin, which `data.*.margin_key` names."""
+    """Added to gamma for each unit of the pair's margin, which `data.*.margin_key` names."""
+
+    @property
+    def scale_of_margins(self) -> float:
+        """As configured."""
+        return self.margin_scale
 
     @property
     def keeps_reference(self) -> bool:
-        """As it says."""
+        """As configured."""
         return self.reference
 
 
 class RobustLossConfig(PairLossBase):
-    """DPO's loss, unbiased where labels are wrong by chance (Chowdhury et al. 2024, arXiv 2403.00409)."""
+    """DPO's loss, unbiased under randomly wrong labels (Chowdhury et al. 2024, arXiv 2403.00409)."""
 
     name: Literal["robust"]
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
-    """Chance that a label is wrong."""
+    """Probability that a label is wrong."""
 
 
 class SquaredLossConfig(PairLossBase):
@@ -253,19 +289,21 @@ class HingeLossConfig(PairLossBase):
     reference: bool = True
     """Take logprobs relative to the reference policy."""
     margin: float = Field(1.0, gt=0)
-    """By how much the chosen has to win; beyond that a pair teaches nothing."""
+    """Required margin of the chosen answer; beyond it a pair has no gradient."""
 
     @property
     def keeps_reference(self) -> bool:
-        """As it says."""
+        """As configured."""
         return self.reference
 
 
 class OddsRatioLossConfig(PairLossBase):
     """`-beta log sigmoid(log odds of the chosen - log odds of the rejected)` of mean logprobs.
 
-    ORPO (Hong et al. 2024, arXiv 2403.07691; beta is its lambda); it belongs to an SFT term.
+    ORPO (Hong et al. 2024, arXiv 2403.07691; beta is its lambda); used with an SFT term.
     """
+
+    needs_sft: ClassVar[bool] = True
 
     name: Literal["odds_ratio"]
     logprobs: Literal["mean"] = "mean"
@@ -273,7 +311,7 @@ class OddsRatioLossConfig(PairLossBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """It has none."""
+        """False."""
         return False
 
 
@@ -286,7 +324,7 @@ class AnchoredLossConfig(PairLossBase):
 
     name: Literal["anchored"]
     anchor: Literal["zero", "down"] = "zero"
-    """`zero` where chosen answers are better than the policy's own, `down` where they are worse."""
+    """`zero` if chosen answers are better than the policy's, `down` if they are worse."""
 
 
 PairLossConfig = Annotated[

@@ -1,59 +1,96 @@
-"""What algorithms share that learn from data as it stands.
+"""Algorithms that learn from data: supervised fine-tuning, preferences, reward models."""
 
-Learning from preferences: pairs of answers, or single ones that are good or not.
-
-Reward models: one number for an answer, or for each step of it.
-
-Supervised fine-tuning.
-"""
-
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, check, default_variant
 from nemorl.config.yaml import merged
+from nemorl.errors import Problem
 
-from .base import Aggregation, AlgorithmBase, ValidationConfig
+from .base import FIXED_LENGTH, Aggregation, AlgorithmBase, ValidationConfig
 from .losses import LogisticLossConfig, PairLossConfig
 from .presets import PREFERENCE_PRESETS
 
+_OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
+_REWARD_METRICS = {"rewards/margin", "rewards/accuracy"}
+PAIR_METRICS = _REWARD_METRICS | {
+    *("loss/total", "loss/preference", "loss/sft", "rewards/chosen", "rewards/rejected"),
+    *("logprobs/chosen", "logprobs/rejected"),
+}
+SFT_METRICS = {"loss/sft", "nll"}
+PAIRS = "pairs of answers", ("preference", "arithmetic")
+_STEP_METRICS = {"loss/total", "accuracy", "score/margin"}
+
 
 class LossValidationConfig(ValidationConfig):
-    """The loss of the validation data; its tasks are sampled where that is asked for."""
+    """The loss of the validation data; its tasks are sampled if configured."""
+
+    unused_reason: ClassVar[str] = (
+        "algorithm.validation.generate is false, so nothing is sampled; set it to true, or remove this"
+    )
 
     generate: bool = False
-    """Also sample the validation tasks and score what was sampled."""
+    """Also sample the validation tasks and score the samples."""
+
+    @check
+    def _sampling_is_used(self) -> Iterator[Problem]:
+        if not self.generate:
+            yield from self.without_effect(_OF_SAMPLING, self.unused_reason)
 
 
 class SampledValidationConfig(LossValidationConfig):
     """The loss of the validation data, and samples of its tasks."""
 
     generate: bool = True
-    """Sample the validation tasks and score what was sampled; false computes the loss only."""
+    """Sample the validation tasks and score the samples; false computes the loss only."""
 
 
 class OfflineBase(AlgorithmBase):
     """Examples in their order, a batch in each step."""
 
+    takes_margins: ClassVar[bool] = False  # of pairs, if its loss uses them
+
     batch_size: int = Field(ge=1)
-    """Examples of one step (pairs, where the data are pairs); an epoch has as many steps as batches fit."""
+    """Examples of one step (pairs, if the data are pairs); an epoch has as many steps as batches fit."""
     validation: LossValidationConfig = LossValidationConfig()
-    """Measuring on `data.validation`: the loss, without sampling, and samples where asked for."""
+    """Measuring on `data.validation`: the loss, and samples if configured."""
+
+    @property
+    def learns_from(self) -> tuple[str, tuple[str, ...]]:
+        """What it learns from, in words, and the names of the datasets that have it."""
+        return "answers", ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """Names of the metrics that its loss produces, for training and for validation data."""
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """And those of its loss."""
+        trained = self.loss_metrics
+        names = super().metrics | trained | {"epoch"}
+        if self.validation.scheduled:
+            total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in trained)
+            measured = trained - {total, "kl/reference"}
+            names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
+        return names
+
+    @property
+    def margin_scale(self) -> float:
+        """Weight of the margins of the data in its loss."""
+        return 0.0
 
     @property
     def generates(self) -> bool:
-        """For validation only, and only where it says so."""
+        """For validation only, if configured."""
         return self.validation.scheduled and self.validation.generate
 
     @property
-    def precomputes_reference(self) -> bool:
-        """Whether the reference's logprobs are computed before the first step."""
-        return False
-
-    @property
     def units_per_update(self) -> int:
-        """The batch; the sequences of one example go together."""
+        """The batch; the sequences of one example belong together."""
         return self.batch_size
 
 
@@ -69,9 +106,11 @@ ReferenceTime = Literal["precomputed", "live"]
 class PreferenceConfig(OfflineBase):
     """Raise the chosen answer of a pair over the rejected one."""
 
+    takes_margins: ClassVar[bool] = True
+
     name: PreferenceName
     loss: PairLossConfig = LogisticLossConfig()
-    """What a pair costs."""
+    """The loss of a pair."""
     sft_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative logprob of the chosen answers' tokens, added to the loss."""
     reference: ReferenceTime = "precomputed"
@@ -81,10 +120,25 @@ class PreferenceConfig(OfflineBase):
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: Any) -> Any:
-        """What the experiment says, laid over the preset that it names."""
+        """Lay the experiment's fields over those of the preset that it names."""
         if not isinstance(section, dict) or section.get("name") not in PREFERENCE_PRESETS:
             return section
         return merged(dict(PREFERENCE_PRESETS[section["name"]].settings), section)
+
+    @property
+    def learns_from(self) -> tuple[str, tuple[str, ...]]:
+        """Pairs."""
+        return PAIRS
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """Those of pairs."""
+        return frozenset(PAIR_METRICS)
+
+    @property
+    def margin_scale(self) -> float:
+        """As the loss has it."""
+        return self.loss.scale_of_margins
 
     @property
     def sequences_per_update(self) -> int:
@@ -93,17 +147,37 @@ class PreferenceConfig(OfflineBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether its weights stay beside the policy's."""
+        """True if its weights are kept in addition to the policy's."""
         return self.loss.keeps_reference and self.reference == "live"
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether its logprobs are computed before the first step."""
+        """True if its logprobs are computed before the first step."""
         return self.loss.keeps_reference and self.reference == "precomputed"
+
+    @check
+    def _reference_is_used(self) -> Iterator[Problem]:
+        if not self.loss.keeps_reference:
+            reason = f"the loss `{self.loss.name}` has no reference here; remove this"
+            yield from self.without_effect(("reference",), reason)
+
+    @check
+    def _loss_has_its_sft_term(self) -> Iterator[Problem]:
+        yield from sft_problems(self.loss, self.sft_coefficient)
+
+
+def sft_problems(loss: PairLossConfig, sft_coefficient: float) -> Iterator[Problem]:
+    """Of a loss that is unstable without a cross entropy."""
+    if loss.needs_sft and sft_coefficient == 0:
+        fix = (
+            "the odds ratio has no reference, and compares two answers that may both become unlikely; add a "
+            "cross entropy, as ORPO's 1, or use another loss"
+        )
+        yield Problem("sft_coefficient", 0.0, fix)
 
 
 class KtoConfig(OfflineBase):
-    """Kahneman-Tversky optimisation of single answers (Ethayarajh et al. 2024, arXiv 2402.01306).
+    """Kahneman-Tversky optimization of single answers (Ethayarajh et al. 2024, arXiv 2402.01306).
 
     `weight (1 - sigmoid(beta (x - z)))` of a good answer and `weight (1 - sigmoid(beta (z - x)))` of another,
     where x is its logprob relative to the reference and z the divergence from it, estimated in every step on
@@ -114,11 +188,12 @@ class KtoConfig(OfflineBase):
     batch_size: int = Field(ge=2)
     """Examples of one step; each prompt is also joined to another's answer."""
     beta: float = Field(0.1, gt=0)
-    """How much a difference of logprobs counts."""
+    """Scale of differences of logprobs."""
     desirable_weight: float = Field(1.0, ge=0)
-    """Of good answers. The paper: good and other answers, each times their weight, 1 to 1 up to 4 to 3."""
+    """Weight of good answers. The paper: numbers of good and other answers, each times their weight, 1 to 1
+    up to 4 to 3."""
     undesirable_weight: float = Field(1.0, ge=0)
-    """Of the others."""
+    """Weight of the others."""
     reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, of the answers and of those to other
     prompts that the steps will see; or keep its weights, and compute them in every step."""
@@ -130,17 +205,47 @@ class KtoConfig(OfflineBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether its weights stay beside the policy's."""
+        """True if its weights are kept in addition to the policy's."""
         return self.reference == "live"
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether its logprobs are computed before the first step."""
+        """True if its logprobs are computed before the first step."""
         return self.reference == "precomputed"
+
+    @property
+    def learns_from(self) -> tuple[str, tuple[str, ...]]:
+        """Single answers; of a pair each is one."""
+        return "judged answers", ("feedback", "preference", "arithmetic")
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """Those of KTO."""
+        examples = {"examples/desirable", "rewards/desirable", "rewards/undesirable"}
+        return frozenset({"loss/preference", "kl/reference", *examples, *_REWARD_METRICS})
+
+    @check
+    def _some_answer_counts(self) -> Iterator[Problem]:
+        if self.desirable_weight == self.undesirable_weight == 0:
+            fix = (
+                "algorithm.undesirable_weight is 0 too, so no answer counts; set at least one of them, "
+                "as the default 1"
+            )
+            yield Problem("desirable_weight", 0.0, fix)
 
 
 class RewardLossBase(Config):
-    """What losses of two answers' scores share; the score of an answer is that of its last token."""
+    """Losses of two answers' scores; the score of an answer is that of its last token."""
+
+    of_steps: ClassVar[bool] = False  # judged steps of one answer, not two answers
+    metrics: ClassVar[frozenset[str]] = frozenset(
+        {*_STEP_METRICS, "loss/preference", "loss/center", "score/chosen", "score/rejected"}
+    )
+
+    @property
+    def scale_of_margins(self) -> float:
+        """Weight of the margins of the data; 0 if they are not used."""
+        return 0.0
 
     center_coefficient: float = Field(0.0, ge=0)
     """Weight of `(chosen + rejected)^2`, which keeps scores around 0 (Eisenstein et al. 2023, arXiv
@@ -152,11 +257,17 @@ class BradleyTerryLossConfig(RewardLossBase):
 
     name: Literal["bradley_terry"] = "bradley_terry"
     margin_scale: float = Field(0.0, ge=0)
-    """The pair's own margin, which `data.*.margin_key` names, times this has to lie between its scores."""
+    """Required difference of the scores for each unit of the pair's margin, which `data.*.margin_key`
+    names."""
+
+    @property
+    def scale_of_margins(self) -> float:
+        """As configured."""
+        return self.margin_scale
 
 
 class LogExpLossConfig(RewardLossBase):
-    """`log(1 + exp(rejected - chosen))`: Bradley-Terry's without a margin, as it is often written."""
+    """`log(1 + exp(rejected - chosen))`: Bradley-Terry's without a margin, in its common form."""
 
     name: Literal["log_exp"]
 
@@ -166,6 +277,10 @@ class ProcessLossConfig(Config):
 
     A label between 0 and 1 is the probability that the step is right (Wang et al. 2023, arXiv 2312.08935).
     """
+
+    of_steps: ClassVar[bool] = True
+    metrics: ClassVar[frozenset[str]] = frozenset(_STEP_METRICS)
+    scale_of_margins: ClassVar[float] = 0.0
 
     name: Literal["process"]
     aggregation: Literal["step-mean", "answer-mean"] = "step-mean"
@@ -182,6 +297,8 @@ RewardLossConfig = Annotated[
 class RewardModelValidationConfig(LossValidationConfig):
     """Loss and accuracy on the validation data."""
 
+    unused_reason: ClassVar[str] = "a reward model samples nothing; remove this"
+
     generate: Literal[False] = False
     """A model with a scalar head samples nothing."""
 
@@ -189,16 +306,34 @@ class RewardModelValidationConfig(LossValidationConfig):
 class RewardModelConfig(OfflineBase):
     """Train a model with `policy.head: scalar` to score answers, from pairs or from judged steps."""
 
+    head: ClassVar[Literal["lm", "scalar"]] = "scalar"
+    takes_margins: ClassVar[bool] = True
+
     name: Literal["reward_model"]
     loss: RewardLossConfig = BradleyTerryLossConfig()
-    """What scores cost."""
+    """The loss of scores."""
     validation: RewardModelValidationConfig = RewardModelValidationConfig()
-    """Measuring on `data.validation`: loss, and the share of its pairs or steps that are told right."""
+    """Measuring on `data.validation`: loss and accuracy over its pairs or steps."""
 
     @property
     def sequences_per_update(self) -> int:
         """Two for each pair, one for each answer in steps."""
-        return self.batch_size if isinstance(self.loss, ProcessLossConfig) else 2 * self.batch_size
+        return self.batch_size if self.loss.of_steps else 2 * self.batch_size
+
+    @property
+    def learns_from(self) -> tuple[str, tuple[str, ...]]:
+        """As the loss needs."""
+        return ("judged steps", ("steps", "arithmetic")) if self.loss.of_steps else PAIRS
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """As the loss has them."""
+        return self.loss.metrics
+
+    @property
+    def margin_scale(self) -> float:
+        """As the loss has it."""
+        return self.loss.scale_of_margins
 
 
 class SftConfig(OfflineBase):
@@ -206,9 +341,9 @@ class SftConfig(OfflineBase):
 
     name: Literal["sft"]
     train_on: Literal["completion", "all"] = "completion"
-    """Learn the tokens of the assistant, or all tokens."""
+    """Train on the tokens of the assistant, or on all tokens."""
     aggregation: Aggregation = "token-mean"
-    """How per-token losses become one number."""
+    """How per-token losses are aggregated."""
     validation: SampledValidationConfig = SampledValidationConfig()
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
 
@@ -216,3 +351,19 @@ class SftConfig(OfflineBase):
     def sequences_per_update(self) -> int:
         """The batch."""
         return self.batch_size
+
+    @property
+    def loss_metrics(self) -> frozenset[str]:
+        """Loss and mean negative logprob."""
+        return frozenset(SFT_METRICS)
+
+    @check
+    def _aggregation_has_no_length(self) -> Iterator[Problem]:
+        yield from aggregation_problems(self.name, self.aggregation)
+
+
+def aggregation_problems(algorithm: str, aggregation: Aggregation) -> Iterator[Problem]:
+    """Of an algorithm without a field for a fixed length."""
+    if aggregation == FIXED_LENGTH:
+        fix = f"`{algorithm}` has no fixed length to divide by; use `seq-mean-token-mean` or `token-mean`"
+        yield Problem("aggregation", aggregation, fix)

@@ -1,30 +1,18 @@
 """Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset.
 
-What the policy's entropy is worth.
-
-What of a batch does not train.
-
-What algorithms share that sample in every step.
-
-Samples of another policy than the one that learns: other arithmetic, older weights, several updates.
-
-docs/off_policy.md has the formulas.
-
-Divergence from the reference policy.
-
-Imitation of the policy's own good samples, beside what advantages teach.
-
-How a critic learns; which model it is and where it lives is the section `critic` of the experiment.
+docs/off_policy.md has the formulas of `correction` and `kl`.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, check, default_variant
 from nemorl.config.yaml import merged
+from nemorl.errors import Problem
 
-from .advantages import AdvantageConfig, GroupAdvantageConfig, RemaxAdvantageConfig, TokenAdvantageBase
+from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
 from .base import AlgorithmBase
 from .losses import ClipLossConfig, PolicyLossConfig
 from .presets import PRESETS
@@ -32,6 +20,8 @@ from .presets import PRESETS
 
 class EntropyBonusConfig(Config):
     """A fixed weight, for each token as the loss weighs it."""
+
+    metrics: ClassVar[frozenset[str]] = frozenset()
 
     name: Literal["bonus"] = "bonus"
     coefficient: float = Field(0.0, ge=0)
@@ -41,15 +31,23 @@ class EntropyBonusConfig(Config):
 class AdaptiveEntropyConfig(Config):
     """A weight that grows while the entropy is below a target (Skywork-OR1, He et al. 2025, 2505.22312)."""
 
+    metrics: ClassVar[frozenset[str]] = frozenset({"entropy/coefficient"})
+
     name: Literal["adaptive"]
     target: float = Field(0.2, gt=0)
-    """Mean entropy per token, in nats, below which the bonus counts."""
+    """Mean entropy per token, in nats, below which the bonus is added."""
     initial: float = Field(0.0, ge=0)
     """Weight of the first step."""
     change: float = Field(0.005, gt=0)
-    """What a step adds to the weight below the target, and takes from it above."""
+    """Added to the weight in a step below the target, and subtracted above it."""
     max_coefficient: float = Field(1.0, gt=0)
     """The weight stays between 0 and this."""
+
+    @check
+    def _initial_is_allowed(self) -> Iterator[Problem]:
+        if self.initial > self.max_coefficient:
+            fix = f"it must be at most algorithm.entropy.max_coefficient, {self.max_coefficient:g}"
+            yield Problem("initial", self.initial, fix)
 
 
 EntropyConfig = Annotated[
@@ -60,17 +58,17 @@ EntropyConfig = Annotated[
 
 
 class RefillConfig(Config):
-    """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): others are sampled for groups dropped."""
+    """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): replace dropped groups by new ones."""
 
     max_batches: int = Field(10, ge=2)
     """A step samples at most this many times `num_prompts_per_step` groups."""
     at_cap: Literal["fewer", "stop"] = "fewer"
-    """When these are not enough: train on the groups there are, or stop the run with the reason."""
+    """If these are not enough: train on fewer groups, or stop the run with the reason."""
 
 
 class FiltersConfig(Config):
     drop_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal: comparing them teaches nothing."""
+    """Drop groups whose rewards are all equal: their advantages are 0."""
     min_mean_reward: float | None = None
     """Drop groups whose mean reward is less."""
     max_mean_reward: float | None = None
@@ -78,45 +76,87 @@ class FiltersConfig(Config):
     reward: str | None = None
     """Name of the reward by which groups are dropped; the weighted sum when not given."""
     refill: RefillConfig | None = None
-    """Sample other groups for those dropped by one of the fields above; without it a step has fewer."""
+    """Sample other groups for those dropped by the fields above; without it a step has fewer."""
     keep_most_varied: float | None = Field(None, gt=0, lt=1)
-    """Of a batch train only this share of the groups, those whose rewards vary most (StarPO-S)."""
+    """Train only on this share of a batch's groups, those whose rewards vary most (StarPO-S)."""
     drop_truncated: bool = False
-    """Trajectories that a limit of tokens ended do not train; their reward counts in their group."""
+    """Do not train on trajectories that a token limit ended; their reward counts in their group."""
 
     @property
     def drops_groups(self) -> bool:
-        """Whether a group can be dropped by what it is, without the rest of its batch."""
+        """True if groups are dropped independently of the rest of their batch."""
         return self.drop_equal_rewards or self.min_mean_reward is not None or self.max_mean_reward is not None
 
     @property
     def active(self) -> bool:
-        """Whether anything is kept from training at all."""
+        """True if any sample is left out of training."""
         return self.drops_groups or self.keep_most_varied is not None or self.drop_truncated
+
+    @property
+    def metrics(self) -> Iterator[str]:
+        """Names of the metrics that the filters produce."""
+        if self.active:
+            yield from ("filters/sampled", "filters/kept")
+        if self.drop_equal_rewards:
+            yield "filters/dropped_equal_rewards"
+        if self.min_mean_reward is not None or self.max_mean_reward is not None:
+            yield "filters/dropped_mean_reward"
+        if self.keep_most_varied is not None:
+            yield "filters/least_varied"
+        if self.drop_truncated:
+            yield "filters/truncated"
+
+    @check
+    def _something_is_dropped(self) -> Iterator[Problem]:
+        dropping = "drop_equal_rewards, min_mean_reward or max_mean_reward"
+        if not self.drops_groups:
+            reason = f"no group is dropped that another could replace; set one of {dropping}, or remove this"
+            yield from self.without_effect(("refill",), reason)
+        if not self.drops_groups and self.keep_most_varied is None:
+            reason = f"no group is dropped by it; set one of {dropping} or keep_most_varied, or remove this"
+            yield from self.without_effect(("reward",), reason)
+        low, high = self.min_mean_reward, self.max_mean_reward
+        if low is not None and high is not None and low > high:
+            fix = f"no group would be left; set it to at most algorithm.filters.max_mean_reward, {high:g}"
+            yield Problem("min_mean_reward", low, fix)
 
 
 class OnlineBase(AlgorithmBase):
-    """Sample groups, learn from them, hand the weights over."""
+    """Sample groups, train on them, update the engines' weights."""
+
+    online: ClassVar[bool] = True
+    needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
 
     num_prompts_per_step: int = Field(ge=1)
     """Tasks sampled in a step."""
     num_generations_per_prompt: int = Field(ge=1)
     """Trajectories of each task, a group."""
     max_staleness: int = Field(0, ge=0)
-    """Versions that the sampling weights may lie behind the trained ones; 0 is synchronous."""
+    """Versions by which sampling weights may be older than the trained ones; 0 is synchronous."""
     filters: FiltersConfig = FiltersConfig()
-    """What of a step's samples does not train."""
+    """Samples that are left out of training."""
     max_logprob_gap: float = Field(0.2, gt=0)
-    """Stop when the mean absolute difference between the engine's and the trainer's logprobs is larger."""
+    """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger."""
     max_token_logprob_gap: float | None = Field(None, gt=0)
-    """Stop when that difference is larger at any token; not looked at when not given."""
+    """Stop if that difference is larger at any token; null does not check it."""
     logprob_gap_period: int | None = Field(None, ge=1)
     """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @property
-    def online(self) -> bool:
-        """It samples in every step."""
-        return True
+    def metrics(self) -> frozenset[str]:
+        """And those of sampling and of weight updates."""
+        return super().metrics | {
+            *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
+            *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
+            *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
+            *("time/generation", "time/environment", "time/loading", "time/logprobs"),
+            *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
+            *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
+            *("generation/requests_failed", "generation/retries"),
+            *("logprob_gap/mean", "logprob_gap/max"),
+            *REFIT_METRICS,
+            *self.filters.metrics,
+        }
 
     @property
     def trajectories_per_step(self) -> int:
@@ -124,16 +164,40 @@ class OnlineBase(AlgorithmBase):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
+    def allows_staleness(self) -> bool:
+        """As configured."""
+        return self.max_staleness > 0
+
+    @property
     def greedy_baseline(self) -> bool:
-        """Whether a greedy sample of each task is wanted beside its group."""
+        """True if a greedy sample of each task is drawn in addition to its group."""
         return False
+
+    @check
+    def _no_staleness_yet(self) -> Iterator[Problem]:
+        reason = "this release samples with the newest weights only; set it to 0"
+        yield from self.without_effect(("max_staleness",), reason)
+
+    @check
+    def _groups_can_vary(self) -> Iterator[Problem]:
+        if self.num_generations_per_prompt == 1:
+            reason = (
+                "in a group of one all rewards are equal; raise algorithm.num_generations_per_prompt, or "
+                "remove this"
+            )
+            for problem in self.filters.without_effect(("drop_equal_rewards", "keep_most_varied"), reason):
+                yield Problem(f"filters.{problem.field}", problem.value, problem.fix)
+
+
+REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
+POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
 
 
 Level = Literal["token", "sequence", "geometric"]
 
 
 class SequenceMaskConfig(Config):
-    """Whole sequences are left out by the geometric mean of their tokens' ratios, trainer over engine."""
+    """Leave sequences out by the geometric mean of their tokens' ratios, trainer over engine."""
 
     low: float = Field(gt=0, lt=1)
     """A sequence counts when the mean ratio is at least this."""
@@ -155,22 +219,71 @@ class CorrectionBase(Config):
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
 
     weighs: ClassVar[bool] = True  # tokens or sequences get weights
-    bounds_leave_out: ClassVar[bool] = False  # what weighs too much gets the weight 0
+    bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
+    weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some tokens may have no loss for what old policy and engine say of them."""
+        """True if tokens may have no loss because old policy and engine differ."""
         return self.bounds_leave_out or self.sequence_mask is not None
 
     @property
     def compares(self) -> bool:
-        """Whether old policy and engine are compared for more than figures."""
+        """True if old policy and engine are compared for more than metrics."""
         return self.weighs or self.sequence_mask is not None
 
     @property
     def changes_terms(self) -> bool:
-        """Whether the loss of some tokens may be weighed or left out."""
+        """True if the loss of tokens may be weighed or left out."""
         return self.compares or self.off_policy_threshold is not None
+
+    @property
+    def metrics(self) -> Iterator[str]:
+        """Names of the metrics that the correction produces."""
+        if self.weighs:
+            yield from (self.weight_metric, "correction/ratio_mean", "correction/ratio_max")
+        if self.sequence_mask is not None:
+            yield "correction/masked_sequences"
+        if self.off_policy_threshold is not None:
+            yield "correction/masked_off_policy"
+        if self.changes_terms:
+            yield from ("correction/mean", "correction/ess")
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Bounds of the weights, if there are weights."""
+        return None
+
+    @check
+    def _bounds_are_in_order(self) -> Iterator[Problem]:
+        if self.bounds is None:
+            return
+        low, high = self.bounds
+        if low >= high:
+            yield Problem("low", low, f"it must be less than algorithm.correction.high, {high:g}")
+        elif low > 1:
+            fix = "set it to at most 1, the weight of a token on which engine and trainer agree"
+            yield Problem("low", low, fix)
+        elif high < 1:
+            fix = "set it to at least 1, the weight of a token on which engine and trainer agree"
+            yield Problem("high", high, fix)
+
+    @check
+    def _divisor_differs(self) -> Iterator[Problem]:
+        if self.divisor == "all":
+            return
+        if self.form == "bypass":
+            fix = (
+                "in the bypass form only the update itself shows what is left out; use `all`, or "
+                "algorithm.correction.form `decoupled`"
+            )
+            yield Problem("divisor", "kept", fix)
+        elif not self.leaves_out:
+            fix = (
+                "no token is left out; remove this, use `mis` or `icepop`, or set "
+                "algorithm.correction.sequence_mask"
+            )
+            yield Problem("divisor", "kept", fix)
 
 
 class NoCorrectionConfig(CorrectionBase):
@@ -192,9 +305,16 @@ class TruncatedCorrectionConfig(CorrectionBase):
     high: float = Field(2.0, gt=0)
     """Larger weights become this."""
 
+    weight_metric: ClassVar[str] = "correction/truncated"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """As configured."""
+        return self.low, self.high
+
 
 class MaskedCorrectionConfig(CorrectionBase):
-    """Masked importance sampling: what weighs too much is left out."""
+    """Masked importance sampling: leave out tokens or sequences of large weight."""
 
     name: Literal["mis"]
     level: Level = "token"
@@ -204,9 +324,14 @@ class MaskedCorrectionConfig(CorrectionBase):
 
     bounds_leave_out: ClassVar[bool] = True
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """There is no lower one."""
+        return 0.0, self.high
+
 
 class IcePopCorrectionConfig(CorrectionBase):
-    """IcePop: what weighs too little or too much is left out (Ling Team 2025, arXiv 2510.18855)."""
+    """IcePop: leave out small and large weights (Ling Team 2025, arXiv 2510.18855)."""
 
     name: Literal["icepop"]
     level: Level = "token"
@@ -218,6 +343,11 @@ class IcePopCorrectionConfig(CorrectionBase):
 
     bounds_leave_out: ClassVar[bool] = True
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """As configured."""
+        return self.low, self.high
+
 
 CorrectionConfig = Annotated[
     NoCorrectionConfig | TruncatedCorrectionConfig | MaskedCorrectionConfig | IcePopCorrectionConfig,
@@ -227,40 +357,75 @@ CorrectionConfig = Annotated[
 
 
 class KLConfig(Config):
-    """Which estimator gives which gradient is told in `nemorl.algorithms.kl` and docs/off_policy.md."""
+    """docs/off_policy.md says which estimator gives which gradient."""
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the divergence from the reference policy; 0 keeps no reference at all."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence per token (Schulman, "Approximating KL divergence", 2020)."""
     placement: Literal["loss", "reward"] = "loss"
-    """Add it to the loss, where its gradient counts, or take it from each token's reward."""
+    """Add it to the loss, with its gradient, or subtract it from each token's reward."""
     straight_through: bool = False
     """In the loss: the value is the estimator's and the gradient k2's, which is that of the divergence."""
     importance_weighted: bool = False
-    """In the loss: weigh by the ratio to the policy that sampled, so that stale samples do not bias it."""
+    """In the loss: multiply by the ratio to the policy that sampled, so that stale samples do not bias it."""
     max_value: float | None = Field(None, gt=0)
     """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
     verl and OpenRLHF: 10."""
 
+    @property
+    def active(self) -> bool:
+        """True if there is a reference."""
+        return self.coefficient > 0
+
+    @check
+    def _estimator_has_a_gradient(self) -> Iterator[Problem]:
+        """k1 in the loss has gradient 0 in expectation; in the reward the others have a wrong gradient."""
+        if not self.active:
+            return
+        if self.placement == "reward":
+            reason = "a reward has no gradient; use algorithm.kl.placement `loss`, or remove this"
+            yield from self.without_effect(("straight_through", "importance_weighted"), reason)
+            if self.estimator != "k1":
+                fix = (
+                    "in the reward only k1 has a gradient towards the reference; use k1, or "
+                    "algorithm.kl.placement `loss`"
+                )
+                yield Problem("estimator", self.estimator, fix)
+        elif self.estimator == "k1" and not (self.straight_through or self.importance_weighted):
+            fix = (
+                "in the loss the gradient of k1 is 0 in expectation; use k2 or k3, set "
+                "algorithm.kl.straight_through to true, or use algorithm.kl.placement `reward`"
+            )
+            yield Problem("estimator", self.estimator, fix)
+        if self.straight_through and self.estimator == "k2":
+            fix = "k2 has this gradient already; remove it, or use the value of k1 or k3"
+            yield Problem("straight_through", True, fix)
+
 
 class LikelihoodConfig(Config):
-    """The likelihood of samples that were paid well (VAPO's positive-example loss, arXiv 2504.05118)."""
+    """The likelihood of samples with a high reward (VAPO's positive-example loss, arXiv 2504.05118)."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of their mean negative logprob per token, added to the loss; the paper takes 0.1."""
+    """Weight of their mean negative logprob per token, added to the loss; 0.1 in the paper."""
     min_reward: float = 1.0
-    """A trajectory is imitated when its reward is at least this."""
+    """A trajectory is imitated if its reward is at least this."""
+
+    @check
+    def _something_is_imitated(self) -> Iterator[Problem]:
+        if self.coefficient == 0:
+            reason = "algorithm.likelihood.coefficient is 0, so nothing is imitated; raise it, or remove this"
+            yield from self.without_effect(("min_reward",), reason)
 
 
 class CriticLearningConfig(Config):
     value_clip: float | None = Field(0.2, gt=0)
-    """Values are clipped to this distance from those before the step, and the larger error counts (PPO);
-    null clips nothing."""
+    """Clip values to this distance from those before the step, and use the larger error (PPO); null clips
+    nothing."""
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """How squared errors of tokens become one number."""
+    """How squared errors of tokens are aggregated."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps at the beginning in which the critic alone learns."""
+    """First steps in which only the critic is trained."""
 
 
 if TYPE_CHECKING:
@@ -270,13 +435,15 @@ else:
 
 
 class OnlineConfig(OnlineBase):
-    """Sample, score, learn, hand the weights over."""
+    """Sample, score, train, update the weights."""
+
+    reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
 
     name: OnlineName
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""
     num_epochs: int = Field(1, ge=1)
-    """Times that the batch of a step is gone through, in the same minibatches."""
+    """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
     loss: PolicyLossConfig = ClipLossConfig()
@@ -284,18 +451,18 @@ class OnlineConfig(OnlineBase):
     kl: KLConfig = KLConfig()
     """Divergence from the reference policy."""
     entropy: EntropyConfig = EntropyBonusConfig()
-    """What the entropy is worth."""
+    """The bonus for entropy."""
     likelihood: LikelihoodConfig = LikelihoodConfig()
-    """What the likelihood of well-paid samples is worth."""
+    """The loss that imitates samples with a high reward."""
     correction: CorrectionConfig = NoCorrectionConfig()
-    """How samples of another policy than the one that learns are weighed or left out."""
+    """How samples of another policy than the trained one are weighed or left out."""
     critic: CriticLearningConfig | None = None
-    """How a critic learns, for advantages that want one; which model it is says the experiment's `critic`."""
+    """Training of a critic, for advantages that need one; the section `critic` says which model it is."""
 
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: Any) -> Any:
-        """What the experiment says, laid over the preset that it names."""
+        """Lay the experiment's fields over those of the preset that it names."""
         if not isinstance(section, dict) or section.get("name") not in PRESETS:
             return section
         return merged(dict(PRESETS[section["name"]].settings), section)
@@ -306,13 +473,35 @@ class OnlineConfig(OnlineBase):
         return self.trajectories_per_step // self.num_minibatches
 
     @property
+    def metrics(self) -> frozenset[str]:
+        """And those of its parts."""
+        of_token_advantages = ("advantage/mean", "advantage/std")
+        of_reward = ("kl/penalty", "time/advantages")
+        of_critic = ("loss", "value", "return", "clip_fraction", "explained_variance", "grad_norm", "lr")
+        return super().metrics | {
+            *POLICY_METRICS,
+            "loss/policy",
+            *self.loss.metrics,
+            *self.correction.metrics,
+            *self.entropy.metrics,
+            *(("reward/of_greedy",) if self.greedy_baseline else ()),
+            *(("kl/reference",) if self.kl.active else ()),
+            *(("loss/likelihood",) if self.likelihood.coefficient > 0 else ()),
+            *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
+            *(of_token_advantages if self.estimates_tokens else ()),
+            *(of_reward if self.estimates_tokens or self.kl_in_reward else ()),
+            *(("time/values", "critic/skipped_updates") if self.keeps_critic else ()),
+            *(f"critic/{name}" for name in of_critic if self.keeps_critic),
+        }
+
+    @property
     def keeps_reference(self) -> bool:
-        """Whether divergence from it counts."""
-        return self.kl.coefficient > 0
+        """True if the divergence from it is used."""
+        return self.kl.active
 
     @property
     def keeps_critic(self) -> bool:
-        """Whether values are learnt."""
+        """True if values are trained."""
         return self.critic is not None
 
     @property
@@ -322,30 +511,140 @@ class OnlineConfig(OnlineBase):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether divergence is taken from the rewards; the loss leaves it out then."""
-        return self.kl.coefficient > 0 and self.kl.placement == "reward"
+        """True if the divergence is subtracted from the rewards, and not added to the loss."""
+        return self.kl.active and self.kl.placement == "reward"
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether a greedy sample of each task is wanted beside its group."""
-        return isinstance(self.advantage, RemaxAdvantageConfig)
+        """As the advantage needs."""
+        return self.advantage.needs_greedy_sample
 
     @property
     def estimates_tokens(self) -> bool:
-        """Whether advantages differ from token to token, so that policy workers compute them."""
-        return isinstance(self.advantage, TokenAdvantageBase)
+        """True if policy workers compute an advantage for each token."""
+        return self.advantage.per_token
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the policy's logprobs before the first update have to be computed.
+        """True if the policy's logprobs before the first update have to be computed.
 
         A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
-        chooses among all tokens before it sees any, by covariance or by entropy, or is divided by those that
-        the correction keeps. Several want the pass where a ratio, a weight or a mask is taken against the old
-        policy; in the bypass form of the correction the engine's logprobs are the old ones.
+        selects among all tokens before it computes any, by covariance or by entropy, or is divided by those
+        that the correction keeps. Several updates need the pass if a ratio, a weight or a mask is relative to
+        the old policy; in the bypass form of the correction the engine's logprobs are the old ones.
         """
         compared = self.loss.has_ratio or self.correction.compares or self.kl.importance_weighted
         before_all = self.loss.selects_tokens or self.correction.divisor == "kept"
-        wanted = before_all or (self.updates_per_step > 1 and compared)
+        needed = before_all or (self.updates_per_step > 1 and compared)
         by_entropy = self.loss.selects_by_entropy
-        return self.kl_in_reward or by_entropy or (wanted and self.correction.form == "decoupled")
+        return self.kl_in_reward or by_entropy or (needed and self.correction.form == "decoupled")
+
+    @property
+    def described_trajectories(self) -> str:
+        """For messages."""
+        return (
+            f"{self.trajectories_per_step} trajectories "
+            f"({self.num_prompts_per_step} prompts x {self.num_generations_per_prompt} generations)"
+        )
+
+    @check
+    def _minibatches_divide(self) -> Iterator[Problem]:
+        if self.trajectories_per_step % self.num_minibatches:
+            fix = f"it must divide the {self.described_trajectories} of a step"
+            yield Problem("num_minibatches", self.num_minibatches, fix)
+
+    @check
+    def _kl_settings_are_used(self) -> Iterator[Problem]:
+        if self.kl.active:
+            return
+        by_preset = PRESETS[self.name].settings.get("kl", {})
+        for name in ("estimator", "straight_through", "importance_weighted", "max_value"):
+            value = getattr(self.kl, name)
+            if value != by_preset.get(name, KLConfig.model_fields[name].default):
+                fix = "algorithm.kl.coefficient is 0, so nothing is estimated; raise it, or remove this"
+                yield Problem(f"kl.{name}", value, fix)
+
+    @check
+    def _loss_can_act(self) -> Iterator[Problem]:
+        """A loss without gradient at the old policy needs updates after the first."""
+        decoupled = self.correction.form == "decoupled"
+        if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
+            fix = (
+                f"`{self.loss.name}` holds tokens near the policy before the first update of a step, where a "
+                "single update starts; set it to 2 or more"
+            )
+            yield Problem("num_minibatches", self.num_minibatches, fix)
+
+    @check
+    def _loss_fits_the_advantage(self) -> Iterator[Problem]:
+        if self.loss.per_sequence and self.advantage.per_turn:
+            fix = (
+                f"its formula has one advantage for a sequence, and `{self.advantage.name}` has several; use "
+                "`gspo_token`, or a loss of tokens such as `clip`"
+            )
+            yield Problem("loss.name", self.loss.name, fix)
+
+    @check
+    def _correction_fits_the_loss(self) -> Iterator[Problem]:
+        """In the bypass form a ratio corrects already; without one there must be something else to do."""
+        correction, loss = self.correction, self.loss
+        if correction.form == "decoupled":
+            return
+        if correction.weighs and not correction.bounds_leave_out and loss.has_ratio:
+            fix = (
+                f"in the bypass form the ratio of `{loss.name}` is relative to the engine, and weighs each "
+                "token already; use `mis` or `icepop`, which then only leave out, or "
+                "algorithm.correction.form `decoupled`"
+            )
+            yield Problem("correction.name", correction.name, fix)
+        if not correction.changes_terms and not loss.has_ratio:
+            fix = f"`{loss.name}` has no ratio to the engine; remove it, or use `tis`"
+            yield Problem("correction.form", correction.form, fix)
+
+    @check
+    def _groups_can_be_compared(self) -> Iterator[Problem]:
+        members = self.num_generations_per_prompt
+        if self.advantage.needs_group and members == 1:
+            fix = (
+                "a trajectory alone in its group has advantage 0; set it to 2 or more, or use "
+                "algorithm.advantage `reinforce`, which compares with the batch or uses the reward itself"
+            )
+            yield Problem("num_generations_per_prompt", 1, fix)
+        if isinstance(self.advantage, PassAtKAdvantageConfig) and 1 < members <= self.advantage.k:
+            fix = (
+                f"all sets of {self.advantage.k} have the same reward in a group of {members} trajectories; "
+                "use a smaller k, or raise algorithm.num_generations_per_prompt"
+            )
+            yield Problem("advantage.k", self.advantage.k, fix)
+
+    @check
+    def _divergence_reaches_advantages(self) -> Iterator[Problem]:
+        if not self.kl_in_reward:
+            return
+        if not self.advantage.uses_reward_sum:
+            fix = (
+                f"the advantage `{self.advantage.name}` does not use the sum of rewards, from which it would "
+                "be subtracted; set it to loss, or use another advantage"
+            )
+            yield Problem("kl.placement", "reward", fix)
+        if self.filters.drop_truncated and not self.estimates_tokens:
+            fix = (
+                "the divergence of dropped trajectories is not computed, so it would be missing in the "
+                "rewards that the group is compared with; set algorithm.kl.placement to loss, or remove this"
+            )
+            yield Problem("filters.drop_truncated", True, fix)
+
+    @check
+    def _critic_is_needed(self) -> Iterator[Problem]:
+        needs, name = self.advantage.needs_values, self.advantage.name
+        if needs and self.critic is None:
+            by_preset = "critic" in PRESETS[self.name].settings  # so null was written
+            change = "remove this null" if by_preset else "set `algorithm.critic: {}`, or use `name: ppo`"
+            fix = f"the advantage `{name}` needs the values of a critic; {change}"
+            yield Problem("critic", None, f"{fix}, or use the advantage `token_returns` or `group`")
+        elif not needs and self.critic is not None:
+            fix = f"the advantage `{name}` uses no values; set this to null, or use `gae`"
+            yield Problem("critic", self.critic.model_dump(mode="json", exclude_unset=True), fix)
+        elif self.critic is not None and self.critic.warmup_steps >= self.num_steps:
+            fix = f"the run has {self.num_steps} steps, so the policy would not be trained; set it to fewer"
+            yield Problem("critic.warmup_steps", self.critic.warmup_steps, fix)
