@@ -19,6 +19,7 @@ Advantages of single turns, for conversations in which the environment pays on t
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from nemorl.config.algorithm.advantages import (
     RemaxAdvantageConfig,
     TurnAdvantageConfig,
 )
+from nemorl.config.base import Config
 from nemorl.data.batches import Advantage
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 
@@ -282,30 +284,24 @@ def _relative_turns(values: Tensor, config: TurnAdvantageConfig) -> Tensor:
 
 Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]
 
+# From a config and the weights of the rewards.
+_ESTIMATORS: Mapping[type[Config], Callable[[Any, Mapping[str, float]], Estimator]] = {
+    GroupAdvantageConfig: lambda config, _: partial(group_relative, config=config),
+    RemaxAdvantageConfig: lambda *_: remax,
+    OptimalBaselineAdvantageConfig: lambda *_: optimal_baseline,
+    GpgAdvantageConfig: lambda config, _: partial(gpg, config=config),
+    PassAtKAdvantageConfig: lambda config, _: partial(pass_at_k, config=config),
+    ReinforceAdvantageConfig: lambda config, _: partial(reinforce, config=config),
+    GroupThenBatchAdvantageConfig: lambda config, _: partial(group_then_batch, config=config),
+    GdpoAdvantageConfig: lambda config, weights: partial(gdpo, config=config, reward_weights=weights),
+    TurnAdvantageConfig: lambda config, _: partial(turn_relative, config=config),
+    CustomAdvantageConfig: lambda config, _: own_advantages(config),
+}
+
 
 def estimator(config: OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
     """From groups to the advantages of their trajectories; `reward_weights` are of the rewards by name.
 
-    Raises CustomFunctionError where a function of the user's cannot be found.
+    Raises CustomFunctionError if a function of the user's cannot be found.
     """
-    match config:
-        case GroupAdvantageConfig():
-            return partial(group_relative, config=config)
-        case RemaxAdvantageConfig():
-            return remax
-        case OptimalBaselineAdvantageConfig():
-            return optimal_baseline
-        case GpgAdvantageConfig():
-            return partial(gpg, config=config)
-        case PassAtKAdvantageConfig():
-            return partial(pass_at_k, config=config)
-        case ReinforceAdvantageConfig():
-            return partial(reinforce, config=config)
-        case GroupThenBatchAdvantageConfig():
-            return partial(group_then_batch, config=config)
-        case GdpoAdvantageConfig():
-            return partial(gdpo, config=config, reward_weights=reward_weights)
-        case TurnAdvantageConfig():
-            return partial(turn_relative, config=config)
-        case CustomAdvantageConfig():
-            return own_advantages(config)
+    return _ESTIMATORS[type(config)](config, reward_weights)

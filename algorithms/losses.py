@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import (
-    ClipCovLossConfig,
     CorrectionConfig,
     KLConfig,
-    KlCovLossConfig,
     NoCorrectionConfig,
     PolicyLossConfig,
 )
@@ -60,7 +58,7 @@ class PolicyLoss:
         if self.correction.divisor == "kept":
             counts = over_ranks(totals(kept(batch, self.correction).double(), batch))
             loss = replace(loss, divisor=Divisor.of(counts.tolist()))
-        if not isinstance(self.config, ClipCovLossConfig | KlCovLossConfig):
+        if not self.config.selects_tokens:
             return loss
         old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
         assert old is not None, "a choice by covariance wants old logprobs"

@@ -34,7 +34,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import (
+from nemorl.config.algorithm.losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
@@ -43,7 +43,7 @@ from nemorl.config.algorithm import (
     GspoLossConfig,
     GspoTokenLossConfig,
     KlCovLossConfig,
-    PolicyLossConfig,
+    PolicyLossBase,
     ReinforceLossConfig,
     SapoLossConfig,
 )
@@ -220,9 +220,7 @@ class Choice:
         return chosen if self.last_draw is None else chosen & (draws(batch) <= self.last_draw)
 
 
-def choose(
-    batch: PackedBatch, old: Tensor, config: ClipCovLossConfig | KlCovLossConfig, over_ranks: OverRanks
-) -> Choice | None:
+def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: OverRanks) -> Choice | None:
     """From this rank's part of an update; None where no token is chosen at all.
 
     At most `fraction` of all sampled tokens, rounded down, but one at least as in the paper's code and verl.
@@ -230,7 +228,10 @@ def choose(
     of the tokens up to it, so that it is the same under every layout and after a resume. KL-Cov takes the
     highest, of positive ones alone: where all advantages are equal there are none.
     """
-    assert batch.advantages is not None, "a choice by covariance wants advantages"
+    assert isinstance(config, ClipCovLossConfig | KlCovLossConfig), (
+        f"{type(config).__name__} selects no tokens"
+    )
+    assert batch.advantages is not None, "a choice by covariance requires advantages"
     mask = batch.loss_mask
     logprobs, advantages = over_ranks(old[mask].double()), over_ranks(batch.advantages[mask].double())
     if len(logprobs) == 0:
@@ -399,16 +400,18 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
             raise _error(config.function, problem)
 
 
-def called(config: CustomLossConfig, batch: PackedBatch, *tensors: Tensor) -> TokenLoss:
-    """The loss of a batch; `tensors` are logprobs, old and advantages, [N] each.
+def custom_loss(
+    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: CustomLossConfig
+) -> TokenLoss:
+    """The loss of a function of the user's.
 
-    Raises CustomFunctionError where the function does not return tensors of that shape, or raises SystemExit.
+    Raises CustomFunctionError if the function does not return tensors [N], or raises SystemExit.
     """
     try:
-        found = own_loss(config)(batch, *tensors, **config.arguments)
-    except SystemExit as error:  # which would end the worker without a word
+        found = own_loss(config)(batch, logprobs, old, advantages, **config.arguments)
+    except SystemExit as error:  # which would end the worker without a message
         raise _error(config.function, f"it raised SystemExit: {error} (algorithm.loss.function)") from error
-    if problem := _form(found, tensors[0]):
+    if problem := _form(found, logprobs):
         raise _error(config.function, f"{problem} (algorithm.loss.function)")
     return found
 
@@ -465,34 +468,28 @@ def _error(name: str, problem: str) -> CustomFunctionError:
     return CustomFunctionError(f"policy loss `{name}`: {problem}")
 
 
+_LOSSES: Mapping[type[PolicyLossBase], LossFunction] = {
+    ClipLossConfig: clip,
+    GspoLossConfig: gspo,
+    GspoTokenLossConfig: gspo_token,
+    GmpoLossConfig: gmpo,
+    CispoLossConfig: cispo,
+    SapoLossConfig: sapo,
+    ReinforceLossConfig: reinforce,
+    ClipCovLossConfig: clip_cov,
+    KlCovLossConfig: kl_cov,
+    CustomLossConfig: custom_loss,
+}
+
+
 def token_loss(
-    config: PolicyLossConfig,
+    config: PolicyLossBase,
     batch: PackedBatch,
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
     choice: Choice | None = None,
 ) -> TokenLoss:
-    """The loss that the config names; `choice` is what the losses by covariance found for this update."""
-    given = batch, logprobs, old, advantages
-    match config:
-        case ClipLossConfig():
-            return clip(*given, config)
-        case GspoLossConfig():
-            return gspo(*given, config)
-        case GspoTokenLossConfig():
-            return gspo_token(*given, config)
-        case GmpoLossConfig():
-            return gmpo(*given, config)
-        case CispoLossConfig():
-            return cispo(*given, config)
-        case SapoLossConfig():
-            return sapo(*given, config)
-        case ReinforceLossConfig():
-            return reinforce(*given, config)
-        case ClipCovLossConfig():
-            return clip_cov(*given, config, choice)
-        case KlCovLossConfig():
-            return kl_cov(*given, config, choice)
-        case CustomLossConfig():
-            return called(config, *given)
+    """The loss that the config names; `choice` is the result of `choose` for losses that select tokens."""
+    selected = {"choice": choice} if config.selects_tokens else {}
+    return _LOSSES[type(config)](batch, logprobs, old, advantages, config, **selected)

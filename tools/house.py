@@ -78,7 +78,7 @@ STOPS = {
     "a critic": ("PolicyHost.estimate", "PolicyHost.share", "PolicyHost.take", "value_metrics", "ScalarHead"),
     "a teacher": ("head:logprobs_at",),
     "the policy that samples by itself": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
-    "a function of the user's": ("own_advantages", "policy_losses:called"),
+    "a function of the user's": ("own_advantages", "policy_losses:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
