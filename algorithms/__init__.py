@@ -1,1 +1,1 @@
-"""What is optimised: advantages, losses, one short file per algorithm, and the loops that run them."""
+"""What is learned: one step of each kind of algorithm, advantages, losses, filters and corrections."""

@@ -1,19 +1,12 @@
-"""How good the trajectories of a batch were beside what could be expected, by the name of the estimator.
+"""Advantages of trajectories, or of their turns, from the rewards of a batch.
 
-All take groups and give numbers: one for each trajectory, or one for each of its turns. The groups hold what
-counts, without failed trajectories and dropped groups. Advantages that differ from token to token are made
-where the tokens are (`token_advantages.py`).
+Each estimator takes the groups of a batch, without failed trajectories and dropped groups, and returns a list
+for each group, with a number for each trajectory or a tuple with one for each of its turns. Advantages that
+differ between tokens are computed where the tokens are (`token_advantages.py`).
 
-Advantages within each group: what a trajectory is beside the others of its task.
-
-Each function takes the groups of a batch and gives a list for each, of a number for each trajectory. Where
-a group is compared with itself, one of a single member, or of equal rewards, has advantage 0 exactly. In verl
-a single member has its raw reward: that is the advantage `reinforce` with `normalization: none` here, for
-groups of one; a member whose others failed has 0 all the same.
-
-Advantages that the whole batch scales, and those of several rewards.
-
-Advantages of single turns, for conversations in which the environment pays on the way.
+Estimators that compare the members of a group give exactly 0 to a group with a single member or with equal
+rewards. In verl a single member has its raw reward: that is `reinforce` with `normalization: none` here, for
+groups of one; a member whose others failed has 0 here.
 """
 
 import math
@@ -108,12 +101,12 @@ def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list
 
 
 def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) -> list[list[float]]:
-    """The expectation of GRPO's advantage when each k of the group's n trajectories are paid as one.
+    """The expectation of GRPO's advantage when each k of the group's n trajectories are rewarded as one.
 
     Chen et al. 2025, arXiv 2508.10751. With n- trajectories that do not pass,
-    `R = 1 - C(n-, k) / C(n, k)` is the mean of the paid sets and `s = sqrt(R (1 - R))` their deviation; who
+    `R = 1 - C(n-, k) / C(n, k)` is the mean reward of the sets and `s = sqrt(R (1 - R))` their deviation; who
     passes has `(1 - R) / s`, who does not `(1 - R - C(n- - 1, k - 1) / C(n - 1, k - 1)) / s`. Where every set
-    is paid alike, and where fewer than k trajectories are left, it is 0.
+    has the same reward, and where fewer than k trajectories are left, it is 0.
     """
     return [_pass_at_k(group, config) for group in groups]
 
@@ -179,7 +172,7 @@ def group_then_batch(
 def gdpo(
     groups: Sequence[GroupSummary], config: GdpoAdvantageConfig, reward_weights: Mapping[str, float]
 ) -> list[list[float]]:
-    """Each reward by itself as in GRPO, then summed by its weight, then whitened over the batch.
+    """Each reward separately as in GRPO, then summed by its weight, then whitened over the batch.
 
     GDPO, Liu et al. 2026, arXiv 2601.05242: differences in one reward do not vanish in the sum of
     all. A reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it.
@@ -196,13 +189,13 @@ def _sum_of_rewards(group: GroupSummary, epsilon: float, reward_weights: Mapping
     summed = torch.zeros(len(group.trajectories), dtype=torch.float64)
     for name in sorted({name for t in group.trajectories for name in t.rewards}):
         index = [place for place, t in enumerate(group.trajectories) if name in t.rewards]
-        paid = torch.tensor([group.trajectories[i].rewards[name] for i in index], dtype=torch.float64)
-        summed[index] += reward_weights[name] * standardized(paid, epsilon)
+        values = torch.tensor([group.trajectories[i].rewards[name] for i in index], dtype=torch.float64)
+        summed[index] += reward_weights[name] * standardized(values, epsilon)
     return summed
 
 
 def whitened(values: Tensor, counts: Tensor, epsilon: float) -> Tensor:
-    """`(v - mean) / (std + epsilon)`, where each value stands for `counts` equal ones; unbiased.
+    """`(v - mean) / (std + epsilon)`, where each value counts as `counts` equal ones; unbiased.
 
     All 0 where the values are equal. verl's `masked_whiten` is the same but for epsilon, which it adds to
     the variance; OpenRLHF divides the variance by n.
@@ -238,10 +231,10 @@ def turn_relative(
     """One advantage for each turn of each trajectory.
 
     MT-GRPO, Zeng et al. 2025, arXiv 2505.11821: the last turn has the advantage of the outcome in
-    its group; turn k before it has that of what is paid for it among the k-th turns of the group that are not
-    last ones, plus `outcome_weight` times that of the outcome. The outcome is the reward less what was paid
-    for turns before the last one. With `discount` d a turn also earns what is paid j turns on, times d^j, as
-    in returns (Ding et al. 2025, arXiv 2511.14846).
+    its group; turn k before it has that of its reward among the k-th turns of the group that are not
+    last ones, plus `outcome_weight` times that of the outcome. The outcome is the reward less the rewards
+    of turns before the last one. With `discount` d a turn also earns the reward of j turns later, times d^j,
+    as in returns (Ding et al. 2025, arXiv 2511.14846).
     """
     return [_of_group(group.trajectories, config) for group in groups]
 
@@ -257,8 +250,8 @@ def _of_group(
     ]
     for turn in range(max(map(len, earned), default=0)):
         rows = [row for row, e in enumerate(earned) if len(e) > turn]
-        paid = torch.tensor([earned[row][turn] for row in rows], dtype=torch.float64)
-        for row, value in zip(rows, _relative_turns(paid, config).tolist(), strict=True):
+        values = torch.tensor([earned[row][turn] for row in rows], dtype=torch.float64)
+        for row, value in zip(rows, _relative_turns(values, config).tolist(), strict=True):
             advantages[row][turn] += value
     return [
         (*on_the_way, outcome) if t.num_turns else ()
@@ -267,11 +260,11 @@ def _of_group(
 
 
 def _earned_on_the_way(trajectory: TrajectorySummary, discount: float) -> list[float]:
-    """What each turn but the last one is paid, with what comes after it: one number a turn."""
+    """The discounted rewards of each turn but the last one, from that turn on: one number a turn."""
     earned: list[float] = []
     later = 0.0
-    for paid in reversed(trajectory.turn_rewards[:-1]):
-        later = paid + discount * later
+    for reward in reversed(trajectory.turn_rewards[:-1]):
+        later = reward + discount * later
         earned.insert(0, later)
     return earned
 

@@ -36,8 +36,8 @@ class Corrected:
     """What the policy's loss of each token is multiplied by, without gradient."""
 
     weight: Tensor  # [N] float32
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, their means over tokens are told
-    largest: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, their maxima are told
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as means over tokens
+    largest: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as maxima
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def correct(
     In the bypass form the weight is of current over engine; a loss that has this as its ratio already takes
     from it only what is left out.
     """
-    assert batch.logprobs is not None, "a correction wants the engine's logprobs"
+    assert batch.logprobs is not None, "a correction requires the engine's logprobs"
     bypass = config.form == "bypass"
     token_log = log_ratio(batch, logprobs if bypass else old, batch.logprobs)
     weight = torch.ones_like(token_log)
@@ -82,7 +82,7 @@ def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
 
     That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
     """
-    assert batch.old_logprobs is not None, "which tokens are kept is told by old logprobs"
+    assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
     of_old = config.model_copy(update={"off_policy_threshold": None})
     old = batch.old_logprobs
     return batch.loss_mask & (correct(batch, old, old, of_old, has_ratio=True).weight > 0)

@@ -17,7 +17,7 @@ from nemorl.trajectories import StopReason
 
 
 class CustomFunctionError(NemorlError):
-    """A function that cannot be found, called or used; the message names it and the mend."""
+    """A function of the user's cannot be found, called or used; the message names it and the fix."""
 
 
 def find(what: str, name: str) -> Callable[..., Any]:
@@ -34,17 +34,17 @@ def tried(
     arguments: Mapping[str, Any],
     *,
     called: str,
-    wanted: str,
+    signature: str,
     where: str,
 ) -> Any:
-    """What a function answers to `given`, which is called `where` in messages, and `arguments`.
+    """Return `function(*given, **arguments)`; messages call these arguments `where`.
 
-    `called` is the part by name, `wanted` how it must let itself be called. Raises CustomFunctionError.
+    `called` is the function in messages, `signature` how it is called. Raises CustomFunctionError.
     """
     try:
         inspect.signature(function).bind(*given, **arguments)
     except TypeError as error:
-        raise CustomFunctionError(f"{called}: it cannot be called as {wanted}: {error}") from error
+        raise CustomFunctionError(f"{called}: it cannot be called as {signature}: {error}") from error
     try:
         found = function(*given, **arguments)
     except CustomFunctionError:
@@ -54,7 +54,7 @@ def tried(
             f"{called}: on {where} it raised {type(error).__name__}: {error}"
         ) from error
     if inspect.iscoroutine(found):
-        found.close()  # else Python warns that nobody awaited it
+        found.close()  # else Python warns that it was never awaited
         raise CustomFunctionError(f"{called}: it is an async function: make it a plain one, `def`")
     return found
 
@@ -111,7 +111,7 @@ def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[s
         [groups],
         config.arguments,
         called=f"advantage `{config.function}`",
-        wanted=f"{_ADVANTAGE_SIGNATURE} with algorithm.advantage.arguments",
+        signature=f"{_ADVANTAGE_SIGNATURE} with algorithm.advantage.arguments",
         where="two small groups",
     )
     if problem := _advantage_problem(answer, groups):
@@ -120,23 +120,23 @@ def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[s
 
 def _advantage_problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:
     if not isinstance(answer, Sequence) or len(answer) != len(groups):
-        return f"it returned {_told(answer)} for {len(groups)} groups: return a list with a list for each"
+        return f"it returned {_describe(answer)} for {len(groups)} groups: return a list with a list for each"
     for row, group in zip(answer, groups, strict=True):
         members = group.trajectories
         if not isinstance(row, Sequence) or len(row) != len(members):
-            return (
-                f"it returned {_told(row)} for a group of {len(members)}: give a number for each trajectory"
-            )
+            return f"it returned {_describe(row)} for a group of {len(members)}: return a number for each"
         for value, member in zip(row, members, strict=True):
             if isinstance(value, tuple) and len(value) != member.num_turns:
-                return f"it returned {_told(value)} for {member.num_turns} turns: give a number for each turn"
+                return (
+                    f"it returned {_describe(value)} for {member.num_turns} turns: return a number for each"
+                )
             for number in value if isinstance(value, tuple) else (value,):
                 if not isinstance(number, int | float) or not math.isfinite(number):
-                    return f"it returned {number!r} for a trajectory: a finite number is wanted"
+                    return f"it returned {number!r} for a trajectory: return finite numbers"
     return None
 
 
-def _told(answer: Any) -> str:
+def _describe(answer: Any) -> str:
     return f"{len(answer)} values" if isinstance(answer, Sequence) else type(answer).__name__
 
 
@@ -148,12 +148,12 @@ def _tiny_groups(reward_names: Sequence[str]) -> list[GroupSummary]:
     ]
 
 
-def _tiny_trajectory(row: int, paid: float, reward_names: Sequence[str]) -> TrajectorySummary:
+def _tiny_trajectory(row: int, reward: float, reward_names: Sequence[str]) -> TrajectorySummary:
     num_turns = 1 + row % 2
     return TrajectorySummary(
         row=row,
-        reward=paid * len(reward_names),
-        rewards=dict.fromkeys(reward_names, paid),
+        reward=reward * len(reward_names),
+        rewards=dict.fromkeys(reward_names, reward),
         num_tokens=12 + row,
         num_sampled=4 + row,
         num_turns=num_turns,

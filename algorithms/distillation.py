@@ -1,4 +1,4 @@
-"""Losses of distillation, and what the loops learn with from a teacher (docs/distillation.md)."""
+"""Distillation: losses, and the update and the objective that train on a teacher (docs/distillation.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,16 +41,16 @@ class SampledReverseKL:
     The value is k1, `x = log policy - log teacher`, which has no bias; the gradient is k2's, `x` times that
     of the logprob, which is that of the divergence at this place (`kl.py`). It is also that of a policy
     gradient with advantage `-x` in an on-policy step, as others write it (Lu 2025, "On-Policy Distillation").
-    What a token does to the divergence of later ones is left out, as in GKD (arXiv 2306.13649). `x` is
-    clamped to ±20 in value and gradient: what the teacher would never say is pushed away, though not beyond.
+    The effect of a token on the divergence of later ones is left out, as in GKD (arXiv 2306.13649). `x` is
+    clamped to ±20 in value and gradient.
     """
 
-    needs_entropy: bool = True  # a figure, as in every online algorithm
+    needs_entropy: bool = True  # a metric, as in every online algorithm
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`sum of weight * x`; figures that are means over tokens are divided by `finish_metrics`."""
-        assert batch.reference_logprobs is not None, "the loss wants the teacher's logprobs"
-        assert entropy is not None, "the loss wants the entropy"
+        """`sum of weight * x`; metrics that are means over tokens are divided by `finish_metrics`."""
+        assert batch.reference_logprobs is not None, "the loss requires the teacher's logprobs"
+        assert entropy is not None, "the loss requires the entropy"
         x = kl_divergence(logprobs, batch.reference_logprobs, "k1").detach()
         terms = x + x * (logprobs - logprobs.detach())
         metrics = {"distillation/reverse_kl": terms, "entropy": entropy}
@@ -67,13 +67,13 @@ class TopDivergence:
 
     def candidates(self, batch: PackedBatch) -> Tensor:
         """The teacher's tokens."""
-        assert batch.top_ids is not None, "the loss wants the teacher's likeliest tokens"
+        assert batch.top_ids is not None, "the loss requires the teacher's likeliest tokens"
         return batch.top_ids.long()
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`logprobs` [N, 1 + k]: of the token that stands there, and of the teacher's."""
-        assert batch.top_logprobs is not None, "the loss wants the teacher's logprobs"
-        assert entropy is not None, "the loss wants the entropy"
+        """`logprobs` [N, 1 + k]: of the sampled token, and of the teacher's."""
+        assert batch.top_logprobs is not None, "the loss requires the teacher's logprobs"
+        assert entropy is not None, "the loss requires the entropy"
         places = batch.loss_mask.nonzero().squeeze(1)
         teacher, policy = outcomes(batch.top_logprobs[places], logprobs[places, 1:], self.config.rest)
         forward = forward_kl(teacher, policy)
@@ -129,7 +129,7 @@ def _at(places: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def _gap(batch: PackedBatch, logprobs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far the engine that sampled is from the trainer; nothing of data."""
+    """The gap between the engine that sampled and the trainer; empty for data."""
     if batch.logprobs is None:
         return {}, {}
     gap = (logprobs - batch.logprobs).abs() * batch.loss_mask
@@ -153,7 +153,7 @@ def distillation_loss(config: DistillationLossConfig) -> Loss:
 
 @dataclass(frozen=True)
 class Distillation:
-    """Learning a teacher's distribution at the tokens of the data, the objective of offline distillation."""
+    """The objective of offline distillation: a teacher's distribution at the tokens of the data."""
 
     config: DistillationConfig
 

@@ -1,7 +1,7 @@
-"""What of a step's samples does not train: whole groups, and single trajectories.
+"""Filters: groups and trajectories of a step that do not train.
 
-What is filtered keeps its place in the batch as a stand-in, since every optimizer step has equally many
-trajectories, and is counted neither in advantages nor in the loss's denominators.
+A filtered trajectory remains in the batch as a placeholder, since every optimizer step has the same number of
+trajectories. It counts neither in advantages nor in the denominators of the loss.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class FilteredBatch:
 
 
 def refill(config: FiltersConfig, num_groups: int) -> Refill | None:
-    """How a collector replaces groups that `config` drops; `num_groups` are those of a step."""
+    """How a collector replaces groups that `config` drops, for steps of `num_groups`."""
     if config.refill is None:
         return None
     return Refill(lambda group: _dropped(group, config) is None, num_groups * config.refill.max_batches)
@@ -35,7 +35,7 @@ def refill(config: FiltersConfig, num_groups: int) -> Refill | None:
 def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_groups: int) -> FilteredBatch:
     """A step's batch of `num_groups` from the groups that were sampled for it, at least as many.
 
-    Raises RunError when fewer are left than wanted and `refill.at_cap` is `stop`.
+    Raises RunError if fewer are left than required and `refill.at_cap` is `stop`.
     """
     if not config.active:
         return FilteredBatch(list(groups), {})
@@ -67,7 +67,7 @@ def _reasons(config: FiltersConfig) -> Iterator[str]:
 
 
 def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
-    """Why a group is dropped by what it is; None where it is not. One without a sound member always is."""
+    """Why a group is dropped; None if it is not. One in which every member failed always is."""
     values = _values(group, config)
     if config.drop_equal_rewards and len(set(values)) < 2:
         return "equal_rewards"
@@ -81,10 +81,10 @@ def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
 
 def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
     """The rewards that count, of the members to which they apply."""
-    sound = [t for t in group.trajectories if t.error is None]
+    finished = [t for t in group.trajectories if t.error is None]
     if config.reward is None:
-        return [t.reward for t in sound]
-    return [t.rewards[config.reward] for t in sound if config.reward in t.rewards]
+        return [t.reward for t in finished]
+    return [t.rewards[config.reward] for t in finished if config.reward in t.rewards]
 
 
 def _most_varied(groups: list[GroupSummary], config: FiltersConfig) -> list[GroupSummary]:
@@ -115,12 +115,12 @@ def _truncated(groups: Sequence[GroupSummary]) -> int:
     return sum(t.trains and t.stop is StopReason.LENGTH for group in groups for t in group.trajectories)
 
 
-def _too_few(kept: int, wanted: int, dropped: Counter[str], sampled: int) -> str:
+def _too_few(kept: int, required: int, dropped: Counter[str], sampled: int) -> str:
     why = {"equal_rewards": "because their rewards are all equal", "mean_reward": "by their mean reward"}
-    told = " and ".join(f"{count} {why[reason]}" for reason, count in dropped.items())
+    causes = " and ".join(f"{count} {why[reason]}" for reason, count in dropped.items())
     return (
-        f"of {sampled} groups sampled for one step {kept} are left, and {wanted} are wanted: {told} were "
-        "dropped. Take tasks of another difficulty, raise algorithm.num_generations_per_prompt or "
+        f"{kept} of {sampled} groups sampled for one step are left, {required} are required: {causes} were "
+        "dropped. Use tasks of another difficulty, raise algorithm.num_generations_per_prompt or "
         "algorithm.filters.refill.max_batches, or train on fewer groups (set algorithm.filters.refill.at_cap "
         "to fewer)."
     )

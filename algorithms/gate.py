@@ -1,8 +1,8 @@
-"""Engine and trainer side by side: what each says of the same tokens, and when that is too far apart.
+"""The gap between the logprobs of engine and trainer for the same tokens, and its limits.
 
-The first batch of a process is compared before anything is learnt from it, and so is every batch of the
+The first batch of a process is compared before its first update, and so is every batch of the
 period that the config names. In between the gap comes with the update itself, which computes the same
-logprobs; not where samples are picked, whose losses look at other things.
+logprobs; except in best-of-n, whose losses do not compute it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,19 @@ from nemorl.rollout.groups import GroupSummary
 
 
 class LogprobGapTooLarge(RunError):
-    """Engine and trainer disagree; the message has the figures and the likely causes."""
+    """Engine and trainer disagree; the message has the values and the likely causes."""
 
 
 @dataclass
 class LogprobGate:
-    """Stops a run whose samples do not come from the policy that learns."""
+    """Stops a run whose engine samples from another policy than the one that learns."""
 
     config: OnlineBase
     generation: GenerationBase
-    compared: bool = False  # whether this process has held engine and trainer side by side
+    compared: bool = False  # this process has compared engine and trainer once
 
     def due(self, step: int) -> bool:
-        """Whether the batch of this step is compared before its update."""
+        """True if the batch of this step is compared before its update."""
         period = self.config.logprob_gap_period
         return not self.compared or (period is not None and step % period == 0)
 
@@ -53,7 +53,7 @@ class LogprobGate:
         )
 
     def _causes(self, sampled_by: range, version: int) -> list[str]:
-        """What is known to open a gap, with what this run has set; what has just been seen comes first."""
+        """Known causes of a gap with the values of this run; the one that was just observed comes first."""
         generation, temperature = self.generation, self.generation.sampling.temperature
         weights = "other weights, or another tokenizer, in the engine than in the trainer"
         if not generation.takes_weights:
@@ -64,8 +64,8 @@ class LogprobGate:
             f"{temperature:g}, and without top-p, top-k, min-p and penalties; the engine's logprobs must be "
             "of the same (vLLM's own server: --logprobs-mode processed_logprobs)",
             f"precision: generation.precision is {generation.precision or 'that of the policy'}; bfloat16, "
-            "and quantised weights or caches, on one side widen the gap",
-            "a model that the two read differently: rope scaling, norm epsilon, sliding windows, tied "
+            "and quantized weights or caches, on one side widen the gap",
+            "a model that the two implement differently: rope scaling, norm epsilon, sliding windows, tied "
             "embeddings",
         ]
         if sampled_by.start < version:
@@ -90,7 +90,7 @@ def gap_metrics(gap: LogprobStats) -> dict[str, float]:
 def versions_of(groups: Sequence[GroupSummary]) -> range:
     """The versions that sampled the tokens of a batch, from the oldest on; empty where none was sampled.
 
-    What failed is not looked at, and does not count.
+    Failed trajectories do not count.
     """
     sampled = [t for group in groups for t in group.trajectories if t.error is None and t.num_sampled]
     oldest = min((t.min_version for t in sampled), default=0)

@@ -10,7 +10,7 @@ estimated (Schulman 2020, "Approximating KL divergence") by
 An estimator without bias need not have a gradient without bias. In a loss, where the samples are given, the
 gradients are, as a factor of the gradient of the logprob,
 
-    k1: 1             nothing but noise: its expectation is 0
+    k1: 1             only noise: its expectation is 0
     k2: x             the gradient of KL(policy || reference)
     k3: 1 - exp(-x)   in expectation that of KL(reference || policy); near x for small x
 
@@ -54,18 +54,18 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
 
     `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped
-    token has no gradient, with `straight_through` too: otherwise the clamp would change nothing but a figure
+    token has no gradient, with `straight_through` too: otherwise the clamp would only change a metric
     there, which is what it does in verl's `k3+`, whose gradient is had by no `max_value`.
 
     With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
     taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
     of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
     (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). The gradient of k2, and of
-    `straight_through`, is right by itself and the ratio weighs it as a constant. Of a clamped k1 or k3 what
+    `straight_through`, is right without it and the ratio weighs it as a constant. Of a clamped k1 or k3 what
     is left is the ratio's own gradient, `max_value` times it.
     """
     estimate = kl_divergence(logprobs, reference, config.estimator)
-    right_by_itself = config.estimator == "k2" or config.straight_through
+    unweighted_is_right = config.estimator == "k2" or config.straight_through
     if config.straight_through:
         pull = kl_divergence(logprobs, reference, "k2")
         estimate = estimate.detach() + (pull - pull.detach())
@@ -73,8 +73,8 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
         estimate = estimate.clamp(-config.max_value, config.max_value)
     if not config.importance_weighted:
         return estimate
-    assert ratio is not None, "a divergence that is weighed by the ratio wants one"
-    return estimate * (ratio.detach() if right_by_itself else ratio)
+    assert ratio is not None, "a divergence weighted by the ratio requires one"
+    return estimate * (ratio.detach() if unweighted_is_right else ratio)
 
 
 def gap_divergence(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class EntropyWeight:
     def of(
         cls, config: EntropyConfig, coefficient: float | None = None, entropy: float | None = None
     ) -> "EntropyWeight":
-        """That of the first step, or of a run that goes on with what its checkpoint kept of the last one."""
+        """The weight of the first step, or of a resumed run from the values of its checkpoint."""
         if not isinstance(config, AdaptiveEntropyConfig):
             return cls(config, config.coefficient)
         return cls(config, config.initial if coefficient is None else coefficient, entropy)
@@ -116,7 +116,7 @@ class EntropyWeight:
         return self.coefficient if self.entropy <= self.config.target else 0.0
 
     def update(self, entropy: float) -> dict[str, float]:
-        """Take the mean entropy of a step's updates; the figure of the weight that they were made with."""
+        """Update from the mean entropy of a step; return the metric of the coefficient that the step used."""
         if not isinstance(self.config, AdaptiveEntropyConfig):
             return {}
         used = self.weight

@@ -1,6 +1,6 @@
-"""Losses of a micro-batch: terms of tokens, summed with the weights of the batch (`aggregation.py`).
+"""Losses of a micro-batch of the policy and of the critic: sums of token terms with the weights of the batch.
 
-What a critic learns: the returns of the states in which tokens were chosen.
+The weights come from `aggregation.py`, the terms of the policy from `policy_losses.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,13 +61,13 @@ class PolicyLoss:
         if not self.config.selects_tokens:
             return loss
         old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
-        assert old is not None, "a choice by covariance wants old logprobs"
+        assert old is not None, "a choice by covariance requires old logprobs"
         return replace(loss, choice=choose(batch, old, self.config, over_ranks))
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Sums over a micro-batch; figures that are means over tokens are divided by `finish_metrics`."""
-        assert batch.advantages is not None, "the policy loss wants advantages"
-        assert entropy is not None, "the policy loss wants the entropy"
+        """Sums over a micro-batch; metrics that are means over tokens are divided by `finish_metrics`."""
+        assert batch.advantages is not None, "the policy loss requires advantages"
+        assert entropy is not None, "the policy loss requires the entropy"
         old = self._old(batch, logprobs)
         weights = batch.weights if self.divisor is None else self._weights_of_kept(batch, self.divisor)
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
@@ -79,7 +79,7 @@ class PolicyLoss:
             metrics |= corrected.metrics
             largest |= corrected.largest
         if self.least_entropy is not None:
-            assert batch.old_entropies is not None, "a choice by entropy wants those before the updates"
+            assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
             chosen = batch.old_entropies >= self.least_entropy
             terms = terms * chosen
             metrics["top_entropy_fraction"] = chosen
@@ -109,7 +109,7 @@ class PolicyLoss:
         mask = batch.loss_mask
         sums = {"loss/policy": policy, "tokens": mask.sum()}
         if self.likelihood_coefficient > 0:
-            assert batch.likelihood_weights is not None, "the likelihood term wants its weights"
+            assert batch.likelihood_weights is not None, "the likelihood term requires its weights"
             sums["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
             loss = loss + self.likelihood_coefficient * sums["loss/likelihood"]
         sums["loss/total"] = loss
@@ -127,7 +127,7 @@ class PolicyLoss:
 
     def _old(self, batch: PackedBatch, logprobs: Tensor) -> Tensor:
         if self.correction.form == "bypass":
-            assert batch.logprobs is not None, "the bypass form wants the engine's logprobs"
+            assert batch.logprobs is not None, "the bypass form requires the engine's logprobs"
             return batch.logprobs
         return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
@@ -185,8 +185,8 @@ class ValueLoss:
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
         """Needs `values`, those before the step, and `returns`."""
-        assert batch.values is not None, "the value loss wants the values before the step"
-        assert batch.returns is not None, "the value loss wants returns"
+        assert batch.values is not None, "the value loss requires the values before the step"
+        assert batch.returns is not None, "the value loss requires returns"
         mask, returns = batch.loss_mask, batch.returns
         # The state in which a token is chosen is what the critic has read before it. No sequence begins with
         # a token of the mask, so nothing comes from the sequence before.
@@ -210,7 +210,7 @@ def value_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step's updates of the critic, from the global sums of each.
 
     The loss is the mean over updates. The values are those before the step: `critic/explained_variance` is
-    `1 - Var[R - V] / Var[R]`, 1 where they were the returns, 0 where they told no more than a constant would;
+    `1 - Var[R - V] / Var[R]`, 1 where they were the returns, 0 where they explain no more than a constant;
     it is 0 where the returns do not vary.
     """
     sums = {name: sum(update[name] for update in updates) for name in updates[0]}

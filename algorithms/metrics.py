@@ -1,4 +1,4 @@
-"""Metrics of a step: of its trajectories and of its updates, and the samples that are written beside them."""
+"""Metrics of a step: of its trajectories and of its updates, and its samples."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,10 @@ from nemorl.trajectories import StopReason
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Rewards, lengths, stop reasons and errors of a step's trajectories, of which one at least is sound.
+    """Rewards, lengths, stop reasons and errors of a step in which at least one trajectory succeeded.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
-    rewards. `reward/std` is over all sound trajectories; `group/zero_variance` is the share of groups whose
-    rewards are all equal, which teach nothing.
+    rewards. `group/zero_variance` is the share of groups whose rewards are all equal, which have no gradient.
     """
     members = [t for group in groups for t in group.trajectories]
     sound = [[t for t in group.trajectories if t.error is None] for group in groups]
@@ -45,9 +44,9 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
 
 
 def _greedy(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Mean reward of the greedy samples beside the groups, where there are any."""
-    paid = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
-    return {"reward/of_greedy": fmean(paid)} if paid else {}
+    """Mean reward of the greedy samples, for groups that have one."""
+    rewards = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
+    return {"reward/of_greedy": fmean(rewards)} if rewards else {}
 
 
 def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
@@ -59,9 +58,9 @@ def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str
 
 
 def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Of each reward: its spread, the share of sound trajectories to which it does not apply and, of those
-    that are computed, the trajectories lost to it, retries, and the mean seconds of a group's scoring: that
-    its calls took, and that they waited for a place.
+    """For each reward its deviation and the share of trajectories to which it does not apply; for computed
+    ones the trajectories that failed because of it, retries, and the mean seconds of scoring a group and of
+    waiting for a free worker.
     """
     sound = [t for group in groups for t in group.trajectories if t.error is None]
     computed = sorted({name for group in groups for name in group.scoring})
@@ -111,7 +110,7 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
 
 
 def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
-    """The conversations of the groups that came with their text."""
+    """The conversations of which the groups have the text."""
     for group in groups:
         for text in group.texts:
             t = group.trajectories[text.row]

@@ -40,17 +40,17 @@ _AT_A_TIME = 512  # sequences of one call, so that progress shows
 
 
 class ReferenceSums:
-    """Sums by the content of sequences; nothing is known of others."""
+    """Sums by the content of sequences."""
 
     def __init__(self, sums: dict[str, float] | None = None) -> None:
         self._sums = sums or {}
 
     def of(self, example: Example) -> float | None:
-        """The sum of the reference's logprobs of the learnt tokens; 0 of an example without any."""
+        """The sum of the reference's logprobs of the trained tokens; 0 for an example without any."""
         return self.known(example) if self._sums else None
 
     def known(self, example: Example) -> float:
-        """The same of one that was asked for beforehand."""
+        """The same for a sequence whose sum was precomputed."""
         return self._sums[_key(example)] if example.num_trained else 0.0
 
 
@@ -67,10 +67,10 @@ async def reference_sums(
     Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
     they need not all be in memory. `multiple` is that of `OfflineAlgorithm`.
     """
-    wanted = {_key(example) for example in examples() if example.num_trained}
+    required = {_key(example) for example in examples() if example.num_trained}
     file, of_model = run_dir / FILE, _fingerprint(model)
     known = _read(file, of_model)
-    missing = wanted - known.keys()
+    missing = required - known.keys()
     if missing:
         with observer.stage("reference", total=len(missing), unit="sequences", outside_step=True) as stage:
             for part in _parts(_found(missing, examples())):
@@ -78,7 +78,7 @@ async def reference_sums(
                 known |= dict(zip((key for key, _ in part), sums, strict=True))
                 stage.advance(len(part))
         write_atomically(file, json.dumps({"model": of_model, "sums": known}))
-    return ReferenceSums({key: known[key] for key in wanted})
+    return ReferenceSums({key: known[key] for key in required})
 
 
 async def _computed(examples: Sequence[Example], session: Session, multiple: int) -> list[float]:
@@ -112,13 +112,13 @@ def _key(example: Example) -> str:
 
 
 def _fingerprint(model: Path) -> dict[str, list[int]]:
-    """Size and time of the model's weights: a folder that was written anew is another reference."""
+    """Size and time of the model's weights: a rewritten folder is another reference."""
     stats = {file.name: file.stat() for file in sorted(model.glob("*.safetensors"))}
     return {str(model / name): [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _read(file: Path, of_model: dict[str, Any]) -> dict[str, float]:
-    """What was computed before, with the same model; a file that cannot be read is computed anew."""
+    """The sums of an earlier start with the same model; empty if the file cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return dict(content["sums"]) if content["model"] == of_model else {}
@@ -128,7 +128,7 @@ def _read(file: Path, of_model: dict[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is learnt together: one sequence, or the two of a pair."""
+    """Sequences that train together: a single one, or the two of a pair."""
 
     examples: tuple[Example, ...]
     labels: tuple[float, ...] = (0.0,)  # of each: 1 chosen or good, -1 rejected or not, 0 neither
@@ -268,7 +268,7 @@ class Supervised:
         return []
 
     def loss(self, num_units: int, divergence: float) -> CrossEntropyLoss:
-        """Weights carry everything."""
+        """Independent of the units: their weights are in the batch."""
         return CrossEntropyLoss()
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""From a checked experiment to what an offline run learns and measures on."""
+"""Training and validation data of an offline run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ class OfflineData:
     def compared(
         self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
     ) -> Iterator[Example]:
-        """What so many steps from a place in the order on, and a validation, compare with a reference.
+        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
 
-        That is what is learnt, and what it is contrasted with; the same sequence may come several times.
+        These are the trained ones and those they are contrasted with; a sequence may come several times.
         """
         objective, size = objective_of(config), config.batch_size
         drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
@@ -66,20 +66,20 @@ def objective_of(config: OfflineBase) -> Objective:
 
 
 def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
-    """Read and encode all that is learnt and measured on. Raises DatasetError and ExampleError."""
+    """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
     tokenizer, data = load_tokenizer(experiment.policy), experiment.data
     prompts = prompts_of(tokenizer, data.chat)
     encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
     teachers = list(experiment.teachers)
     held_out: Sequence[Unit] = []
     validated = data.validation if config.validation.scheduled else None
-    if validated is not None and _can_be_learnt(config, validated):
+    if validated is not None and _has_answers(config, validated):
         held_out = _units(config, validated, data, encoder, teachers)[: config.validation.num_prompts]
     return OfflineData(_units(config, data.train, data, encoder, teachers), held_out)
 
 
-def _can_be_learnt(config: OfflineBase, dataset: DatasetConfig) -> bool:
-    """Tasks without answers can be sampled, but have no loss."""
+def _has_answers(config: OfflineBase, dataset: DatasetConfig) -> bool:
+    """False for tasks that can be sampled but have no loss, because they lack an answer."""
     if isinstance(config, SftConfig | DistillationConfig) and isinstance(dataset, JsonlDataset):
         return dataset.answer_key is not None
     return True

@@ -1,23 +1,16 @@
-"""What a pair of answers costs, from one number for each: what its logprob is relative to the reference.
+"""Losses of answers that are compared: pairs (DPO and its variants) and single answers (KTO).
 
-All are pure functions of `chosen` and `rejected`, [P] float32: an answer's logprob, summed over its tokens or
-their mean, less the reference's where the loss keeps one; `delta` is their difference. The formulas and
-their papers stand in `nemorl.config.algorithm.losses`.
+`pair_loss` is a pure function of `chosen` and `rejected`, [P] float32: an answer's logprob, summed over its
+tokens or their mean, less the reference's if the loss has one; `delta` is their difference. The formulas and
+their papers are in `nemorl.config.algorithm.losses`. A pair is in one micro-batch, so the loss is a plain sum
+over micro-batches and ranks, as every other.
 
-Whole sequences of a micro-batch, and which of them are a pair.
-
-DPO and its kin: an answer that was preferred becomes more likely than the one that was not.
-
-The loss is a function of two numbers for each pair (`pair_losses.py`); pairs lie in one micro-batch, so it is
-a plain sum over micro-batches and ranks as every other.
-
-KTO: single answers, good or not, against what the policy has moved away from the reference on the whole.
-
-The point of comparison is the divergence of the policy from the reference (Ethayarajh et al. 2024, arXiv
-2402.01306): the mean of `log policy - log reference` over prompts joined to answers of other
-prompts of the same batch, at least 0, without a gradient. It is measured before the step, over the whole
-batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's. What a
-step joins follows from the order of the data, so the reference's part may be computed beforehand.
+KTO compares single answers, good or not, with how far the policy has moved from the reference: the divergence
+of the policy from the reference (Ethayarajh et al. 2024, arXiv 2402.01306), which is the mean of
+`log policy - log reference` over prompts joined to answers of other prompts of the same batch, at least 0,
+without a gradient. It is measured before the step, over the whole batch, so that the loss does not depend on
+how the batch is split; the paper takes a micro-batch's. What a step joins follows from the order of the data,
+so the reference's part may be computed beforehand.
 """
 
 from collections.abc import Mapping, Sequence
@@ -103,7 +96,7 @@ class Pairs:
 
 def find_pairs(batch: PackedBatch) -> Pairs:
     """The pairs, which the planner has kept together; sequences without a label are left out."""
-    assert batch.units is not None, "pairs want to know which sequences belong together"
+    assert batch.units is not None, "pairs require `units`"
     units, labels = at_starts(batch.units, batch), sequence_labels(batch)
     chosen, rejected = _by_unit(labels > 0, units), _by_unit(labels < 0, units)
     if not torch.equal(units[chosen], units[rejected]):
@@ -129,12 +122,12 @@ def at_ends(values: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def answer_logprobs(logprobs: Tensor, batch: PackedBatch, *, mean: bool) -> Tensor:
-    """[S]: of each sequence's learnt tokens their sum, or their mean."""
+    """[S]: the sum or the mean over each sequence's trained tokens."""
     return averages(logprobs, batch) if mean else totals(logprobs, batch)
 
 
-def _by_unit(wanted: Tensor, units: Tensor) -> Tensor:
-    places = wanted.nonzero().squeeze(1)
+def _by_unit(selected: Tensor, units: Tensor) -> Tensor:
+    places = selected.nonzero().squeeze(1)
     return places[units[places].argsort()]
 
 
@@ -156,7 +149,9 @@ class PreferenceLoss:
         answers = answer_logprobs(logprobs, batch, mean=mean)  # [S]
         relative = answers
         if self.config.keeps_reference:
-            assert batch.reference_logprobs is not None, "the loss of a pair wants the reference's logprobs"
+            assert batch.reference_logprobs is not None, (
+                "the loss of a pair requires the reference's logprobs"
+            )
             relative = answers - answer_logprobs(batch.reference_logprobs, batch, mean=mean)
         chosen, rejected = relative[pairs.chosen], relative[pairs.rejected]
         preference = pair_loss(chosen, rejected, pairs.margins, self.config).sum() / self.num_pairs
@@ -196,7 +191,7 @@ class Preference:
         return []
 
     def loss(self, num_units: int, divergence: float) -> PreferenceLoss:
-        """Of a step of so many pairs."""
+        """The loss of a step of `num_units` pairs."""
         return PreferenceLoss(self.config.loss, num_units, self.config.sft_coefficient)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
@@ -215,7 +210,7 @@ class KtoLoss:
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
-        assert batch.reference_logprobs is not None, "KTO wants the reference's logprobs"
+        assert batch.reference_logprobs is not None, "KTO requires the reference's logprobs"
         labels = sequence_labels(batch)  # [S]
         relative = answer_logprobs(logprobs - batch.reference_logprobs, batch, mean=False)
         good, bad = labels > 0, labels < 0
@@ -246,7 +241,7 @@ class Kto:
         return mismatched(examples, max_length=max(example.num_tokens for example in examples))
 
     def loss(self, num_units: int, divergence: float) -> KtoLoss:
-        """Of a step of so many answers, from which the policy's divergence was measured."""
+        """The loss of a step of `num_units` answers and the measured divergence of the policy."""
         return KtoLoss(self.config, num_units, divergence)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

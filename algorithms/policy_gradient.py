@@ -23,7 +23,7 @@ from .token_advantages import SequenceKL, TokenEstimator
 
 @dataclass(frozen=True)
 class Scorer:
-    """How a batch of groups is scored, and the loss it is learnt with."""
+    """Advantages and weights of the trajectories of a batch, and their loss."""
 
     config: OnlineConfig
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # of all rewards by name
@@ -38,7 +38,7 @@ class Scorer:
 
     @cached_property
     def token_estimator(self) -> TokenEstimator | None:
-        """What policy workers compute advantages of tokens with, where these differ."""
+        """The estimator of policy workers for advantages that differ between tokens."""
         config = self.config.advantage
         if not isinstance(config, TokenAdvantageBase):
             return None
@@ -47,7 +47,7 @@ class Scorer:
     def score(self, groups: Sequence[GroupSummary]) -> list[SequencePlace]:
         """All trajectories, with advantage and weight, in the order of their groups.
 
-        A trajectory that ended in an error is no evidence about the policy: it neither trains nor enters the
+        A trajectory that ended in an error says nothing about the policy: it neither trains nor enters the
         baseline of its group. Where whole groups do not train, what does is spread evenly over minibatches.
         """
         advantages = {} if self.config.estimates_tokens else self._advantages(groups)
@@ -66,7 +66,7 @@ class Scorer:
                 advantage=advantages[group.group, t.row] if advantages and weight > 0 else 0.0,
                 weight=weight,
                 likelihood=likelihood,
-                rewards=_paid(t) if self.config.estimates_tokens else None,
+                rewards=_turn_rewards(t) if self.config.estimates_tokens else None,
             )
             for (group, t), weight, likelihood in zip(members, weights, likelihoods, strict=True)
         ]
@@ -82,7 +82,7 @@ class Scorer:
             (place.store, place.row): self.config.kl.coefficient * divergence
             for place, divergence in zip(places, divergences, strict=True)
         }
-        taxed = [
+        penalized_groups = [
             replace(
                 group,
                 trajectories=tuple(
@@ -91,7 +91,7 @@ class Scorer:
             )
             for group in groups
         ]
-        advantages = self._advantages(taxed)
+        advantages = self._advantages(penalized_groups)
         numbers = {group.reference: group.group for group in groups}
         return [
             replace(place, advantage=advantages[numbers[place.store], place.row])
@@ -103,7 +103,7 @@ class Scorer:
     def for_critic(
         self, groups: Sequence[GroupSummary], places: Sequence[SequencePlace]
     ) -> list[SequencePlace]:
-        """The same sequences, weighed as the critic's loss wants it."""
+        """The same sequences, weighted for the critic's loss."""
         assert self.config.critic is not None, "this algorithm has no critic"
         sampled = {(group.reference, t.row): t.num_sampled for group in groups for t in group.trajectories}
         counts = [sampled[place.store, place.row] if place.weight > 0 else 0 for place in places]
@@ -114,7 +114,7 @@ class Scorer:
         ]
 
     def _advantages(self, groups: Sequence[GroupSummary]) -> dict[tuple[int, int], Advantage]:
-        """Those of the trajectories that count, by group and row; none where tokens have their own."""
+        """Advantages of the trajectories that count, by group and row."""
         counting = [
             replace(group, trajectories=tuple(t for t in group.trajectories if t.error is None))
             for group in groups
@@ -135,7 +135,7 @@ class Scorer:
     def _spread(
         self, members: Sequence[tuple[GroupSummary, TrajectorySummary]]
     ) -> list[tuple[GroupSummary, TrajectorySummary]]:
-        """What trains dealt out over the minibatches, and what does not after it."""
+        """Members that train, spread evenly over the minibatches, each followed by those that do not."""
         parts = self.config.num_minibatches
         ordered = sorted(members, key=lambda member: not member[1].trains)
         return [member for part in range(parts) for member in ordered[part::parts]]
@@ -143,7 +143,7 @@ class Scorer:
     def _likelihoods(
         self, members: Sequence[tuple[GroupSummary, TrajectorySummary]]
     ) -> Sequence[float | None]:
-        """Weights that make the mean over the tokens of each optimizer step's well-paid trajectories."""
+        """Weights that make the mean over the tokens of each optimizer step's trajectories of high reward."""
         config = self.config.likelihood
         if config.coefficient == 0:
             return [None] * len(members)
@@ -162,8 +162,8 @@ class Scorer:
         return weights
 
 
-def _paid(trajectory: TrajectorySummary) -> tuple[float, ...]:
-    """The reward of each turn: what the environment paid for it, and at the last one all that is left."""
+def _turn_rewards(trajectory: TrajectorySummary) -> tuple[float, ...]:
+    """The reward of each turn as the environment gave it, and the rest of the total at the last one."""
     if not trajectory.turn_rewards:
         return ()
     *before, _ = trajectory.turn_rewards

@@ -1,14 +1,10 @@
-"""Losses of a policy on its own samples, one pure function each.
+"""Losses of a policy on samples of that policy, one pure function each.
 
-They take a packed micro-batch with the logprobs of the policy that learns, `old` ones that the ratio is
-taken against, and advantages, all [N] float32, and give the loss of each token. What is left out, weighed and
-summed is said elsewhere: `correction.py`, `aggregation.py`, `losses.py`.
-
-What every policy loss is made of: the term of a token, and the ratio to the policy before.
-
-Losses in which a sequence has one ratio, made of those of all its sampled tokens.
-
-Losses in which each token has a ratio, or none, of its own.
+They take a packed micro-batch with the logprobs of the policy that learns, the `old` ones of the ratio, and
+advantages, all [N] float32, and return the loss of each token. Masks, weights and sums are in
+`correction.py`, `aggregation.py` and `losses.py`. In `gspo` and `gmpo` a sequence has one ratio, made of
+those of all its sampled tokens; in the others each token has one, or none. A new built-in loss is a config in
+`nemorl/config/algorithm/losses.py`, a function here and a line in `_LOSSES`.
 
 Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism", arXiv 2505.22617).
 
@@ -17,13 +13,12 @@ The entropy falls most by the tokens whose logprob and advantage have a high cov
     cov_t = (log p_t - mean of log p) (A_t - mean of A)
 
 over all sampled tokens of an update. So the few tokens in question can be known only when all of them are
-seen: `choose` does this once for each update, over all data-parallel ranks, and what it found says of every
-token by itself whether it is chosen. No split into micro-batches or ranks changes that. The logprobs are the
-old ones: before the first update of a step these are the current ones, of which the paper speaks.
+seen: `choose` does this once for each update, over all data-parallel ranks, and its result decides for every
+token separately. No split into micro-batches or ranks changes that. The logprobs are the
+old ones: before the first update of a step these are the current ones, as in the paper.
 
-Which tokens of an update have a policy loss, where only those of the highest entropy do.
-
-A policy loss of your own: a function found by its import path, and tried before a run starts.
+`least_entropy` selects the tokens of the highest entropy. A custom policy loss is a function with an import
+path; `smoke_test_loss` calls it before a run starts.
 """
 
 import math
@@ -58,11 +53,11 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token and what is told about it; nothing is looked at outside the loss mask."""
+    """The loss of each token and its metrics; values outside the loss mask are ignored."""
 
     loss: Tensor  # [N] float32, differentiable
     ratio: Tensor | None = None  # [N] current policy over old one, as the loss takes it
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: their means over tokens are told
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: reported as means over tokens
 
 
 def log_ratio(batch: PackedBatch, logprobs: Tensor, old: Tensor) -> Tensor:
@@ -120,7 +115,7 @@ def gmpo(
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped token ratios.
 
     `-A exp(mean of x_t)`, where `x_t = min(log r_t, clip_high)` if `A > 0`, else `max(log r_t, -clip_low)`:
-    the bounds are of the logarithm, so 0.4 stands for the paper's (e^-0.4, e^0.4). Clipping is of tokens, and
+    the bounds are of the logarithm, so 0.4 is the paper's (e^-0.4, e^0.4). Clipping is of tokens, and
     one token that is clipped leaves the others their gradient. Advantages are of sequences; where tokens
     differ, each keeps its own as in `gspo` (verl takes their mean).
     """
@@ -320,7 +315,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float) -> Tensor:
-    """In float64, so that a token has the same one wherever it is computed."""
+    """In float64, so that a token has the same one on every rank."""
     return (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage)
 
 
@@ -336,7 +331,7 @@ def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) ->
     TRL's `top_entropy_quantile` takes. Its border is a micro-batch's; ours is the update's, so that no split
     changes the loss, and the entropies are those before the updates of the step.
     """
-    assert batch.old_entropies is not None, "a choice by entropy wants those before the updates"
+    assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
     entropies = over_ranks(batch.old_entropies[batch.loss_mask])
     if len(entropies) == 0:
         return 0.0
@@ -346,7 +341,7 @@ def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) ->
 LossFunction = Callable[..., TokenLoss]
 F = TypeVar("F", bound=LossFunction)
 
-_SUMS = frozenset({"tokens", "ratio/square"})  # that figures are made of, beside those that are told
+_SUMS = frozenset({"tokens", "ratio/square"})  # parts of metrics
 _LOSS_SIGNATURE = "(batch, logprobs, old, advantages, **arguments) -> TokenLoss"
 
 
@@ -376,9 +371,8 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
     """Call a function as training would, on a batch of two sequences.
 
     What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    figures [N] of other names than those `taken` by figures of the run. Raises
-    CustomFunctionError when it cannot be
-    found or called, fails, or does not answer so.
+    metrics [N] with names other than those `taken` by metrics of the run. Raises CustomFunctionError if it
+    cannot be found or called, fails, or returns something else.
     """
     batch = _tiny_batch()
     assert batch.old_logprobs is not None
@@ -389,14 +383,14 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
         [batch, logprobs, batch.old_logprobs, batch.advantages],
         config.arguments,
         called=f"policy loss `{config.function}`",
-        wanted=f"{_LOSS_SIGNATURE} with algorithm.loss.arguments",
+        signature=f"{_LOSS_SIGNATURE} with algorithm.loss.arguments",
         where="a tiny batch of packed tensors [N]",
     )
     if problem := _loss_problem(found, logprobs, batch.loss_mask):
         raise _error(config.function, problem)
     for name in found.metrics:
         if name in taken or name in _SUMS:
-            problem = f"its figure {name} has the name of one that the run has already: give it another"
+            problem = f"its metric {name} has the name of a metric of the run: rename it"
             raise _error(config.function, problem)
 
 
@@ -437,15 +431,15 @@ def _loss_problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
 def _form(found: object, logprobs: Tensor) -> str | None:
     if not isinstance(found, TokenLoss):
         return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
-    parts: dict[str, object] = {"loss": found.loss, **{f"figure {k}": v for k, v in found.metrics.items()}}
+    parts: dict[str, object] = {"loss": found.loss, **{f"metric {k}": v for k, v in found.metrics.items()}}
     if found.ratio is not None:
         parts["ratio"] = found.ratio
     for what, values in parts.items():
         if not isinstance(values, Tensor):
             return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
         if values.shape != logprobs.shape:
-            shape, wanted = list(values.shape), list(logprobs.shape)
-            return f"its {what} has the shape {shape} instead of {wanted}: give a value for each token"
+            shape, expected = list(values.shape), list(logprobs.shape)
+            return f"its {what} has the shape {shape} instead of {expected}: give a value for each token"
     return None
 
 

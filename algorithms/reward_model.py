@@ -1,4 +1,4 @@
-"""Reward models: a scalar head that learns to tell better answers, or right steps, from others."""
+"""Reward models: a scalar head that learns to separate better answers, or right steps, from others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class ScorePairLoss:
         if not isinstance(self.config, LogExpLossConfig):
             ahead = ahead - self.config.margin_scale * pairs.margins
         # log(1 + exp(-ahead)), which a sum of parts that have a kink at 0 would teach a fresh head nothing by
-        told = F.softplus(-ahead).sum() / self.num_pairs
+        preference = F.softplus(-ahead).sum() / self.num_pairs
         center = (chosen + rejected).square().sum() / self.num_pairs
-        loss = told + self.config.center_coefficient * center
+        loss = preference + self.config.center_coefficient * center
         sums = {
             "loss/total": loss,
-            "loss/preference": told,
+            "loss/preference": preference,
             "loss/center": center,
             "compared": torch.tensor(float(len(pairs)), device=loss.device),
             "accuracy": (chosen > rejected).sum(),
@@ -92,12 +92,12 @@ class RewardModel:
         return []
 
     def loss(self, num_units: int, divergence: float) -> Loss:
-        """Of a step of so many pairs, or of answers in steps."""
+        """The loss of a step of `num_units` pairs, or of answers in steps."""
         config = self.config.loss
         return StepLoss() if isinstance(config, ProcessLossConfig) else ScorePairLoss(config, num_units)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """Losses; the share that is told right and scores are means over pairs, or over the steps that are
+        """Losses; accuracy and scores are means over pairs, or over the steps that are
         more likely right or wrong, and absent where there are none.
         """
         compared = sums["compared"]

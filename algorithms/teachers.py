@@ -1,7 +1,7 @@
-"""Teachers: frozen models that say what they think of the policy's tokens.
+"""Teachers: frozen models that score the policy's tokens.
 
-Each reads the sequences that are its own, in its own layout, or is a server that the policy's ranks ask. What
-it says goes to the policy's ranks by object reference; the driver knows which teacher has which sequence.
+Each reads the sequences assigned to it, in its layout, or is a server that the policy's ranks query. Results
+go to the policy's ranks by object reference; the driver only assigns sequences to teachers.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Teachers:
     session: Session
     configs: Mapping[str, TeacherConfig]
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
-    top_k: int | None  # likeliest tokens that are told; None: of each token that stands there the logprob
+    top_k: int | None  # number of likeliest tokens; None: the logprob of each token of the sequence
 
     async def fill(
         self,
@@ -36,7 +36,7 @@ class Teachers:
         teachers: Sequence[str],
         kind: Literal["trajectories", "examples"],
     ) -> None:
-        """Fill the batch of these sequences that the policy has loaded, of each by its teacher's name."""
+        """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
         held = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
         asked = [self._ask(name, rows, places, kind) for name, rows in held.items() if rows]
         if self.session.models_share_devices:
@@ -60,7 +60,7 @@ class Teachers:
         places: Sequence[SequencePlace],
         kind: Literal["trajectories", "examples"],
     ) -> dict[Field, list[tuple[object, int]]]:
-        """Where what a teacher says of its sequences, those of these rows, lies, by field."""
+        """References to the results of one teacher for the sequences of `rows`, by field."""
         config = self.configs[name]
         if isinstance(config, EndpointTeacherConfig):
             policy = self.session.learner
@@ -68,7 +68,7 @@ class Teachers:
             shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
             return {field: [column.places[row] for row in rows] for field, column in shared.items()}
         own, teacher = [places[row] for row in rows], self.session.model(teacher_group(name))
-        # Whatever fills the batch up is looked at by nobody.
+        # The result of the padding is not used.
         filled = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
         await teacher.load([replace(place, compared=None) for place in filled], kind=kind)
         if self.top_k is None:
@@ -89,10 +89,10 @@ def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence
     for task in tasks:
         name = task.columns.get(key)
         if name not in teachers:
-            there = f"says {name!r}" if key in task.columns else "is missing"
+            problem = f"is {name!r}" if key in task.columns else "is missing"
             raise RunError(
-                f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {there}; it has "
-                f"to name one of the teachers: {', '.join(teachers)}"
+                f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {problem}; "
+                f"set it to one of the teachers: {', '.join(teachers)}"
             )
         named.append(str(name))
     return named

@@ -42,7 +42,7 @@ class SampledTokens:
 
     @cached_property
     def places(self) -> Tensor:
-        """[M] where each of them stands in the batch."""
+        """[M] the position of each of them in the batch."""
         return self.batch.loss_mask.nonzero().squeeze(1)
 
     @cached_property
@@ -53,7 +53,7 @@ class SampledTokens:
     @cached_property
     def turns(self) -> Tensor:
         """[S, L] number of the turn in its sequence."""
-        assert self.batch.turns is not None, "advantages of turns want to know the turns"
+        assert self.batch.turns is not None, "advantages of turns require `turns`"
         return self.table(self.batch.turns).long()
 
     def table(self, values: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def discounted_sums(terms: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Generalised advantages [S, L] (Schulman et al. 2015, arXiv 1506.02438).
+    """Generalized advantages [S, L] (Schulman et al. 2015, arXiv 1506.02438).
 
     `A[t] = delta[t] + gamma lam A[t + 1]` with `delta[t] = r[t] + gamma V[t + 1] - V[t]`, where `V[t]` is the
     value of the state in which t is chosen, and 0 after the end. `lam` is a number, or one a sequence [S, 1].
@@ -110,14 +110,14 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns [S, L] where a turn is one action.
 
-    GAE over turns: what was paid in a turn is its reward, the value of the state in which its first token is
+    GAE over turns: the rewards in a turn are its reward, the value of the state in which its first token is
     chosen that of its state. All tokens of a turn have its advantage and, as there is no discount inside it,
     its return, which the critic learns for each of them.
     """
     first, _ = _turn_borders(turns, is_sampled)
-    paid = _over_turns(rewards * is_sampled, turns)
+    turn_rewards = _over_turns(rewards * is_sampled, turns)
     state = _over_turns(values * first, turns)
-    advantages = gae(paid, state, gamma, lam)
+    advantages = gae(turn_rewards, state, gamma, lam)
     return advantages.gather(1, turns), (advantages + state).gather(1, turns)
 
 
@@ -133,12 +133,12 @@ def bi_level_gae(
 
     GAE over turns, with the value of the state in which a turn's last token is chosen, gives that token its
     advantage; from there GAE runs back to the turn's first token. `penalties` are taken from single tokens
-    and do not count among what a turn was paid.
+    and do not count among the rewards of a turn.
     """
     _, last = _turn_borders(turns, is_sampled)
-    paid = _over_turns(rewards * is_sampled, turns)
+    turn_rewards = _over_turns(rewards * is_sampled, turns)
     state = _over_turns(values * last, turns)
-    of_turns = gae(paid, state, config.turn_gamma, config.turn_lam).gather(1, turns)
+    of_turns = gae(turn_rewards, state, config.turn_gamma, config.turn_lam).gather(1, turns)
     inside = config.gamma * _next(values) - values
     deltas = torch.where(last, of_turns, inside) - penalties
     return discounted_sums(deltas * is_sampled, config.gamma * config.lam * ~last)
@@ -162,8 +162,8 @@ def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Te
 
 def kl_of_tokens(batch: PackedBatch, kl: KLConfig) -> Tensor:
     """[N] estimated divergence of the policy that begins the step from the reference; 0 where not sampled."""
-    assert batch.old_logprobs is not None, "a divergence wants the policy's logprobs"
-    assert batch.reference_logprobs is not None, "a divergence wants the reference's logprobs"
+    assert batch.old_logprobs is not None, "a divergence requires the policy's logprobs"
+    assert batch.reference_logprobs is not None, "a divergence requires the reference's logprobs"
     return kl_penalty(batch.old_logprobs, batch.reference_logprobs, kl) * batch.loss_mask
 
 
@@ -186,8 +186,8 @@ class TokenEstimator:
     kl: KLConfig | None  # where it is taken from the rewards
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: SumOverRanks) -> TokenEstimate:
-        """Needs `rewards`, and as the config wants `values`, `turns`, `old_` and `reference_logprobs`."""
-        assert batch.rewards is not None, "advantages of tokens want to know what was paid where"
+        """Needs `rewards`, and as the config requires `values`, `turns`, `old_` and `reference_logprobs`."""
+        assert batch.rewards is not None, "advantages of tokens require rewards by token"
         tokens = SampledTokens(batch)
         penalties = torch.zeros(batch.num_tokens)
         if self.kl is not None:
@@ -244,7 +244,7 @@ def _metrics(
 
 def _before(batch: PackedBatch) -> Tensor:
     """[N] the value of the state in which each token is chosen: what the critic says after the one before."""
-    assert batch.values is not None, "these advantages want a critic's values"
+    assert batch.values is not None, "these advantages require a critic's values"
     return batch.values.roll(1)  # no sequence begins with a sampled token
 
 

@@ -1,10 +1,8 @@
-"""The checkpoints of a run: begun at a step, written beside the next ones, committed when they are whole.
+"""The checkpoints of a run, and the export of their weights.
 
-Which run and step the weights of a model folder come from: written by an export, told by an evaluation.
-
-A write that fails, said as one sentence: what was being written, where, why it failed, and the mend.
-
-The weights of a run's checkpoints, in the forms that others read.
+A checkpoint is written while the next steps run, and committed when it is complete. Exports have a file with
+their `Origin`, the run and step of the weights. A write that fails is a `WriteError` with the reason and the
+fix.
 """
 
 import asyncio
@@ -37,14 +35,14 @@ ORIGIN_FILE = "nemorl.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where exported weights come from."""
+    """The run and step of exported weights."""
 
     run: str  # the run folder, as it was named at the export
     step: int
 
     @classmethod
     def read(cls, model: Path) -> "Origin | None":
-        """That of a model folder; None for one that no checkpoint was exported to."""
+        """Read it from a model folder; None if the folder is not an export."""
         try:
             content = json.loads((model / ORIGIN_FILE).read_text(encoding="utf-8"))
             return cls(str(content["run"]), int(content["step"]))
@@ -52,7 +50,7 @@ class Origin:
             return None
 
     def write(self, model: Path) -> None:
-        """Leave it in a model folder."""
+        """Write it into a model folder."""
         (model / ORIGIN_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -63,7 +61,7 @@ class Origin:
 def full_disk_named(what: str, folder: Path, fix: str) -> Iterator[None]:
     """Turn a write into `folder` that fails in the block into a `WriteError`.
 
-    `fix` says what is whole and what to do. A FileExistsError passes as it is.
+    `fix` says what is complete and what to do. A FileExistsError passes as it is.
     """
     try:
         yield
@@ -137,7 +135,7 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(progress, metrics, self._models.write_copy))
 
     def check(self) -> None:
-        """Raise what went wrong with the one that is being written, if it is known already."""
+        """Raise the error of the checkpoint that is being written, if it has failed."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -153,7 +151,7 @@ class Checkpoints:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that ends early keeps the checkpoint that it has begun, if its ranks still can."""
+        """Complete the checkpoint that is being written, unless its ranks have failed."""
         try:
             await self.settle()
         except NemorlError as failure:
@@ -169,7 +167,7 @@ class Checkpoints:
         metrics: StepMetrics,
         save: Callable[[Path], Awaitable[Sequence[FileRecord]]],
     ) -> None:
-        """A checkpoint from its empty folder to its name; one that fails leaves nothing on the disk."""
+        """Write and commit a checkpoint; a failed one leaves nothing on the disk."""
         folder = self._store.begin(progress.step)
         try:
             progress.write(folder)
@@ -185,7 +183,7 @@ class Checkpoints:
         await asyncio.to_thread(self._store.prune, config.keep, config.metric, config.higher_is_better)
 
     def _export(self, folder: Path, step: int) -> None:
-        fix = "Make room, or set checkpointing.export_hf to false, and go on with --resume."
+        fix = "Make room, or set checkpointing.export_hf to false, and continue with --resume."
         with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
             export_hf(folder, folder / "hf", self._experiment.policy)
             Origin(str(self._experiment.run_dir.absolute()), step).write(folder / "hf")
@@ -200,14 +198,14 @@ def export_checkpoint(
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Of several models that learn, `model` is one. Raises NemorlError.
     """
-    _refuse_what_is_no_checkpoint(checkpoint)
+    _require_checkpoint(checkpoint)
     step = verify(checkpoint).step
     run_dir = checkpoint.absolute().parents[1]
     config = RunPaths(run_dir).config
     if not config.exists():
         raise RunError(
-            f"{checkpoint} does not lie in the `checkpoints` of a run folder: {config}, which says what "
-            "model it is of, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
+            f"{checkpoint} is not in the `checkpoints` of a run folder: {config}, which has the "
+            "model, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
     section = _model_of_run(config, model)
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
@@ -216,8 +214,8 @@ def export_checkpoint(
 
 
 def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
-    """Write `hf_dir` anew; what an earlier run left there stays until the new folder is whole."""
-    fix = f"All checkpoints are whole: make room, then `nemorl models export {checkpoint} {hf_dir}`."
+    """Replace `hf_dir`; the old folder stays until the new one is complete."""
+    fix = f"All checkpoints are complete: make room, then `nemorl models export {checkpoint} {hf_dir}`."
     fresh = hf_dir.with_name(".hf.new")
     with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, fix):
         shutil.rmtree(fresh, ignore_errors=True)
@@ -249,13 +247,13 @@ def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
     return export_adapter if form == "adapter" else export_hf
 
 
-def _refuse_what_is_no_checkpoint(folder: Path) -> None:
-    """Name the newest checkpoint to a person who named the run, its `checkpoints`, or what is not there."""
+def _require_checkpoint(folder: Path) -> None:
+    """Raise RunError with the newest checkpoint if the folder is a run, its `checkpoints`, or missing."""
     if not folder.exists():
-        beside = CheckpointStore(folder.parent)
+        siblings = CheckpointStore(folder.parent)
         fix = "name one such as RUN_DIR/checkpoints/step_00000010"
-        if steps := beside.steps():
-            fix = f"the newest there is {beside.path(steps[-1])}"
+        if steps := siblings.steps():
+            fix = f"the newest is {siblings.path(steps[-1])}"
         raise RunError(f"there is no checkpoint {folder}: {fix}")
     for place in (folder / "checkpoints", folder):
         store = CheckpointStore(place)

@@ -1,6 +1,6 @@
-"""What a validation measures: means over tasks, each with an interval of 95 % (docs/evaluation.md).
+"""Validation: sample the validation tasks, and metrics that are means over tasks with a 95% interval.
 
-Measuring on the validation tasks, during training and on its own.
+docs/evaluation.md explains the metrics.
 """
 
 import math
@@ -65,7 +65,7 @@ def validation_metrics(
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Unbiased chance that one of k samples passes (Chen et al. 2021, arXiv 2107.03374)."""
     if k > samples:
-        raise ValueError(f"pass@{k} wants at least {k} samples of each task, there are {samples}")
+        raise ValueError(f"pass@{k} requires at least {k} samples of each task, got {samples}")
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
@@ -73,10 +73,10 @@ def cons_at_k(samples: Sequence[TrajectorySummary], passed: Sequence[bool], k: i
     """Whether the answer that most of the first k samples give is right (Wang et al. 2022, arXiv 2203.11171).
 
     What has no answer does not vote. Of answers with equally many votes, the share of right ones counts; an
-    answer is right where the first sample that gives it passes. 0 where nobody votes.
+    answer is right where the first sample that gives it passes. 0 without a vote.
     """
     if k > len(samples):
-        raise ValueError(f"cons@{k} wants at least {k} samples of each task, there are {len(samples)}")
+        raise ValueError(f"cons@{k} requires at least {k} samples of each task, got {len(samples)}")
     right: dict[str, bool] = {}
     votes: Counter[str] = Counter()
     for sample, passes in zip(samples[:k], passed[:k], strict=True):
@@ -90,8 +90,8 @@ def cons_at_k(samples: Sequence[TrajectorySummary], passed: Sequence[bool], k: i
 def wilson_interval(shares: Sequence[float]) -> Interval:
     """Of the mean of shares, one for each task: Wilson's (1927), with tasks as the units.
 
-    Samples of one task are alike, so n is not their number but `p (1 - p) / variance of the mean`: the number
-    of tasks where each has one sample, and more where the samples of a task differ.
+    Samples of one task are correlated, so n is not their number but `p (1 - p) / variance of the mean`: the
+    number of tasks where each has one sample, and more where the samples of a task differ.
     """
     p, tasks = fmean(shares), len(shares)
     variance = pvariance(shares) / tasks
@@ -115,7 +115,7 @@ def normal_interval(values: Sequence[float]) -> Interval | None:
 
 
 def with_intervals(metrics: Mapping[str, float]) -> Iterable[tuple[str, float, Interval | None]]:
-    """Figures without the bounds, each with its interval where it has one."""
+    """Metrics without the bounds, each with its interval if it has one."""
     for name, value in metrics.items():
         if name.removesuffix("_low").removesuffix("_high") != name and _has_bounds(name, metrics):
             continue
@@ -140,7 +140,7 @@ class ValidationSet:
 
     @property
     def prefix(self) -> str:
-        """What its figures' names begin with."""
+        """Prefix of the names of its metrics."""
         return f"validation/{self.name}" if self.name else "validation"
 
 
@@ -160,9 +160,9 @@ async def validate(
     sets: Sequence[ValidationSet],
     on_finished: OnFinished = ignore,
 ) -> tuple[dict[str, float], list[GroupSummary]]:
-    """Sample the tasks of the sets, one after the other, with the weights that generation holds.
+    """Sample the tasks of the sets in sequence, with the weights that generation holds.
 
-    Figures, and the groups of all sets.
+    Returns metrics, and the groups of all sets.
     """
     config = experiment.algorithm.validation
     metrics: dict[str, float] = {}

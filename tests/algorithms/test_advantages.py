@@ -370,10 +370,10 @@ def test_a_function_of_ones_own() -> None:
         (CustomAdvantageConfig(name="custom", function="no.such:thing"), r"cannot import no\.such: Module"),
         (own("of_my_own", factor=2.0), "with algorithm.advantage.arguments: got an unexpected keyword"),
         (own("forgets_a_group"), "returned 1 values for 2 groups: return a list with a list for each"),
-        (own("forgets_a_member"), "returned 1 values for a group of 2: give a number for each trajectory"),
+        (own("forgets_a_member"), "returned 1 values for a group of 2: return a number for each"),
         (own("forgets_a_turn"), "returned 1 values for 2 turns"),
         (own("divides_by_zero"), "on two small groups it raised ZeroDivisionError"),
-        (own("answers_nan"), "returned nan for a trajectory: a finite number is wanted"),
+        (own("answers_nan"), "returned nan for a trajectory: return finite numbers"),
     ],
 )
 def test_a_function_of_ones_own_that_cannot_be_used_is_told_before_a_run(

@@ -236,7 +236,7 @@ def test_teachers_by_a_column():
     tasks = [Task(0, (), columns={"of": "sums"}), Task(1, (), columns={"of": "prose"})]
     assert teachers_of_tasks(tasks, "of", ["prose", "sums"]) == ["sums", "prose"]
     assert teachers_of_tasks(tasks, None, ["prose"]) == ["prose", "prose"]
-    with pytest.raises(RunError, match=r"task 1: the column `of`.* says 'prose'.*one of the teachers: sums"):
+    with pytest.raises(RunError, match=r"task 1: the column `of`.* is 'prose'.*one of the teachers: sums"):
         teachers_of_tasks(tasks, "of", ["sums"])
     with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
         teachers_of_tasks(tasks, "from", ["sums"])

@@ -127,7 +127,7 @@ def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -
     assert len(filter_groups(groups, config, 1).groups) == 1
     with pytest.raises(
         RunError,
-        match=r"of 4 groups sampled for one step 1 are left, and 2 are wanted: 2 because their rewards are "
+        match=r"1 of 4 groups sampled for one step are left, 2 are required: 2 because their rewards are "
         r"all equal and 1 by their mean reward were dropped\..*max_batches",
     ):
         filter_groups(groups, config, 2)

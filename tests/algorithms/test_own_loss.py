@@ -99,7 +99,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
         (own("three"), "too many positional arguments"),
         (own("plain_tensor"), "it returned Tensor: return a TokenLoss"),
         (own("summed"), r"its loss has the shape \[\] instead of \[5\]"),
-        (own("worded"), "its figure own/share is of the type float"),
+        (own("worded"), "its metric own/share is of the type float"),
         (own("detached"), "no gradient reaches the logprobs"),
         (own("flat"), "its gradient is 0 at every sampled token"),
         (own("infinite"), "its loss is not finite"),

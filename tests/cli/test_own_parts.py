@@ -54,11 +54,11 @@ def measured(batch, logprobs, old, advantages, metric):
         ("loss={name: custom, function: 'my_parts:measured', arguments: {metric: own/gain}}", None),
         (
             "loss={name: custom, function: 'my_parts:measured', arguments: {metric: loss/total}}",
-            "its figure loss/total has the name of one that the run has already",
+            "its metric loss/total has the name of a metric of the run",
         ),
         (
             "loss={name: custom, function: 'my_parts:measured', arguments: {metric: tokens}}",
-            "its figure tokens has the name of one that the run has already",
+            "its metric tokens has the name of a metric of the run",
         ),
         ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
     ],

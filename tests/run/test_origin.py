@@ -49,7 +49,7 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_one_that_is(tmp_path: P
         export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
     newest = tmp_path / "checkpoints/step_00000004"
     newest.mkdir(parents=True)
-    with pytest.raises(RunError, match=rf"there is no checkpoint .*5: the newest there is {newest}$"):
+    with pytest.raises(RunError, match=rf"there is no checkpoint .*5: the newest is {newest}$"):
         export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
 
 

@@ -29,9 +29,9 @@ def test_pass_at_k_is_the_chance_over_all_subsets(samples: int, passed: int) -> 
 
 
 def test_more_than_the_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@5 wants at least 5 samples"):
+    with pytest.raises(ValueError, match="pass@5 requires at least 5 samples"):
         pass_at_k(4, 1, 5)
-    with pytest.raises(ValueError, match="cons@3 wants at least 3 samples"):
+    with pytest.raises(ValueError, match="cons@3 requires at least 3 samples"):
         cons_at_k(said("1", "2"), [True, False], 3)
 
 
