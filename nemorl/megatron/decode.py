@@ -31,8 +31,7 @@ from nemorl.config.policy import LayoutConfig
 from .cache import CachedPass, KeyValueCache, NextTokens
 from .micro_batch import MicroBatchMaker
 from .model import PolicyModel
-from .packing import PackedLayout, packed_layout
-from .routing import TokenRouting
+from .packing import PackedLayout, TokenRouting, packed_layout
 
 
 @dataclass(frozen=True)

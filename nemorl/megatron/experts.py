@@ -14,8 +14,8 @@ from torch.nn import Module
 from nemorl.config.policy import PolicyConfig
 from nemorl.models.shape import ModelShape
 
-from .packing import PackedLayout
-from .routing import PolicyRouter, TokenRouting
+from .packing import PackedLayout, TokenRouting
+from .routing import PolicyRouter
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:

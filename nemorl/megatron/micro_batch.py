@@ -14,9 +14,8 @@ from nemorl.models.shape import ModelShape, Rope
 
 from .device import DTYPES, AttentionKernel, packed_attention_kernel
 from .kernels import Kernels
-from .packing import PackedLayout, packed_layout
+from .packing import PackedLayout, TokenRouting, packed_layout
 from .parallel import ContextShare, context_share
-from .routing import TokenRouting
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from .cache import CachedPass
 from .device import AttentionKernel, KernelRows
 from .parallel import ContextShare
-from .routing import TokenRouting
 
 Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 
@@ -20,6 +19,27 @@ Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 SIMILAR = 0.75
 # Below this many tokens the launches always cost more than the padding.
 SHORT = 32
+
+
+@dataclass(frozen=True)
+class TokenRouting:
+    """What the routers of a micro-batch are told about a rank's `n` tokens, padding included."""
+
+    is_real: Tensor  # [n] bool: no padding
+    sequence: Tensor  # [n] number of the sequence in the micro-batch
+    # [sequences] 1 / T^2 for a sequence of T tokens, 0 for one that nothing is learned from
+    balance: Tensor
+    experts: Tensor | None = None  # [n, MoE layers, top_k] to be taken; -1 where the router chooses
+    # What this rank's routers chose, by MoE layer: [tokens of the rank, top_k]. None where nobody asks.
+    chosen: dict[int, Tensor] | None = None
+
+    def part(self, rank: int, size: int) -> "TokenRouting":
+        """A tensor-parallel rank's tokens under sequence parallelism."""
+        if size == 1:
+            return self
+        experts = None if self.experts is None else self.experts.chunk(size)[rank]
+        is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
+        return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The router in reinforcement learning: replayed choices, an exact balance loss, tokens counted."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +13,8 @@ from torch.nn import Module
 
 from nemorl.config.policy import MoeConfig
 
+from .packing import TokenRouting
 from .stats import ExpertLoad
-
-
-@dataclass(frozen=True)
-class TokenRouting:
-    """What the routers of a micro-batch are told about a rank's `n` tokens, padding included."""
-
-    is_real: Tensor  # [n] bool: no padding
-    sequence: Tensor  # [n] number of the sequence in the micro-batch
-    # [sequences] 1 / T^2 for a sequence of T tokens, 0 for one that nothing is learned from
-    balance: Tensor
-    experts: Tensor | None = None  # [n, MoE layers, top_k] to be taken; -1 where the router chooses
-    # What this rank's routers chose, by MoE layer: [tokens of the rank, top_k]. None where nobody asks.
-    chosen: dict[int, Tensor] | None = None
-
-    def part(self, rank: int, size: int) -> "TokenRouting":
-        """A tensor-parallel rank's tokens under sequence parallelism."""
-        if size == 1:
-            return self
-        experts = None if self.experts is None else self.experts.chunk(size)[rank]
-        is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
-        return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
 
 
 class _Choice:

@@ -122,7 +122,7 @@ def test_shapes_of_published_models() -> None:
         ("qwen3-moe", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers is \[0, 2\]; only the first layers"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen3-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; a softmax over the chosen"),
-        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; .* wants 2 to 8 of them"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; .* requires 2 to 8 of them"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; for GptOssForCausalLM only 7.0"),
         ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "save it without quantisation first"),
