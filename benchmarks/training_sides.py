@@ -34,7 +34,7 @@ from nemorl.config.algorithm import ClipLossConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.data.batches import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device
-from nemorl.megatron.micro_batch import MicroBatch
+from nemorl.megatron.packing import MicroBatch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.registry import load_shape
 

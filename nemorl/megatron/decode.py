@@ -29,9 +29,8 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig
 
 from .cache import CachedPass, KeyValueCache, NextTokens
-from .micro_batch import MicroBatchMaker
 from .model import PolicyModel
-from .packing import PackedLayout, TokenRouting, packed_layout
+from .packing import MicroBatchMaker, PackedLayout, TokenRouting, packed_layout
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,12 @@ from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
 from .device import DTYPES, DeviceKind, building
-from .experts import expert_arguments
 from .head import VocabularyShard, logprobs_at, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .layers import ScalarHead, block_spec
 from .lora import Adapters
-from .micro_batch import MicroBatch
-from .packing import PackedLayout
+from .moe import expert_arguments
+from .packing import MicroBatch, PackedLayout
 from .parallel import pipeline_arguments, recompute_arguments
 
 

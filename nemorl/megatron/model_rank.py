@@ -24,12 +24,12 @@ from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
 from .kernels import Installed, check_optimizer, choose
 from .lora import Adapters
-from .micro_batch import micro_batch_maker
 from .model import PolicyModel, build_model
+from .moe import Routers
 from .offload import Holdings, Offload, ReferenceWeights
 from .optimizer import PolicyOptimizer
+from .packing import micro_batch_maker
 from .parallel import recompute_notes
-from .routing import Routers
 
 
 class ModelRank:

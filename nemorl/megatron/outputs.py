@@ -15,8 +15,8 @@ from torch import Tensor
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-from .micro_batch import MicroBatch
 from .model import PolicyParallel
+from .packing import MicroBatch
 from .schedule import run_outputs, run_top
 from .stats import LogprobStats, ValueStats
 

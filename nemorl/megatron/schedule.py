@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nemorl.data.losses import CandidateLoss, Loss, LossOutput
 
-from .micro_batch import MicroBatch
 from .model import PolicyModel, PolicyParallel
+from .packing import MicroBatch
 from .parallel import micro_batches_in_a_row
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from nemorl.data.losses import Loss, UpdateLoss
 from nemorl.data.packed import PackedBatch
 
-from .micro_batch import MicroBatch, check_batch
 from .model_rank import ModelRank
 from .outputs import batch_outputs, batch_top, global_metrics, logprob_gap, over_data_parallel, value_metrics
+from .packing import MicroBatch, check_batch
 from .schedule import run_evaluation, run_training
 from .stats import Evaluation, LogprobStats, TrainStats, ValueStats
 
