@@ -91,7 +91,7 @@ def _create(arguments: Namespace) -> None:
 
 
 def _import(arguments: Namespace) -> None:
-    from nemorl.models.convert import import_model
+    from nemorl.models.hf_writer import import_model
 
     if arguments.like is not None:
         from nemorl.megatron.checkpoint import import_megatron

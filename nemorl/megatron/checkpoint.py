@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
-from nemorl.models.convert import ImportedModel
-from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
+from nemorl.models.hf_writer import HfFolderWriter, ImportedModel, begin_folder, complete_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape

@@ -1,14 +1,18 @@
 """Writing a Hugging Face folder, complete or not at all.
 
 A folder that appears complete or not at all.
+
+`nemorl models import`: take a model folder from outside, checked once and for all.
 """
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -18,9 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .errors import BrokenModelFolder
+from .hf_folder import HfFolder
 from .json_files import INDEX_FILE, SINGLE_FILE, read_json_object
 from .layout import hf_tensors
 from .registry import family_of, load_shape
+from .shape import ModelShape
 
 
 def begin_folder(out: Path) -> Path:
@@ -190,3 +196,40 @@ def _sha256(path: Path) -> str:
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """What was imported."""
+
+    shape: ModelShape
+    num_parameters: int
+    num_bytes: int  # of the weights
+    left_out: tuple[str, ...]  # tensors of the source that are no part of the model
+
+
+def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
+    """Check a Hugging Face folder and write it anew: config, tokenizer, safetensors and their checksums.
+
+    Weights keep their type. What the model does not use is left out, such as the `lm_head.weight` of tied
+    embeddings. Raises `UnsupportedModel`,
+    `BrokenModelFolder` (also naming a tensor that holds NaN or infinity), or FileExistsError for `out`.
+    """
+    shape = load_shape(hf_dir)
+    tensors = hf_tensors(shape)
+    folder = HfFolder(hf_dir)
+    folder.check(tensors)
+    num_bytes = 0
+    with HfFolderWriter(out, hf_dir) as writer:
+        for name, extents in tensors.items():
+            tensor = folder.tensor(name, extents)
+            if not torch.isfinite(tensor).all():
+                raise BrokenModelFolder(f"{folder.file(name)}: {name} holds NaN or infinite values")
+            num_bytes += tensor.numel() * tensor.element_size()
+            writer.add(name, tensor)
+    return ImportedModel(
+        shape=shape,
+        num_parameters=sum(math.prod(extents) for extents in tensors.values()),
+        num_bytes=num_bytes,
+        left_out=tuple(name for name in folder.names() if name not in tensors),
+    )

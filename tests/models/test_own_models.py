@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemorl.models import smollm2
-from nemorl.models.convert import import_model
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.hf_writer import import_model
 from nemorl.models.json_files import SINGLE_FILE
 from nemorl.models.layout import policy_slices
 from nemorl.models.registry import load_shape
