@@ -64,13 +64,13 @@ def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
 
 
 def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """[N, layers, experts of a token] where any trajectory tells; -1 for those that do not."""
-    told = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
-    if told is None:
+    """[N, layers, experts of a token] where any trajectory has them; -1 for those that do not."""
+    known = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
+    if known is None:
         return None
-    untold = np.full((1, *told.shape[1:]), -1, dtype=np.int16)
+    unknown = np.full((1, *known.shape[1:]), -1, dtype=np.int16)
     parts = [
-        np.repeat(untold, t.num_tokens, 0) if t.routed_experts is None else t.routed_experts
+        np.repeat(unknown, t.num_tokens, 0) if t.routed_experts is None else t.routed_experts
         for t in trajectories
     ]
     return torch.from_numpy(np.concatenate(parts))
@@ -91,7 +91,7 @@ def _stand_in(failed: Trajectory) -> Trajectory:
 def pack_examples(
     examples: Sequence[Example], weights: Sequence[float], compared: Sequence[Compared] | None = None
 ) -> PackedBatch:
-    """Examples end to end; `weights` [S] are those of every learnt token of a sequence."""
+    """Examples end to end; `weights` [S] are those of every trained token of a sequence."""
     batch = _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
     if any(e.labels is not None for e in examples):
         batch = replace(batch, labels=_flat([e.token_labels for e in examples], np.float32))

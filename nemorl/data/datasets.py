@@ -1,10 +1,7 @@
-"""From a `data` section to tasks: every dataset is a sequence of `Task`.
+"""Datasets: a `data` section becomes a sequence of `Task`, or of examples to train on.
 
-Sums of two numbers, which a tiny model learns in minutes.
-
-Answers that somebody has judged: pairs, single ones, steps; and whole conversations.
-
-The order in which tasks are trained on, as a pure function of one integer.
+Sources are generated sums, reasoning-gym, and files of prompts, conversations, preference pairs, labeled
+answers and labeled steps. `TaskOrder` gives the order of training as a pure function of one integer.
 """
 
 import random
@@ -71,7 +68,7 @@ class ArithmeticTasks(LazyTasks):
         return Task(index, opening(prompt, self._data), answer, {"prompt": prompt})
 
     def alternative(self, index: int) -> str:
-        """Another answer than the recorded one: a slip beside a right one, the right one beside a slip."""
+        """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
         pair = self._pairs[index]
         if self._error(pair):
             return self._answer(pair, 0)
@@ -109,7 +106,7 @@ FileDataset = JsonlDataset | ConversationsDataset | PreferenceDataset | Feedback
 
 @dataclass(frozen=True)
 class Dialogue:
-    """An opening and all that followed it, to be learnt."""
+    """An opening and the exchange to train on."""
 
     opening: Messages
     exchange: Messages  # begins and ends with the assistant's
@@ -144,7 +141,7 @@ class Steps:
 
 
 def load_conversations(dataset: ConversationsDataset, data: DataConfig) -> list[Dialogue]:
-    """All that stands in the file. Raises DatasetError."""
+    """All conversations of the file. Raises DatasetError."""
     return read_rows(dataset.path, lambda _, row: _conversation(row, dataset, data))
 
 
@@ -159,7 +156,7 @@ def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
 
 
 def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
-    """Of a `feedback` dataset, of pairs (both answers, each by itself) or of sums. Raises DatasetError."""
+    """Of a `feedback` dataset, of pairs (both answers, separately) or of sums. Raises DatasetError."""
     if isinstance(dataset, FeedbackDataset):
         return read_rows(dataset.path, lambda _, row: _feedback(row, dataset, data))
     if isinstance(dataset, PreferenceDataset):
@@ -258,12 +255,12 @@ def _pair(row: Row, config: PreferenceDataset, data: DataConfig) -> Pair:
 def _pair_of_conversations(
     chosen: list[Message], rejected: list[Message], margin: float, config: PreferenceDataset, data: DataConfig
 ) -> Pair:
-    """Both begin alike; what they share, up to the turn in which they part, is the prompt."""
-    alike = 0
-    while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
-        alike += 1
-    better = _split(chosen, config.chosen_key, data, alike)
-    worse = _split(rejected, config.rejected_key, data, alike)
+    """The messages that both conversations share at their start are the prompt."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    better = _split(chosen, config.chosen_key, data, shared)
+    worse = _split(rejected, config.rejected_key, data, shared)
     return Pair(better.opening, better.exchange, worse.exchange, margin)
 
 
@@ -281,9 +278,9 @@ def _steps(row: Row, config: StepsDataset, data: DataConfig) -> Steps:
     steps = column(row, config.steps_key, "data.*.steps_key")
     labels = column(row, config.labels_key, "data.*.labels_key")
     if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
-        raise DatasetError(f"key `{config.steps_key}`: a list of texts is wanted, not {steps!r}")
+        raise DatasetError(f"key `{config.steps_key}`: expected a list of texts, not {steps!r}")
     if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
-        raise DatasetError(f"key `{config.labels_key}`: a list of {len(steps)} labels, one a step, is wanted")
+        raise DatasetError(f"key `{config.labels_key}`: expected {len(steps)} labels, one per step")
     return Steps(
         opening(prompt, data),
         tuple(step + config.separator for step in steps),
@@ -343,7 +340,7 @@ def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0)
 
 
 def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
-    """What SFT learns: conversations, or tasks with their answers. Raises DatasetError."""
+    """Training data of SFT: conversations, or tasks with their answers. Raises DatasetError."""
     if isinstance(dataset, ConversationsDataset):
         return load_conversations(dataset, data)
     return [_answered(task) for task in load_tasks(dataset, data)]
@@ -352,7 +349,7 @@ def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
 def _answered(task: Task) -> Dialogue:
     if task.answer is None:
         raise DatasetError(
-            f"task {task.index} has no answer to learn: name its key in `data.train.answer_key`"
+            f"task {task.index} has no answer to train on: name its key in `data.train.answer_key`"
         )
     return Dialogue(task.messages, (Message("assistant", task.answer),))
 
@@ -362,7 +359,7 @@ class ReasoningGymTasks(LazyTasks):
 
     def __init__(self, config: ReasoningGymDataset, data: DataConfig) -> None:
         super().__init__(config.size, data)
-        import reasoning_gym  # a second of imports that other datasets need not pay
+        import reasoning_gym  # takes a second to import
 
         self._config = config
         try:
@@ -392,7 +389,7 @@ def _jsonl_task(index: int, row: Row, config: JsonlDataset, data: DataConfig) ->
         answer = column(row, config.answer_key, "data.*.answer_key")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise DatasetError(
-                f"key `{config.answer_key}`: a text or a number is wanted, not {type(answer).__name__}"
+                f"key `{config.answer_key}`: expected a text or a number, not {type(answer).__name__}"
             )
     return Task(index, opening(prompt, data), None if answer is None else str(answer), row)
 

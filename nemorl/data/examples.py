@@ -1,9 +1,7 @@
-"""Examples to learn from: an opening and what should, or should not, follow it, as one sequence of tokens.
+"""Examples to train on: an opening and what should, or should not, follow it, as one sequence of tokens.
 
-They are joined exactly as a rollout would join them: each turn is encoded by itself and closed by the token
-that ends a turn, and the chat template is asked only for what stands between turns (`prompts.py`).
-
-From what datasets hold to sequences of tokens.
+Turns are joined exactly as in a rollout: each is encoded separately and closed by the token that ends a turn,
+and the chat template renders only what is between turns (`prompts.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +19,15 @@ from .tokenizer import Tokenizer
 
 
 class ExampleError(NemorlError, ValueError):
-    """Data that is no example to learn from; the message says what is wrong with it."""
+    """Data that cannot be trained on; the message says why."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence to learn. `T` is the number of its tokens."""
+    """One sequence to train on, of `T` tokens."""
 
     tokens: Int32Array  # [T]
-    loss_mask: BoolArray  # [T] True where the token is learnt
+    loss_mask: BoolArray  # [T] True for tokens that are trained on
     labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
 
     @property
@@ -44,7 +42,7 @@ class Example:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first that is learnt."""
+        """Tokens before the first that is trained on."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
 
     @property
@@ -53,7 +51,7 @@ class Example:
         return np.zeros(self.num_tokens, dtype=np.float32) if self.labels is None else self.labels
 
 
-# Takes a place where a batch lacks a sequence; nothing looks at it.
+# Fills a batch that lacks a sequence; it is not trained on.
 PLACEHOLDER = Example(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 
 
@@ -65,17 +63,17 @@ def dialogue_example(
     max_length: int,
     train_on: Literal["completion", "all"] = "completion",
 ) -> Example:
-    """The opening and all that follows it: turns of the policy, all learnt, and what was answered to them.
+    """The opening and all that follows it: turns of the assistant, all trained on, and the replies to them.
 
     `exchange` begins and ends with an assistant's message. Raises ExampleError for another one, an empty
     opening or more than `max_length` tokens, TemplateError for a template that cannot go turn by turn.
     """
     roles = [message.role for message in exchange]
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise ExampleError(f"what is learnt must begin and end with an assistant's message, not {roles}")
+        raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
     tokens = prompts.open(opening)
     if not tokens:
-        raise ExampleError("the prompt is empty, so the first token cannot be learnt")
+        raise ExampleError("the prompt is empty, so the first token has no probability")
     trained = [False] * len(tokens)
     for place, message in enumerate(exchange):
         if message.role != "assistant":
@@ -104,12 +102,12 @@ def steps_example(
     prompts: Prompts,
     max_length: int,
 ) -> Example:
-    """An answer in steps, each labelled at its last token with how likely it is right, from 0 to 1.
+    """An answer in steps, each labeled at its last token with the probability that it is right.
 
     Raises ExampleError.
     """
     if not steps or len(steps) != len(labels):
-        raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: every step wants one")
+        raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")
     tokens = prompts.open(opening)
     if not tokens:
         raise ExampleError("the prompt is empty")
@@ -167,7 +165,7 @@ class Encoder:
     def dialogues(
         self, dialogues: Iterable[Dialogue], train_on: Literal["completion", "all"]
     ) -> list[Example]:
-        """A sequence of each, with every turn of the assistant learnt, or all tokens."""
+        """A sequence of each, with every turn of the assistant trained on, or all tokens."""
         return _each(dialogues, lambda d: self._example(d.opening, d.exchange, train_on))
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
@@ -182,7 +180,7 @@ class Encoder:
         return _each(feedback, lambda f: self._example(f.opening, f.completion))
 
     def steps(self, answers: Iterable[Steps]) -> list[Example]:
-        """Answers labelled at the end of each step."""
+        """Answers labeled at the end of each step."""
         return _each(
             answers,
             lambda a: steps_example(

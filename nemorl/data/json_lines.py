@@ -1,9 +1,4 @@
-"""Datasets in files: a JSON object a line, and what its keys hold.
-
-How a conversation opens: the dataset's prompt, the template around it, the system prompt before it.
-
-Tasks that are made when they are asked for.
-"""
+"""Parts that datasets share: JSON Lines files and their keys, opening messages, tasks made on demand."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +53,7 @@ def read_rows(path: Path, parse: Callable[[int, Row], T]) -> list[T]:
 
 
 def column(row: Row, key: str, option: str) -> Any:
-    """What stands under a key, which the field `option` of the config names. Raises DatasetError."""
+    """The value of a key, which the field `option` of the config names. Raises DatasetError."""
     if key not in row:
         raise DatasetError(f"key `{key}` is missing; the keys are {sorted(row)} (option `{option}`)")
     return row[key]
@@ -72,7 +67,7 @@ def text_or_messages(value: Any, key: str) -> str | list[Message]:
 def messages(value: Any, key: str) -> list[Message]:
     """A list of messages with `role` and `content`. Raises DatasetError."""
     if not isinstance(value, list) or not value:
-        raise DatasetError(f"key `{key}`: a text or a list of messages is wanted, not {value!r}")
+        raise DatasetError(f"key `{key}`: expected a text or a list of messages, not {value!r}")
     found = []
     for position, item in enumerate(value):
         if not isinstance(item, dict) or item.get("role") not in ROLES:
@@ -98,7 +93,7 @@ def ending_with_assistant(exchange: Sequence[Message], key: str) -> tuple[Messag
     if not exchange or exchange[0].role != "assistant" or exchange[-1].role != "assistant":
         roles = ", ".join(message.role for message in exchange) or "nothing"
         raise DatasetError(
-            f"key `{key}`: what is learnt must begin and end with an assistant's message, and this is {roles}"
+            f"key `{key}`: the exchange must begin and end with an assistant's message, not {roles}"
         )
     return tuple(exchange)
 
@@ -107,20 +102,20 @@ def boolean(value: Any, key: str) -> bool:
     """A true or a false, also as 1 and 0. Raises DatasetError."""
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
-    raise DatasetError(f"key `{key}`: true or false is wanted, not {value!r}")
+    raise DatasetError(f"key `{key}`: expected true or false, not {value!r}")
 
 
 def probability(value: Any, key: str) -> float:
     """A true or a false, or a number from 0 to 1. Raises DatasetError."""
     if isinstance(value, bool | int | float) and 0 <= value <= 1:
         return float(value)
-    raise DatasetError(f"key `{key}`: true, false or a number from 0 to 1 is wanted, not {value!r}")
+    raise DatasetError(f"key `{key}`: expected true, false or a number from 0 to 1, not {value!r}")
 
 
 def number(value: Any, key: str) -> float:
     """Raises DatasetError for what is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DatasetError(f"key `{key}`: a number is wanted, not {value!r}")
+        raise DatasetError(f"key `{key}`: expected a number, not {value!r}")
     return float(value)
 
 
@@ -130,7 +125,7 @@ def _row(line: str) -> Row:
     except json.JSONDecodeError as error:
         raise DatasetError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DatasetError(f"a JSON object is wanted, not {type(row).__name__}")
+        raise DatasetError(f"expected a JSON object, not {type(row).__name__}")
     return row
 
 

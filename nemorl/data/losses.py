@@ -45,14 +45,14 @@ class UpdateLoss(Loss, Protocol):
     def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], /) -> Loss:
         """The loss of the micro-batches, of which `batch` is what this data-parallel rank has.
 
-        `over_ranks` lays values [n] of the data-parallel ranks, which all call it alike, end to end.
+        `over_ranks` lays values [n] of the data-parallel ranks, which all call it, end to end.
         """
         ...
 
 
 @runtime_checkable
 class CandidateLoss(Loss, Protocol):
-    """A loss that also looks at tokens which might have stood at each place.
+    """A loss that also uses other candidate tokens at each position.
 
     It is called with logprobs [N, 1 + C]: of the token itself, and of its candidates. The entropy is always
     there, and without gradient.
@@ -65,7 +65,7 @@ class CandidateLoss(Loss, Protocol):
 
 @dataclass(frozen=True)
 class TokenEstimate:
-    """What an estimator says of a data-parallel rank's tokens; figures are equal on all ranks."""
+    """An estimate for the tokens of a data-parallel rank; metrics are equal on all ranks."""
 
     advantages: Tensor  # [N] float32, 0 where loss_mask is False
     returns: Tensor | None  # [N] float32, that a critic learns of the state before each token
@@ -76,7 +76,7 @@ class TokenEstimator(Protocol):
     """A pure function of a data-parallel rank's whole batch; picklable."""
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: Callable[[Tensor], Tensor], /) -> TokenEstimate:
-        """`sum_over_ranks` adds up a float64 tensor over the data-parallel ranks, which all call it alike."""
+        """`sum_over_ranks` adds up a float64 tensor over the data-parallel ranks, which all call it."""
         ...
 
 

@@ -40,7 +40,7 @@ def plan_batch(
 
     Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
     balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least, as
-    interleaved pipeline stages want it. Neighbours of one number in `units` go together wherever they go;
+    interleaved pipeline stages require it. Neighbors with the same number in `units` stay together;
     without it each sequence goes alone. Raises ValueError when the counts do not divide, or a unit is longer
     than `max_tokens`.
     """
@@ -66,7 +66,7 @@ def plan_batch(
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Places of equal neighbours together."""
+    """Group the positions of equal neighbors."""
     return [list(run) for _, run in groupby(range(len(numbers)), key=lambda place: numbers[place])]
 
 
@@ -175,13 +175,13 @@ def plan_micro_batches(
     count = max(fewest, *(len(plan) for plan in plans))
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
-            wants = (
-                f"{count} interleaved stages want as many"
+            required = (
+                f"{count} interleaved stages require as many"
                 if count == fewest > 1
                 else f"another rank needs {count}"
             )
             raise ValueError(
-                f"data-parallel rank {rank} holds {len(lengths)} sequences, but {wants} micro-batches: make "
+                f"data-parallel rank {rank} has {len(lengths)} sequences, but {required} micro-batches: make "
                 "the number of sequences a larger multiple of the data-parallel size"
             )
         while len(plan) < count:

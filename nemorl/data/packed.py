@@ -1,6 +1,6 @@
 """The batch that policy workers train on: sequences laid end to end, without padding.
 
-Where the turns of trajectories lie in a packed batch, and what was paid for each.
+Also the positions and rewards of turns in a packed batch.
 
 What a loss knows of whole sequences that it holds against others, such as the two of a pair.
 """
@@ -17,7 +17,7 @@ from nemorl.trajectories import Trajectory
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`S` sequences of together `N` tokens. Per-token fields speak of the token at their own position.
+    """`S` sequences of together `N` tokens. Per-token fields describe the token at their position.
 
     `logprobs[i]` is the logprob of `tokens[i]` given the tokens before it in its sequence, so the first token
     of a sequence has none (0, and its `loss_mask` is False). `weights` carries the aggregation: the loss is
@@ -40,11 +40,13 @@ class PackedBatch:
     top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's of these; both 0 outside the mask
     values: Tensor | None = None  # [N] float32, of a critic that has read up to and with each token
     turns: Tensor | None = None  # [N] int64, number of the turn that sampled each token, -1 elsewhere
-    rewards: Tensor | None = None  # [N] float32, what was paid at each token; 0 where loss_mask is False
+    rewards: Tensor | None = None  # [N] float32, reward at each token; 0 where loss_mask is False
     returns: Tensor | None = None  # [N] float32, that a critic learns of the state before each token
     routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
     # Of sequences that a loss compares, at each of their tokens (compared.py); labels of steps at their ends.
-    units: Tensor | None = None  # [N] int64, sequences of one number are learnt together, as those of a pair
+    units: Tensor | None = (
+        None  # [N] int64, sequences with the same number are trained on together, as those of a pair
+    )
     labels: Tensor | None = None  # [N] float32: 1 chosen, desirable or right, -1 not, 0 neither
     margins: Tensor | None = None  # [N] float32, by how much the better one of the unit is better
 
@@ -90,12 +92,12 @@ def with_turns(
 ) -> PackedBatch:
     """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
 
-    A turn is paid at its last token. What is paid for a turn without tokens comes at the last one before it,
+    A turn is rewarded at its last token; a turn without tokens at the last one before it,
     and turns are numbered without it. A sequence that does not train, which a stand-in may hold the place of,
     has neither.
     """
     turns = torch.full((batch.num_tokens,), -1)
-    paid = torch.zeros(batch.num_tokens)
+    per_token = torch.zeros(batch.num_tokens)
     borders = pairwise(batch.cu_seqlens.tolist())
     for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
         if not bool(batch.loss_mask[start:end].any()):
@@ -106,24 +108,24 @@ def with_turns(
                 number, last = number + 1, start + turn.end - 1
                 turns[start + turn.start : start + turn.end] = number
             if last is not None:
-                paid[last] += reward
-    return replace(batch, turns=turns, rewards=paid)
+                per_token[last] += reward
+    return replace(batch, turns=turns, rewards=per_token)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One sequence among those that are learnt together."""
+    """One sequence among those that are trained on together."""
 
     unit: int  # sequences of one number go into one micro-batch
     label: float = 0.0  # 1 chosen or desirable, -1 rejected or not, 0 neither
     margin: float = 0.0  # by how much the better sequence of the unit is better
-    reference: float | None = None  # sum of the reference's logprobs of its learnt tokens, where it is known
+    reference: float | None = None  # sum of the reference's logprobs of its trained tokens, if known
 
 
 def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBatch:
     """The batch with what is known of its sequences [S] at each of their tokens.
 
-    A reference's sum is laid evenly over the learnt tokens, since losses ask for sums and means only.
+    A reference's sum is spread evenly over the trained tokens, since losses use sums and means only.
     """
     lengths = torch.tensor(batch.lengths)
 
@@ -131,7 +133,7 @@ def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBat
         return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
 
     batch = replace(batch, units=spread([c.unit for c in compared], torch.int64))
-    if batch.labels is None:  # those of steps stand
+    if batch.labels is None:  # else those of steps are kept
         batch = replace(batch, labels=spread([c.label for c in compared], torch.float32))
     if any(c.margin for c in compared):
         batch = replace(batch, margins=spread([c.margin for c in compared], torch.float32))

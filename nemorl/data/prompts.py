@@ -1,6 +1,6 @@
 """A conversation's tokens, turn by turn: what was sampled stays as it was sampled.
 
-A chat template renders whole conversations. Here it is asked only for what stands around a turn: a
+A chat template renders complete conversations. Here it is used only for what surrounds a turn: a
 placeholder takes the turn's place, and the text after it is what the template adds: its end of the turn,
 the observation, and the opening of the next turn.
 """
@@ -38,13 +38,13 @@ class Prompts(Protocol):
     ) -> list[int]:
         """The tokens between a turn of the policy and its next: only these are encoded, never the turn.
 
-        `history` stands before the turn; `last_token` is the last one sampled, None for an empty turn.
+        `history` precedes the turn; `last_token` is the last one sampled, None for an empty turn.
         """
         ...
 
 
 class PlainPrompts:
-    """Messages as plain text, one after the other: for models without a chat format."""
+    """Messages as plain text, joined: for models without a chat format."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -112,7 +112,7 @@ class ChatPrompts:
     def _check_prefix(
         self, history: Sequence[Message], turn: Message, observation: Sequence[Message]
     ) -> None:
-        """The whole conversation, rendered anew, begins with what the policy saw and then says what it said.
+        """The whole conversation, rendered again, begins with what the policy saw and then says what it said.
 
         White space is left out of the comparison of the turn: templates trim it, the kept tokens do not.
         """

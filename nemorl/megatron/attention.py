@@ -193,7 +193,7 @@ class PackedAttention(torch.nn.Module):
 
         `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
         second angles. `softmax_scale` is 1 / sqrt(dim) if None. `sinks` adds a parameter (sinks.py) for each
-        head of the rank, of whose number and type Megatron's `config` tells.
+        head of the rank, whose number and type are in Megatron's `config`.
         """
         super().__init__()
         self.softmax_scale = softmax_scale
@@ -227,12 +227,12 @@ class PackedAttention(torch.nn.Module):
         layout = packed_seq_params
         if self.rotates:
             angles = layout.local_rotary if self.local_rope else layout.rotary
-            assert angles is not None, "a packed layout carries the angles that its layers want"
+            assert angles is not None, "a packed layout carries the angles that its layers need"
             query, key = rotate(query, *angles), rotate(key, *angles)
         if layout.key_order is not None:
             key, value = _of_all_ranks(key, value, layout)
         width = value.shape[-1]
-        # Kernels want values as wide as keys; columns of zeros give columns of zeros.
+        # Kernels require values as wide as keys; columns of zeros give columns of zeros.
         value = F.pad(value, (0, key.shape[-1] - width))
         return self._attend(query, key, value, layout)[..., :width].flatten(1)
 

@@ -77,7 +77,7 @@ class KeyValueCache:
         self._layers = {}
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """[n] where tokens of these rows and positions stand among all places."""
+        """[n] slots of the tokens of these rows and positions."""
         return rows * self._places + positions + _FIRST
 
     def keep(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Saving and loading one rank's training state: weights, optimizer, schedule, random generators.
 
 Saving is a snapshot and its writing. The snapshot of a running training is a copy in host memory, which
-another thread writes while the next steps go on.
+another thread writes during the next steps.
 
 To and from megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads and writes.
 
@@ -9,7 +9,7 @@ A model of one process is built and described by its `sharded_state_dict`, in wh
 in the whole tensor; the files that come of it load under any layout. Weights only. Parameters are named as
 Megatron's Transformer Engine layers name them, which is how Megatron-LM's GPTModel is saved.
 
-Reading one unpickles its metadata (in megatron-core), which runs what somebody put there; nothing of ours
+Reading one unpickles its metadata (in megatron-core), which runs whatever code it contains; nothing of ours
 reads one but `import_megatron`.
 """
 
@@ -219,7 +219,7 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
 def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
     """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers.
 
-    Layers that are all alike are stacked to one tensor, as Megatron-LM does it.
+    Layers of equal structure are stacked to one tensor, as Megatron-LM does it.
     """
     kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
     if len(kinds) == 1:

@@ -8,14 +8,14 @@
 A rank's parameters are described in HF coordinates (PEFT's, for adapters) by `TrainedWeights`, those of the
 writing layout as well as those of the reading one, so reading is copying boxes, whatever the two layouts are.
 
-Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening somebody's
+Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening another person's
 checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
 distributed optimizer formats know Adam's states only. Seen with megatron-core 0.16.1.
 
 Safetensors files written in pieces: no second copy in memory, and other threads run meanwhile.
 
 The library's `save_file` makes the whole file in memory first and holds the interpreter's lock while it does;
-a checkpoint is written beside training, so both would be felt.
+a checkpoint is written during training, so both would slow it.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 
     Raises `UnwritableCheckpoint` naming the file where the disk is full or refuses it.
     """
-    # The format wants no gaps; the widest types first leaves every tensor aligned.
+    # The format allows no gaps; the widest types first leaves every tensor aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, size = hashlib.sha256(), 0
     with writing(path), path.open("wb") as file:

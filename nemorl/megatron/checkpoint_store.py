@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent, checked before they are used, kept as long as asked.
+"""Checkpoints on disk: complete or absent, verified before they are used, and deleted by age.
 
     <folder>/step_00000040/            a checkpoint; whatever the writers put there, and
     <folder>/step_00000040/manifest.json   size and SHA-256 of every file, the step and its metrics
@@ -32,7 +32,7 @@ class CorruptCheckpoint(RunError, ValueError):
 
 
 class UnwritableCheckpoint(RunError):
-    """A file of a checkpoint could not be written; the run cannot go on without losing work unnoticed."""
+    """A file of a checkpoint could not be written; continuing could lose work unnoticed."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UnwritableCheckpoint(
             f"{path} cannot be written: {error.strerror or error}. Checkpoints that are complete are not "
-            "touched: make room (checkpointing.keep says how many are kept) and go on with --resume."
+            "touched: make room (checkpointing.keep says how many are kept) and continue with --resume."
         ) from error
 
 

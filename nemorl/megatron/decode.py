@@ -6,7 +6,7 @@ the last stage. decode_copy.py brings the calls from one rank to the others.
 One rank leads a data-parallel copy in decoding, the others follow its orders.
 
 The leader is the first tensor-parallel rank of the last stage, where the logits are. It knows the requests;
-the others are told by integers what to compute, step by step, until the end of the stage.
+it broadcasts what to compute to the others as integers, step by step, until the end of the stage.
 
 Copies that share experts exchange tokens in every layer with experts, so none can pass through the model
 alone: before each pass their leaders agree that there is one, and who has nothing to do passes padding along.
@@ -63,7 +63,7 @@ class CachedModel:
     ) -> None:
         """`max_tokens` of the cache: rows times the tokens of the longest.
 
-        `kept_experts`, MoE layers and experts of a token, has the routers' choices kept beside the keys.
+        `kept_experts`, MoE layers and experts of a token, keeps the routers' choices with the keys.
         """
         self.cache = KeyValueCache(max_tokens)
         self._kept_experts = kept_experts
@@ -77,7 +77,9 @@ class CachedModel:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[CachedPrompt]) -> Tensor | None:
         """Fill the rows of the prompts; logits [prompts, vocabulary] after each, on the last stage."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))  # neighbours of like length
+        order = sorted(
+            range(len(prompts)), key=lambda i: len(prompts[i].tokens)
+        )  # neighbors of similar length
         lengths = [len(prompts[i].tokens) for i in order]
         tokens = torch.cat([torch.as_tensor(prompts[i].tokens, dtype=torch.int64) for i in order])
         positions = torch.cat([torch.arange(length) for length in lengths])
@@ -112,7 +114,7 @@ class CachedModel:
 
     @torch.no_grad()
     def pass_along(self) -> None:
-        """A pass with nothing but padding, for copies that share experts with this one."""
+        """A pass over padding only, for copies that share experts with this one."""
         nothing = torch.zeros(0, dtype=torch.int64)
         self._run(nothing, nothing, None, [])
 
@@ -140,7 +142,7 @@ class CachedModel:
     def _input(
         self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
     ) -> _Input:
-        """With tokens of padding behind, a sequence of their own, as many as sequence parallelism wants."""
+        """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
         missing = -n % maker.multiple if n else maker.multiple
         tokens, positions = (
@@ -191,7 +193,7 @@ class CachedModel:
         return logits[:, : self._vocab_size].float()
 
 
-# Followers wait in a collective, which has a deadline: they hear from their leader at least so often.
+# Followers wait in a collective, which has a deadline: their leader broadcasts at least this often.
 HEARTBEAT_SECONDS = 5.0
 # Copies that share experts and have nothing to do ask one another so often.
 REST_SECONDS = 0.02
@@ -236,7 +238,7 @@ def copy_leaders(layout: LayoutConfig) -> tuple[int, ...]:
 
 
 def copies_that_share_experts(layout: LayoutConfig) -> int:
-    """How many neighbouring copies cannot pass through the model one without the other."""
+    """The number of neighboring copies that must run the model together."""
     tp_size = layout.tensor_parallel_size
     return math.lcm(tp_size, layout.expert_parallel_size * layout.expert_tensor_parallel_size) // tp_size
 
@@ -267,7 +269,7 @@ class DecodingCopy:
     def follow(self) -> None:
         """Do as the leader says until it ends the stage."""
         while True:
-            order, numbers = self._hear()
+            order, numbers = self._receive_order()
             if order is _Order.END:
                 return
             self._execute(order, numbers)
@@ -289,7 +291,7 @@ class DecodingCopy:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._peers)
         return _State(int(value))
 
-    def _hear(self) -> tuple[_Order, list[int]]:
+    def _receive_order(self) -> tuple[_Order, list[int]]:
         header = torch.empty(2, dtype=torch.int64, device=self._device)
         dist.broadcast(header, self.leader, group=self._group)
         order, count = header.tolist()
@@ -362,7 +364,7 @@ class LeadingRunner:
         self.cache = LeaderCache(copy)
         self._copy = copy
         self._prefill_tokens = prefill_tokens
-        self._spoke = time.monotonic()
+        self._last_order = time.monotonic()
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Fill the cache rows of `prompts`; logits [vocabulary] after each."""
@@ -387,7 +389,7 @@ class LeadingRunner:
         """Where this copy has nothing to do: let the others do theirs; seconds until the next rest."""
         if self._copy.agree(_State.RESTING) is _State.PASSING:
             self._copy.command(_Order.PASS_ALONG)
-            self._spoke = time.monotonic()
+            self._last_order = time.monotonic()
             return 0.0
         self._beat()
         return HEARTBEAT_SECONDS if self._copy.agrees_alone else REST_SECONDS
@@ -405,14 +407,14 @@ class LeadingRunner:
     def _pass(self, order: _Order, numbers: Sequence[int]) -> Tensor:
         self._copy.agree(_State.PASSING)
         logits = self._copy.command(order, numbers)
-        self._spoke = time.monotonic()
+        self._last_order = time.monotonic()
         assert logits is not None, "the leader is of the last stage"
         return logits
 
     def _beat(self) -> None:
-        if time.monotonic() - self._spoke >= HEARTBEAT_SECONDS:
+        if time.monotonic() - self._last_order >= HEARTBEAT_SECONDS:
             self._copy.command(_Order.HEARTBEAT)
-            self._spoke = time.monotonic()
+            self._last_order = time.monotonic()
 
     def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         batch: list[Prompt] = []

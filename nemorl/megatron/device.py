@@ -36,18 +36,18 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor")
 
 
 def select_device(kind: DeviceKind, rank: int) -> torch.device:
-    """The device of a process, made current; on a CPU Megatron is taught to use it.
+    """The device of a process, made current; on a CPU Megatron is patched to use it.
 
     A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs
-    takes the one of its rank. Raises `RuntimeError` when CUDA is asked for and there is none.
+    takes the one of its rank. Raises `RuntimeError` when CUDA is requested and not available.
     """
-    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns wherever this is not
+    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns if this is not
     # set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _teach_megatron_to_route_without_transformer_engine()
-    _teach_megatron_to_recompute_without_transformer_engine()
+    _patch_router_without_transformer_engine()
+    _patch_recompute_without_transformer_engine()
     if kind == "cpu":
-        _teach_megatron_the_cpu()
+        _patch_megatron_for_cpu()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
@@ -65,7 +65,7 @@ def communication_backend(kind: DeviceKind) -> str:
 
 
 def use_interface(kind: DeviceKind, name: str) -> None:
-    """Let gloo listen on one network interface, if nobody has named another."""
+    """Let gloo listen on one network interface unless GLOO_SOCKET_IFNAME names another."""
     if kind == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
@@ -165,7 +165,7 @@ def finish_copies(kind: DeviceKind) -> None:
 
 
 def release_memory(kind: DeviceKind) -> None:
-    """Give what torch keeps for later allocations back to the device, for other processes."""
+    """Return memory that torch caches to the device, for other processes."""
     if kind == "cuda":
         torch.cuda.empty_cache()
 
@@ -192,7 +192,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 @lru_cache(maxsize=1)
-def _teach_megatron_the_cpu() -> None:
+def _patch_megatron_for_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
@@ -204,7 +204,7 @@ def _teach_megatron_the_cpu() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
-    optimizer.USING_PYTORCH_OPTIMIZER = True  # also where kernels for a GPU are installed
+    optimizer.USING_PYTORCH_OPTIMIZER = True  # also if kernels for a GPU are installed
     view = _TorchOnCpu()
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
@@ -258,7 +258,7 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """In place of copies from the device to the host: the counts are here, and wanted as numpy arrays."""
+    """Replaces copies from device to host: the counts are on the host and are needed as numpy arrays."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             counts = getattr(self, name)
@@ -267,14 +267,14 @@ def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     return tokens_per_expert
 
 
-def _teach_megatron_to_route_without_transformer_engine() -> None:
+def _patch_router_without_transformer_engine() -> None:
     """Its router asks whether a name is None that it imports only together with Transformer Engine."""
     utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None
 
 
-def _teach_megatron_to_recompute_without_transformer_engine() -> None:
+def _patch_recompute_without_transformer_engine() -> None:
     """Its recomputation of norms asks for Transformer Engine's FP8 state also where there is no FP8."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not random.HAVE_TE:

@@ -61,7 +61,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What backward wants of one chunk."""
+    """What backward needs of one chunk."""
 
     shifted: Tensor  # [m, V / TP] logits less the largest of each row
     log_sum: Tensor  # [m] log of the sum of their exponentials
@@ -77,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         shard: VocabularyShard,
         temperature: float,
         chunk_tokens: int,
-        wants_entropy: bool,
+        needs_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_zeros(labels.shape, dtype=torch.float32)
         entropies = torch.zeros_like(logprobs)
@@ -85,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
         one_chunk = labels.shape[0] <= chunk_tokens
         for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
             chunk, logprobs[rows], entropies[rows] = _reduce(
-                shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, wants_entropy
+                shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, needs_entropy
             )
             if one_chunk and (hidden.requires_grad or weight.requires_grad):
                 kept.append(chunk)
@@ -128,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def rows_of_chunks(count: int, chunk: int) -> Iterator[slice]:
-    """Rows of so many tokens in chunks."""
+    """The rows of each chunk."""
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
@@ -150,17 +150,17 @@ def _again(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: 
 
 
 def _reduce(
-    shifted: Tensor, labels: Tensor, shard: VocabularyShard, wants_entropy: bool
+    shifted: Tensor, labels: Tensor, shard: VocabularyShard, needs_entropy: bool
 ) -> tuple[_Chunk, Tensor, Tensor]:
-    """Chunk for backward, logprobs [m] and entropies [m] (0 when not wanted)."""
+    """Chunk for backward, logprobs [m] and entropies [m] (0 unless needed)."""
     exponentials = shifted.exp()
     column, is_mine = _local_column(labels, shard)
     label_logit = shifted.gather(1, column).squeeze(1) * is_mine
     total = exponentials.sum(-1)
-    weighted = exponentials.mul_(shifted).sum(-1) if wants_entropy else torch.zeros_like(total)
+    weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else torch.zeros_like(total)
     total, label_logit, weighted = sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
     log_sum = total.log()
-    entropies = log_sum - weighted / total if wants_entropy else weighted
+    entropies = log_sum - weighted / total if needs_entropy else weighted
     return _Chunk(shifted, log_sum), label_logit - log_sum, entropies
 
 
@@ -233,8 +233,8 @@ def logprobs_at(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of `ids` [M, C] and the entropies [M], float32, equal on all tensor-parallel ranks.
 
-    A token may stand several times in a row of `ids`. Gradients, as those of `token_logprobs`, go through the
-    logprobs alone: the entropies are figures.
+    A token may occur several times in a row of `ids`. Gradients, as those of `token_logprobs`, go through the
+    logprobs alone: the entropies are metrics.
     """
     logprobs, entropies = _LogprobsAt.apply(hidden, weight, ids, shard, temperature, chunk_tokens)
     return logprobs, entropies

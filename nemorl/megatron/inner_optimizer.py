@@ -46,7 +46,7 @@ from .muon import Muon, group_of, matrices
 class HostAdam(torch.optim.Optimizer):
     """Steps the model's own weights, of which `state` has the float32 ones.
 
-    `param_groups` are assigned by whoever makes it, and every parameter is allocated before the first step.
+    `param_groups` are assigned by the caller, and every parameter is allocated before the first step.
     """
 
     def __init__(self, config: AdamConfig, kind: DeviceKind) -> None:
@@ -300,7 +300,7 @@ def _prepare_groups(config: PolicyConfig, optimizer: Any) -> None:
     """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
     is_torch_adam = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
-        # 0 for norms and biases, else 1; Megatron leaves multiplying to whoever schedules.
+        # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
         group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
         if is_torch_adam:
             # One pass over memory instead of about ten; a CPU feels it most.
@@ -353,7 +353,7 @@ def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
         use_distributed_optimizer=optimizer.is_sharded,
         clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
         use_precision_aware_optimizer=bool(adam.narrow_fields),
-        # Remainders beside bfloat16 would be put together here, by that kernel's arithmetic.
+        # Remainders of bfloat16 would be combined here, by that kernel's arithmetic.
         store_param_remainders=False,
         exp_avg_dtype=_TYPES[adam.exp_avg_dtype],
         exp_avg_sq_dtype=_TYPES[adam.exp_avg_sq_dtype],

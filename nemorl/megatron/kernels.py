@@ -45,10 +45,10 @@ _MODULES = {
 
 @dataclass(frozen=True)
 class Installed:
-    """The kernel libraries that can be imported, by name, with versions (empty where they tell none)."""
+    """The kernel libraries that can be imported, by name, with versions (empty if unknown)."""
 
     versions: dict[str, str]
-    compiler: bool = False  # with Python's headers, which Triton wants both
+    compiler: bool = False  # with Python's headers, both of which Triton requires
 
     @classmethod
     def find(cls) -> "Installed":
@@ -97,7 +97,7 @@ class KernelsNotFound(RuntimeError):
 
 
 def choose(
-    wanted: Literal["auto", "local", "transformer_engine"],
+    requested: Literal["auto", "local", "transformer_engine"],
     *,
     kind: Device,
     precision: str,
@@ -106,9 +106,9 @@ def choose(
 ) -> Kernels:
     """The kernels of a policy on a device of this kind.
 
-    Raises `KernelsNotFound` where `wanted` is `transformer_engine` and it cannot be had.
+    Raises `KernelsNotFound` where `requested` is `transformer_engine` and it cannot be had.
     """
-    if wanted == "transformer_engine" and (kind == "cpu" or TRANSFORMER_ENGINE not in installed):
+    if requested == "transformer_engine" and (kind == "cpu" or TRANSFORMER_ENGINE not in installed):
         why = (
             "this process runs on the CPU, where it has no kernels"
             if kind == "cpu"
@@ -126,7 +126,7 @@ def choose(
         attention = "flash_attn"
     return Kernels(
         attention=attention,
-        layers="transformer_engine" if wanted != "local" and TRANSFORMER_ENGINE in installed else "local",
+        layers="transformer_engine" if requested != "local" and TRANSFORMER_ENGINE in installed else "local",
         fused_gradients=FUSED_WEIGHT_GRADIENT in installed,
         # Megatron has fused forms of a few activations only.
         fused_activation=activation == "silu" and TRITON in installed and installed.compiler,
@@ -170,7 +170,7 @@ def _fused(is_fused: bool, library: str, installed: Installed, kind: Device) -> 
 
 
 def _missing(library: str, installed: Installed, kind: Device) -> str:
-    """On a CPU nobody misses these."""
+    """Nothing on a CPU, where these have no use."""
     return "" if kind == "cpu" or library in installed else f" ({installed.described(library)})"
 
 

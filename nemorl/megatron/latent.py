@@ -117,7 +117,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def _rotate_pairs(x: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
-    """Turn neighbouring channels [N, heads, dim]; they end up as halves, in queries and keys alike."""
+    """Rotate neighboring channels [N, heads, dim]; they end up as halves, both in queries and keys."""
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     cos, sin = angles
     return rotate(halves, cos, sin)

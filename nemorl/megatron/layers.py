@@ -37,7 +37,7 @@ def transformer_engine_layer(shape: ModelShape, layer: int) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
         moe_grouped_gemm=True,
-        # Latent attention always has its norms, and the specification wants to be asked for them.
+        # Latent attention always has its norms, and the specification has to be asked for them.
         qk_layernorm=shape.qk_norm or shape.mla is not None,
         multi_latent_attention=shape.mla is not None,
     )

@@ -1,4 +1,4 @@
-"""Adapters beside the frozen weights of a policy's model, as in PEFT (arXiv 2106.09685).
+"""Adapters added to the frozen weights of a policy's model, as in PEFT (arXiv 2106.09685).
 
     y = W x + alpha / rank * B A x
 
@@ -109,7 +109,7 @@ class AdapterBranch(torch.nn.Module):
         return exchanged
 
     def _mark(self, adapter: Adapter) -> None:
-        """Tell Megatron which parameters are shards (the norm sums them) and whose gradients are partial."""
+        """Mark the parameters that are shards (the norm sums them) and whose gradients are partial."""
         shard, dim, copy = (adapter.a, 1, adapter.b) if self._sums_input else (adapter.b, 0, adapter.a)
         set_tensor_model_parallel_attributes(shard, True, dim, 1)
         # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
@@ -127,7 +127,7 @@ class Adapters:
         self._branches: list[AdapterBranch] = []
 
     def attach(self, model: Any, chunk: int) -> None:
-        """Freeze a stage's `chunk`-th run of layers, but no scalar head; put adapters beside its weights."""
+        """Freeze a stage's `chunk`-th run of layers, but no scalar head; add adapters to its weights."""
         model.requires_grad_(False)
         if model.scalar_head is not None:
             model.scalar_head.requires_grad_(True)
@@ -187,7 +187,7 @@ class Adapters:
 
 
 class _Merged(Mapping[str, Tensor]):
-    """Keeps the last weight that was merged: its parts are asked for one after another."""
+    """Keeps the last weight that was merged: its parts are requested in turn."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], weights: Mapping[str, Sequence[_Matrix]], scale: float
@@ -233,7 +233,7 @@ def _adapted_weights(
 
 
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Megatron's linears give their output and the bias that someone else adds."""
+    """Megatron's linears give their output and the bias that a later module adds."""
     if not linear.lora.enabled:
         return output
     return output[0] + linear.lora(_normed(linear, inputs[0])), output[1]

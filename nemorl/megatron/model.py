@@ -1,6 +1,6 @@
 """The policy's model: Megatron's GPTModel with our norm, our attention and deferred logits.
 
-What Megatron is told about a model: its own configuration, from the model's shape and the policy's.
+Megatron's configuration of a model, from the model's shape and the policy's.
 """
 
 from functools import partial
@@ -71,7 +71,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         # Micro-batches differ in length, and losses are sums: see schedule.py.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # wanted by variable_seq_lengths, dense models included
+        moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_sums,
         use_cpu_initialization=kind == "cpu",
@@ -134,7 +134,7 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class ModelInput(Protocol):
-    """What a forward pass wants of the tokens; a `MicroBatch` has it."""
+    """What a forward pass needs of the tokens; a `MicroBatch` has it."""
 
     @property
     def tokens(self) -> Tensor:
@@ -272,9 +272,9 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight  # type: ignore[no-any-return]
 
     def _mark_sharded_weights(self) -> None:
-        """Tell Megatron which weights are shards, not copies, or the gradient norm counts one rank's only.
+        """Mark weights that are shards, not copies, or the gradient norm counts those of one rank only.
 
-        It does this by itself when it draws random weights, which we skip.
+        Megatron does this itself when it draws random weights, which we skip.
         """
         for module in self.modules():
             for kind, dim in _SHARDED_DIM.items():

@@ -1,6 +1,6 @@
-"""One rank of a model: its weights and optimizer, on the device, beside it and in files.
+"""One rank of a model: its weights and optimizer, on the device, on the host and in files.
 
-What it computes on a batch is told in `worker.py`.
+`worker.py` has what it computes on a batch.
 """
 
 from collections.abc import Mapping
@@ -115,7 +115,7 @@ class ModelRank:
         """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
 
         A resumed run calls this first, for the reference and for weights that are frozen, and then
-        `load_checkpoint`. Adapters are drawn anew, and without them the model is its own reference.
+        `load_checkpoint`. Adapters are drawn again, and without them the model is its own reference.
         """
         weights = HfFolder(folder)
         there = weights.names()
@@ -164,8 +164,8 @@ class ModelRank:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
         reference = self._reference.tensors() if isinstance(self._reference, ReferenceWeights) else ()
         holdings = Holdings.of(self._chunks, self._optimizer, reference)
-        wanted = self._config.offload
-        return self._offload.out(holdings, weights=wanted.weights, optimizer=wanted.optimizer)
+        offload = self._config.offload
+        return self._offload.out(holdings, weights=offload.weights, optimizer=offload.optimizer)
 
     def onload(self) -> None:
         """Undo `offload`: weights and optimizer are what they were, to the bit; gradients are zero."""

@@ -1,6 +1,6 @@
 """The router in reinforcement learning: replayed choices, an exact balance loss, tokens counted.
 
-Layers with experts: what Megatron is told about them, and what it forgets to tell itself.
+Layers with experts: their part of Megatron's configuration, and corrections of it.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from .stats import ExpertLoad
 
 
 class _Choice:
-    """In place of Megatron's `RouterReplay`, which knows one set of choices for all routers of a process."""
+    """In place of Megatron's `RouterReplay`, which has one set of choices for all routers of a process."""
 
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts  # [n, top_k]
@@ -71,7 +71,7 @@ class PolicyRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Weights and choices, each [n, experts], of logits [n, 1, experts]."""
-        assert self.tokens is not None, "the layer tells its router about the tokens"
+        assert self.tokens is not None, "the layer passes the tokens to its router"
         size = self.tp_group.size() if self.config.sequence_parallel else 1
         tokens = self.tokens.part(self.tp_group.rank() if size > 1 else 0, size)
         self.router_replay = None
@@ -170,7 +170,7 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.scores,
-        # A softmax over the chosen experts' logits is the normalised softmax over all.
+        # A softmax over the chosen experts' logits is the normalized softmax over all.
         "moe_router_pre_softmax": moe.scores == "softmax" and not moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
@@ -189,7 +189,7 @@ def _recomputed(config: TransformerConfig) -> list[str]:
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer that tells its router about the tokens, also where it is computed again."""
+    """A layer that passes the tokens to its router, also when it is recomputed."""
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **options: Any) -> Any:
         """Megatron's."""
@@ -198,7 +198,7 @@ class RoutedLayer(TransformerLayer):
 
 
 class ExpertLayer(MoELayer):
-    """Our router and Megatron's experts: one after another, or all at once with Transformer Engine."""
+    """Our router and Megatron's experts: sequential, or grouped with Transformer Engine."""
 
     router: PolicyRouter
 

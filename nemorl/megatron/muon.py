@@ -1,10 +1,10 @@
-"""Muon: matrices move by their orthogonalised momentum, everything else as under AdamW.
+"""Muon: matrices move by their orthogonalized momentum, everything else as under AdamW.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the size of a step is matched
 to AdamW's (Liu et al. 2025, arXiv 2502.16982), so that both share one rate and weight decay.
 
 A matrix is one of the Hugging Face checkpoint: those that Megatron fuses (q, k and v; gate and up) are
-orthogonalised apart, and one that tensor parallelism divides is put together from its parts first, so every
+orthogonalized apart, and one that tensor parallelism divides is put together from its parts first, so every
 layout takes the same step. The state is as large on every data-parallel rank as on one: the distributed
 optimizer's runs of elements are no matrices.
 """
@@ -111,7 +111,7 @@ def group_of(is_expert: bool) -> dist.ProcessGroup:
 class Muon(torch.optim.Optimizer):
     """Steps parameters of which it is given the matrices by Muon, the others by AdamW.
 
-    `param_groups` are assigned by whoever makes it; the moments lie in `state` before the first step.
+    `param_groups` are assigned by the caller; the moments lie in `state` before the first step.
     """
 
     def __init__(

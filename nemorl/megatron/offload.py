@@ -4,7 +4,7 @@ Everything moves by storage: Megatron's parameters and gradients are views of a 
 float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory back
 behind them. On a CPU it is the same path, to the same memory; gradients are freed there too.
 
-The reference policy: the weights as they were loaded, kept beside the ones that learn.
+The reference policy: the weights as they were loaded, kept in addition to those that are trained.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from .optimizer import PolicyOptimizer
 
 @dataclass(frozen=True)
 class Holdings:
-    """Tensors of a policy by what becomes of them; one storage may stand behind several."""
+    """Tensors of a policy by what becomes of them; several may share one storage."""
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]

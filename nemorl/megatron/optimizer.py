@@ -103,7 +103,7 @@ class PolicyOptimizer:
         A norm that is not finite leaves weights and optimizer state untouched; it is global, so all ranks
         agree. Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row. So
         does a norm of 0, as where no advantage differs from 0 or a correction left out every token: momentum
-        and weight decay would move the weights though nothing was learnt.
+        and weight decay would move the weights though there was nothing to learn from.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
@@ -165,12 +165,12 @@ class PolicyOptimizer:
         if saved != self.state_names:
             raise UnfitCheckpoint(
                 f"{where} holds the optimizer states {', '.join(saved)}; policy.optimizer "
-                f"{self._config.optimizer.name!r} wants {', '.join(self.state_names)}: resume with the "
+                f"{self._config.optimizer.name!r} requires {', '.join(self.state_names)}: resume with the "
                 "optimizer the run began with"
             )
 
     def resume(self, progress: OptimizerProgress) -> None:
-        """Go on from here, after the shards were set."""
+        """Continue from here, after the shards were set."""
         self.progress = progress
         for optimizer in (one.optimizer for one in self.megatron.chained_optimizers):
             if isinstance(optimizer, torch.optim.AdamW):

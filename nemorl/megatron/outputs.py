@@ -1,6 +1,6 @@
-"""What the weights in place say about a batch: outputs token by token, and figures of them over all ranks.
+"""Outputs of the current weights for a batch, token by token, and metrics of them over all ranks.
 
-Bringing figures and logprobs from where they arise to all ranks of the policy.
+Metrics and logprobs are broadcast from the last stage to all ranks of the policy.
 """
 
 import json
@@ -26,7 +26,7 @@ def global_metrics(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Sums and maxima of the loss's metrics over micro-batches, data-parallel ranks and stages.
 
-    Only ranks of the last stage have outputs; all ranks get the same figures.
+    Only ranks of the last stage have outputs; all ranks get the same metrics.
     """
     metrics: dict[str, dict[str, float]] = {}
     if parallel_state.is_pipeline_last_stage():
@@ -86,23 +86,23 @@ def batch_outputs(
     chunks: Sequence[PolicyParallel],
     batch: PackedBatch,
     made: Sequence[MicroBatch],
-    wanted: Sequence[Tensor],
+    positions: Sequence[Tensor],
     *,
     temperature: float,
     device: torch.device,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the head gives [N], on the CPU, at the wanted places of each micro-batch; 0 elsewhere.
+    """What the head gives [N], on the CPU, at the given positions of each micro-batch; 0 elsewhere.
 
-    And, of a vocabulary and if asked for, the entropies [N] likewise.
+    Of a vocabulary, if requested, also the entropies [N].
     """
     outputs = run_outputs(chunks, made, temperature, entropy=entropy)
-    places = torch.cat([micro.places[mine.cpu()] for micro, mine in zip(made, wanted, strict=True)])
+    places = torch.cat([micro.places[mine.cpu()] for micro, mine in zip(made, positions, strict=True)])
 
     def laid_out(of_micros: Sequence[Tensor]) -> Tensor:
         flat = torch.zeros(len(places), device=device)
         if of_micros:
-            flat = torch.cat([of_micro[mine] for of_micro, mine in zip(of_micros, wanted, strict=True)])
+            flat = torch.cat([of_micro[mine] for of_micro, mine in zip(of_micros, positions, strict=True)])
         values = torch.zeros(batch.num_tokens)
         values[places] = from_last_stage(flat).cpu()
         return values

@@ -1,7 +1,4 @@
-"""The layout of a micro-batch's packed sequences that all layers share.
-
-Micro-batches: which sequences run together, in the order and padding the model wants.
-"""
+"""Micro-batches: sequences that run together, and the layout of their packed tokens for all layers."""
 
 import math
 from collections.abc import Sequence
@@ -33,14 +30,14 @@ SHORT = 32
 
 @dataclass(frozen=True)
 class TokenRouting:
-    """What the routers of a micro-batch are told about a rank's `n` tokens, padding included."""
+    """Input of the routers of a micro-batch about a rank's `n` tokens, padding included."""
 
     is_real: Tensor  # [n] bool: no padding
     sequence: Tensor  # [n] number of the sequence in the micro-batch
     # [sequences] 1 / T^2 for a sequence of T tokens, 0 for one that nothing is learned from
     balance: Tensor
     experts: Tensor | None = None  # [n, MoE layers, top_k] to be taken; -1 where the router chooses
-    # What this rank's routers chose, by MoE layer: [tokens of the rank, top_k]. None where nobody asks.
+    # What this rank's routers chose, by MoE layer: [tokens of the rank, top_k]. None if not requested.
     chosen: dict[int, Tensor] | None = None
 
     def part(self, rank: int, size: int) -> "TokenRouting":
@@ -88,7 +85,7 @@ class Span:
     def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
         """Whether queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
 
-        Padding stands at the end of a row, where no real query looks.
+        Padding is at the end of a row, where no real query attends.
         """
         places = torch.arange(queries.start, queries.stop, device=device)
         key_places = torch.arange(keys.start, keys.stop, device=device)
@@ -101,7 +98,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring sequences of similar length."""
+    """Neighboring sequences of similar length."""
 
     queries: Rows
     keys: Rows
@@ -135,7 +132,7 @@ def packed_layout(
     local_rotary: Angles | None = None,
     share: ContextShare = ContextShare(),  # noqa: B008 - frozen
 ) -> PackedLayout:
-    """Layout of sequences laid end to end; neighbours should be of similar length (sort them).
+    """Layout of sequences laid end to end; neighbors should be of similar length (sort them).
 
     `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens. Without a
     kernel buckets are made.
@@ -238,15 +235,15 @@ class MicroBatch:
 
     A rank computes `tokens`: its share of every sequence, which is padded to cut into equal chunks under
     context parallelism, and then of a few tokens of padding, a sequence of its own that nothing looks at:
-    sequence parallelism wants a multiple of the tensor-parallel size.
+    sequence parallelism requires a multiple of the tensor-parallel size.
     """
 
     batch: PackedBatch  # [N] whole sequences
-    places: Tensor  # [N] where each token stands in the whole batch of this rank
+    places: Tensor  # [N] position of each token in the complete batch of this rank
     tokens: Tensor  # [1, n]
     position_ids: Tensor  # [1, n], 0 for padding
     layout: PackedLayout
-    scored: Tensor  # [M] places in `batch` whose logprob is wanted: those of the loss mask
+    scored: Tensor  # [M] places in `batch` whose logprob is computed: those of the loss mask
     labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
     predictors: Tensor  # [m] place in `tokens` of the token before each label
     own: Tensor  # [k] places in `batch` of the tokens that this rank computes
@@ -284,8 +281,8 @@ class MicroBatchMaker:
                 torch.arange(n) + start
                 for n, start in zip(lengths, accumulate(padded, initial=0), strict=False)
             ]
-        )  # [N] where each token of the batch stands in the padded sequences
-        held = self.share.places(padded)  # [n] where each of the rank's tokens stands there
+        )  # [N] position of each token of the batch in the padded sequences
+        held = self.share.places(padded)  # [n] positions of the rank's tokens in the same
         place_here = torch.full((sum(padded),), -1)
         place_here[held] = torch.arange(len(held))
         scored = selected.loss_mask.nonzero().squeeze(1)
@@ -334,8 +331,8 @@ def _routing(
     is_learned = torch.zeros(len(padded)).index_add(0, sequence[real], batch.loss_mask.float()) > 0
     experts = None
     if batch.routed_experts is not None:
-        nobody = torch.full((size, *batch.routed_experts.shape[1:]), -1, dtype=batch.routed_experts.dtype)
-        experts = nobody.index_copy(0, real, batch.routed_experts)[held].to(device)
+        unknown = torch.full((size, *batch.routed_experts.shape[1:]), -1, dtype=batch.routed_experts.dtype)
+        experts = unknown.index_copy(0, real, batch.routed_experts)[held].to(device)
     return TokenRouting(
         is_real=_spread(torch.ones(batch.num_tokens, dtype=torch.bool), real, size)[held].to(device),
         sequence=sequence[held].to(device),

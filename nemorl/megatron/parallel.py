@@ -4,7 +4,7 @@ Pipeline stages and recomputation, in Megatron's words.
 
 Context parallelism: which tokens of a sequence a rank computes.
 
-Causal attention costs a token more, the later it stands. So that all ranks have equal work, a sequence is cut
+Causal attention costs later tokens more. So that all ranks have equal work, a sequence is cut
 into twice as many chunks as there are ranks, and rank r of R takes chunk r and chunk 2R - 1 - r.
 
 Where processes of several machines find each other: a store that one process serves by TCP.
@@ -49,8 +49,8 @@ def pipeline_arguments(layout: LayoutConfig, kind: DeviceKind) -> Mapping[str, A
         "num_layers_in_first_pipeline_stage": first,
         # Of two stages the first says it all, and Megatron divides by the number of stages that are left.
         "num_layers_in_last_pipeline_stage": None if stages == 2 and first is not None else last,
-        # Interleaved stages exchange with one neighbour in both directions at a time, and of two stages both
-        # neighbours are one: only separate sends keep the two apart.
+        # Interleaved stages exchange with one neighbor in both directions at a time, and of two stages both
+        # neighbors are the same: only separate sends keep the two apart.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         # A gloo send may still be reading an output when the interleaved schedule would free it.
@@ -125,7 +125,7 @@ class ContextShare:
         return torch.cat(parts)
 
     def order(self, lengths: Sequence[int]) -> Tensor:
-        """Where each token of such sequences stands when the ranks' shares are laid end to end: [tokens]."""
+        """[tokens] Position of each token of such sequences when the ranks' shares are concatenated."""
         shares = [ContextShare(rank, self.size).places(lengths) for rank in range(self.size)]
         return torch.cat(shares).argsort()
 
@@ -186,7 +186,7 @@ def join(
     """
     if world_size != layout.world_size:
         raise ValueError(
-            f"policy.layout wants {layout.world_size} processes "
+            f"policy.layout requires {layout.world_size} processes "
             f"({layout.tensor_parallel_size} TP x {layout.pipeline_parallel_size} PP x "
             f"{layout.context_parallel_size} CP x {layout.data_parallel_size} DP) "
             f"but {world_size} were started"

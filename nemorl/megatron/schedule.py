@@ -133,7 +133,7 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        # Stages tell each other the real number of tokens (variable_seq_lengths).
+        # Stages exchange the real number of tokens (variable_seq_lengths).
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,

@@ -1,11 +1,11 @@
-"""What policy calls answer. The driver reads these, so this module imports neither torch nor Megatron."""
+"""Results of policy calls. The driver reads these, so this module imports neither torch nor Megatron."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LogprobStats:
-    """The engine's logprobs beside the trainer's, over all sampled tokens of the policy's batch."""
+    """The engine's logprobs compared with the trainer's, over all sampled tokens of the policy's batch."""
 
     gap_mean: float  # mean of |trainer - engine|; 0 when the batch carries no engine's logprobs
     gap_max: float

@@ -1,4 +1,4 @@
-"""The policy worker: one process of the policy, driven by method calls that all its processes get alike.
+"""The policy worker: one process of the policy, driven by method calls that all its processes receive.
 
 load_hf ─▶ [ load_batch ─▶ compute_logprobs ─▶ train ... ─▶ slices/parameters to the weight exchange ] ─▶
 checkpoint
@@ -164,13 +164,13 @@ class PolicyWorker(ModelRank):
         return self._outputs(batch, made, [micro.scored for micro in made])[0]
 
     def _outputs(
-        self, batch: PackedBatch, made: list[MicroBatch], wanted: list[Tensor], *, entropy: bool = False
+        self, batch: PackedBatch, made: list[MicroBatch], positions: list[Tensor], *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         return batch_outputs(
             self._chunks,
             batch,
             made,
-            wanted,
+            positions,
             temperature=self._temperature,
             device=self._device,
             entropy=entropy,
@@ -179,5 +179,5 @@ class PolicyWorker(ModelRank):
     def _require_head(self, head: str, method: str) -> None:
         if self._shape.head != head:
             raise RuntimeError(
-                f"{method} wants a model with policy.head {head!r}, and this one has {self._shape.head!r}"
+                f"{method} requires a model with policy.head {head!r}, and this one has {self._shape.head!r}"
             )

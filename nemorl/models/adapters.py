@@ -66,7 +66,7 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 class TrainedWeights:
     """What of a model learns and is therefore in its checkpoints: all but buffers, or adapters.
 
-    A scalar head learns with the adapters: nobody has trained it before.
+    A scalar head learns with the adapters: it has not been trained before.
     """
 
     shape: ModelShape

@@ -1,6 +1,6 @@
 """What a model family declares: how its config.json is read, and where its weights go.
 
-A family is data. Everything that follows from it (what Megatron is told, the slices of a rank, the tensors of
+A family is data. Everything that follows from it (Megatron's arguments, the slices of a rank, the tensors of
 a folder, the checks of a config.json) is computed from these declarations, so that a new family is one short
 file; docs/families.md shows how.
 """
@@ -27,7 +27,7 @@ class Stage(Enum):
     """Pipeline stages that hold a parameter."""
 
     FIRST = "first"
-    LAYERS = "layers"  # each stage, for its own layers; `{layer}` stands in the names
+    LAYERS = "layers"  # each stage, for its own layers; `{layer}` is part of the names
     LAST = "last"
 
 

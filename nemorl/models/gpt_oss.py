@@ -80,7 +80,7 @@ def _read(config: HfConfig) -> ModelShape:
     config.require(hidden_act="silu", attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702)
     if config.get("quantization_config"):
         raise config.unsupported(
-            "quantization_config", "load the model in bfloat16 and save it without quantisation first"
+            "quantization_config", "load the model in bfloat16 and save it without quantization first"
         )
     num_experts = config.integer("num_local_experts")
     moe = MoeShape(

@@ -37,12 +37,10 @@ class HfConfig:
         return default if value is None else value
 
     def integer(self, field: str) -> int:
-        """A field that has to be a whole number of at least 1."""
+        """A field that has to be an integer of at least 1."""
         value = self.fields.get(field)
         if not isinstance(value, int) or value < 1:
-            raise BrokenModelFolder(
-                f"{self.source}: {field} is {value!r}, expected a whole number of at least 1"
-            )
+            raise BrokenModelFolder(f"{self.source}: {field} is {value!r}, expected an integer of at least 1")
         return value
 
     def require(self, **fields: object) -> None:
@@ -64,7 +62,7 @@ class HfConfig:
         return self.rope_from(*self.rope_fields())
 
     def rope_fields(self) -> tuple[str, Mapping[str, Any]]:
-        """`rope_parameters` since transformers 5, `rope_scaling` before: the name and what stands there."""
+        """`rope_parameters` since transformers 5, `rope_scaling` before: the name and its value."""
         field = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         return field, self.get(field, {})
 
@@ -118,7 +116,7 @@ def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """What stands in the file, or else the paper's; `mscale_all_dim` is that of the softmax scale."""
+    """The value of the file, or else the paper's; `mscale_all_dim` is that of the softmax scale."""
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     factor = float(parameters["factor"])

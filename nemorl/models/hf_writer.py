@@ -30,7 +30,7 @@ from .shape import ModelShape
 
 
 def begin_folder(out: Path) -> Path:
-    """A temporary folder beside `out`, so that the last rename stays on one file system.
+    """A temporary folder next to `out`, so that the last rename stays on one file system.
 
     Raises FileExistsError where `out` exists.
     """
@@ -209,7 +209,7 @@ class ImportedModel:
 
 
 def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
-    """Check a Hugging Face folder and write it anew: config, tokenizer, safetensors and their checksums.
+    """Check a Hugging Face folder and write it again: config, tokenizer, safetensors and their checksums.
 
     Weights keep their type. What the model does not use is left out, such as the `lm_head.weight` of tied
     embeddings. Raises `UnsupportedModel`,

@@ -28,7 +28,7 @@ SCALAR_HEAD = WeightRule(
 
 @dataclass(frozen=True)
 class PolicyRank:
-    """Where a policy process stands in the axes that divide weights; CP and DP copy them."""
+    """The place of a policy process in the axes that divide weights; CP and DP copy them."""
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     tp_rank: int = 0
@@ -40,8 +40,8 @@ class PolicyRank:
 def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
     """A process by its global rank.
 
-    Megatron's order tp-cp-ep-dp-pp: within a stage TP neighbours are adjacent, then CP, then DP. For experts
-    the same processes are laid out anew: ETP neighbours are adjacent, then EP, then the copies.
+    Megatron's order tp-cp-ep-dp-pp: within a stage TP neighbors are adjacent, then CP, then DP. For experts
+    the same processes are laid out anew: ETP neighbors are adjacent, then EP, then the copies.
     """
     pp_rank, place = divmod(rank, layout.stage_size)
     return PolicyRank(
@@ -83,7 +83,7 @@ def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
 
 
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes (on disk) of the tensors that some rules speak of."""
+    """Names and shapes (on disk) of the tensors that some rules name."""
     return {
         tensor.name.format(layer=layer, expert=expert): tuple(
             math.prod(map(shape.extent, dims if isinstance(dims, tuple) else (dims,))) for dims in tensor.dims

@@ -1,8 +1,6 @@
-"""Which layouts of a model Megatron, or we on a CPU, can run: every rule with its field and its mend.
+"""Rules of layouts, recomputation and `policy.moe` for a model, each with its field and fix.
 
-Imports no torch. What this lets through is what the policy worker runs.
-
-Which settings of `policy.moe` a model has a use for. Imports no torch.
+The policy worker runs what passes these rules. Imports no torch.
 """
 
 from collections.abc import Iterator
@@ -26,8 +24,8 @@ def layout_problems(
     yield from division_problems(shape, layout)
     if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
         fix = (
-            f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters want them "
-            "whole: lower this, or set policy.lora to null"
+            f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters require "
+            "complete heads: lower this, or set policy.lora to null"
         )
         yield _problem(layout, "tensor_parallel_size", fix)
     if layout.sequence_parallel and layout.tensor_parallel_size == 1:
@@ -63,7 +61,7 @@ def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
 def recompute_problems(
     shape: ModelShape, layout: LayoutConfig, recompute: RecomputeConfig
 ) -> Iterator[Problem]:
-    """Everything that speaks against recomputing so in a layout without `layout_problems`."""
+    """All reasons against this recomputation in a layout without `layout_problems`."""
     if isinstance(recompute, NoRecompute):
         return
     if isinstance(recompute, FullRecompute):
@@ -119,7 +117,7 @@ def _stage_problems(num_layers: int, layout: LayoutConfig) -> Iterator[Problem]:
         fix = f"the two stages together must have the model's {num_layers} layers: remove this"
         yield _problem(layout, given[-1], fix)
     elif layers < middle:
-        fix = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which wants one"
+        fix = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which requires one"
         yield _problem(layout, given[0], fix)
     elif middle and layers % middle:
         fix = (
@@ -235,8 +233,10 @@ def _replay_problems(generation: GenerationConfig | None, gpus: bool) -> Iterato
 def _vllm_problems(generation: VllmGenerationConfig) -> Iterator[Problem]:
     """What vLLM itself refuses together with returned experts."""
     if generation.pipeline_parallel_size > 1:
-        fix = f"vLLM does not return the experts of several stages, which {_MOE}.router_replay wants: set 1"
+        fix = (
+            f"vLLM does not return the experts of several stages, which {_MOE}.router_replay requires: set 1"
+        )
         yield Problem("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
     if not generation.enable_prefix_caching:
-        fix = f"vLLM keeps the experts that {_MOE}.router_replay wants with its prefix cache: set true"
+        fix = f"vLLM keeps the experts that {_MOE}.router_replay requires with its prefix cache: set true"
         yield Problem("generation.enable_prefix_caching", False, fix)

@@ -1,7 +1,7 @@
 """Megatron's two schemes of parameter names, brought into one.
 
 Families name parameters as Megatron's local layer spec does. Its Transformer Engine spec has the same tensors
-under other names: a norm that stands before one matrix belongs to that matrix' module, and the experts of a
+under other names: a norm before one matrix belongs to that matrix' module, and the experts of a
 layer are one module. Each of its names has exactly one place among the local ones, so this direction needs to
 know nothing of the model. The other would: whether `input_layernorm` moves depends on the attention, whether
 `pre_mlp_layernorm` does on the layer's MLP.
@@ -16,11 +16,11 @@ In megatron-core 0.16.1 (`models/gpt/gpt_layer_specs.py` unless a file is named)
 | `self_attention.kv_layernorm` | `self_attention.linear_kv_up_proj.layer_norm_` | the first, with MLA |
 | `mlp.experts.local_experts.{i}.linear_fc1.` | `mlp.experts.linear_fc1.` … `{i}` | `grouped_mlp_modules` |
 
-The last stands in `extensions/transformer_engine_spec_provider.py`; `linear_fc2` goes alike. The names behind
-the dots are Transformer Engine's own: `layer_norm_weight` of its `LayerNormLinear`, `weight0`, `bias0` and so
-on of its `GroupedLinear`. All else is called the same in both: MLA's `input_layernorm` and the
-`pre_mlp_layernorm` before experts stand alone in both, as do the norms of queries and keys without MLA, the
-router, shared experts, attention sinks and what is in no layer.
+The last is in `extensions/transformer_engine_spec_provider.py`; `linear_fc2` follows the same rule. The names
+after the dots are Transformer Engine's: `layer_norm_weight` of its `LayerNormLinear`, `weight0`, `bias0` and
+so on of its `GroupedLinear`. All else has the same name in both: MLA's `input_layernorm` and the
+`pre_mlp_layernorm` before experts, which are separate modules, the norms of queries and keys without MLA, the
+router, shared experts, attention sinks and everything outside of layers.
 """
 
 import re

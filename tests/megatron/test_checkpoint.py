@@ -253,7 +253,7 @@ def test_another_optimizer_or_model_is_refused(pool, model, tmp_path):
         1, load_error, policy_config(folder, optimizer=SgdConfig(name="sgd", lr=0.1)), tmp_path
     )
     assert "holds the optimizer states weight, exp_avg, exp_avg_sq" in error
-    assert "'sgd' wants weight, momentum_buffer" in error
+    assert "'sgd' requires weight, momentum_buffer" in error
 
     (error,) = pool.run(1, load_error, policy_config(model("llama-tied")[1]), tmp_path)
     assert "is of another model: lm_head.weight is [53, 64] there, and None" in error

@@ -209,10 +209,10 @@ def test_what_was_trained_loads_under_another_layout_and_in_transformers(pool, m
 def test_what_a_head_cannot_do_is_refused(worker, critic, model):
     policy = worker(critic_config(critic("llama-tied")[1]))
     policy.load_batch(ragged_batch())
-    with pytest.raises(RuntimeError, match=r"compute_logprobs wants a model with policy.head 'lm'"):
+    with pytest.raises(RuntimeError, match=r"compute_logprobs requires a model with policy.head 'lm'"):
         policy.compute_logprobs(partition(8, 3), old=True, reference=False)
     with pytest.raises(
-        RuntimeError, match=r"a loss that needs the entropy wants a model with policy.head 'lm'"
+        RuntimeError, match=r"a loss that needs the entropy requires a model with policy.head 'lm'"
     ):
         policy.train(LOSS, partition(8, 3))
     with pytest.raises(UnsupportedModel, match=r"'LlamaForSequenceClassification', which has no head for"):

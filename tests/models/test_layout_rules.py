@@ -152,7 +152,7 @@ def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
     wanted = layout(tensor_parallel_size=8)
     assert list(layout_problems(DENSE, wanted)) == []
     (problem,) = layout_problems(DENSE, wanted, adapters=True)
-    assert "adapters want them whole" in problem.fix
+    assert "adapters require complete heads" in problem.fix
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_shapes_of_published_models() -> None:
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; .* requires 2 to 8 of them"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; for GptOssForCausalLM only 7.0"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "save it without quantisation first"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, "save it without quantization first"),
         ("gpt-oss", {"layer_types": ["chunked_attention"] * 4}, r"layer_types\[0\] is 'chunked_attention'"),
     ],
 )

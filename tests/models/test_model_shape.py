@@ -153,7 +153,7 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": None}, "m/config.json: hidden_size is None, expected a whole number of at least 1"),
+        ({"hidden_size": None}, "m/config.json: hidden_size is None, expected an integer of at least 1"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         (
             {"num_key_value_heads": 5},
