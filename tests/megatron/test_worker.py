@@ -200,7 +200,7 @@ def test_header_names_what_is_in_use(worker):
 
 def test_a_wrong_number_of_processes_is_refused(pool, model):
     config = policy_config(model("llama")[1], layout=layout(tp=2, dp=2))
-    wanted = r"wants 4 processes \(2 TP x 1 PP x 1 CP x 2 DP\) but 2 were started"
+    wanted = r"requires 4 processes \(2 TP x 1 PP x 1 CP x 2 DP\) but 2 were started"
     with pytest.raises(AssertionError, match=wanted):
         pool.run(2, learn_by_heart, config)
 

@@ -285,7 +285,7 @@ RIGHT = '{"prompt": "1+1=", "completion": "2", "label": true}'
     ("line", "fix"),
     [
         ('{"prompt": "1+1=", "compl', "line 3: not JSON"),
-        ('{"prompt": "1+1=", "completion": "3", "label": "no"}', "line 3: key `label`: expected true or false"),
+        ('{"prompt": "1+1=", "completion": "3", "label": "no"}', "line 3: key `label`: expected true"),
         ('{"prompt": "1+1=", "completion": "3"}', "line 3: key `label` is missing"),
         ('{"prompt": [], "completion": "3", "label": false}', "line 3: key `prompt`"),
     ],
