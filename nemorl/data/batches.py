@@ -15,7 +15,7 @@ from .packed import Compared, PackedBatch, with_compared
 
 # What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
 # computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is
-# not trained stands in for it.
+# not trained replaces it.
 PLACEHOLDER_TOKENS = 1
 
 # Of a trajectory: one number for all its sampled tokens, or one for those of each turn.

@@ -146,7 +146,7 @@ def load_conversations(dataset: ConversationsDataset, data: DataConfig) -> list[
 
 
 def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
-    """Of a `preference` dataset or of sums. Raises DatasetError."""
+    """Pairs of a `preference` dataset or of sums. Raises DatasetError."""
     if isinstance(dataset, PreferenceDataset):
         return read_rows(dataset.path, lambda _, row: _pair(row, dataset, data))
     sums = _sums(dataset, data, "pairs of answers")
@@ -156,7 +156,7 @@ def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
 
 
 def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
-    """Of a `feedback` dataset, of pairs (both answers, separately) or of sums. Raises DatasetError."""
+    """Labeled answers of a `feedback` dataset, of pairs (both answers) or of sums. Raises DatasetError."""
     if isinstance(dataset, FeedbackDataset):
         return read_rows(dataset.path, lambda _, row: _feedback(row, dataset, data))
     if isinstance(dataset, PreferenceDataset):
@@ -174,7 +174,7 @@ def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
 
 
 def load_steps(dataset: DatasetConfig, data: DataConfig) -> list[Steps]:
-    """Of a `steps` dataset, or of sums, whose steps are the digits of an answer. Raises DatasetError."""
+    """Labeled steps of a `steps` dataset, or the digits of sums. Raises DatasetError."""
     if isinstance(dataset, StepsDataset):
         return read_rows(dataset.path, lambda _, row: _steps(row, dataset, data))
     sums = _sums(dataset, data, "judged steps")

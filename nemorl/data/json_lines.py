@@ -79,7 +79,7 @@ def messages(value: Any, key: str) -> list[Message]:
 
 
 def completion(value: Any, key: str) -> tuple[Message, ...]:
-    """What follows a prompt: a text, or messages that begin and end with the assistant's.
+    """The completion of a prompt: a text, or messages that begin and end with the assistant's.
 
     Raises DatasetError.
     """

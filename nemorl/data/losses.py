@@ -1,4 +1,4 @@
-"""What a policy worker asks of a loss. It knows no algorithm; an algorithm hands it one of these."""
+"""The protocol between the policy worker and a loss, which keeps the worker independent of algorithms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Loss(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the entropies are to be computed, which costs a little in backward."""
+        """True if the entropies are to be computed, which costs a little in backward."""
         ...
 
     def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, /) -> LossOutput:

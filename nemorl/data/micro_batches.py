@@ -1,4 +1,4 @@
-"""Who computes what in a step: sequences over data-parallel ranks, and into micro-batches on each rank.
+"""Distribution of a step's work: sequences over data-parallel ranks, and into micro-batches on each rank.
 
 Pure functions of lengths in tokens; the driver calls them, workers get the indices. What is planned is a
 unit: one sequence, or several that a loss compares, such as a pair, which share a micro-batch.
@@ -12,7 +12,7 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Where every sequence of a batch goes. All ranks have equally many micro-batches, none empty."""
+    """The micro-batch of every sequence of a batch. All ranks have equally many micro-batches, none empty."""
 
     ranks: list[list[int]]  # [rank] indices into the batch, in the order in which the rank holds them
     minibatches: list[list[list[list[int]]]]  # [minibatch][rank][micro-batch] places in that rank's list
@@ -82,7 +82,7 @@ def _take(units: list[list[int]], batches: list[list[int]], rank: list[int]) -> 
 def packing_metrics(
     plan: BatchPlan, lengths: Sequence[int], max_tokens: int, hidden_size: int
 ) -> dict[str, float]:
-    """How evenly a plan spreads the work, and how full its micro-batches are.
+    """Balance of a plan's work, and fill of its micro-batches.
 
     `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
     even; over several minibatches both are summed, since ranks wait for one another at each. `packing/fill`

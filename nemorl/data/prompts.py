@@ -18,7 +18,7 @@ class TemplateError(TokenizerError):
 
 
 class Prompts(Protocol):
-    """How messages become the tokens between the policy's turns."""
+    """Renders messages as the tokens between the policy's turns."""
 
     @property
     def end_token_id(self) -> int:

@@ -35,7 +35,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
+        """True if messages can be rendered."""
         return bool(self._backend.chat_template)
 
     @property
@@ -58,7 +58,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
-        """As `encode`, of a text that opens a sequence: with the start token if the model has one."""
+        """Encode a text that opens a sequence: with the start token if the model has one."""
         tokens = self._encode(text, add_special_tokens=True)
         return tokens[:-1] if tokens and tokens[-1] in self.end_token_ids else tokens
 

@@ -62,7 +62,7 @@ class DenseKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the shapes of query, key and value."""
+        """Attention for these shapes of query, key and value."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         causal, options = self.sees is None, self._options(query)
         return backward(grad, query, key, value, out, lse, 0.0, causal, **options)  # type: ignore[no-any-return]
@@ -94,7 +94,7 @@ class PackedKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the shapes of query, key and value."""
+        """Attention for these shapes of query, key and value."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
             grad.contiguous(),
@@ -124,7 +124,7 @@ class PackedKernel:
 
 
 def attend(kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """What the kernel computes, with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
+    """The output of the kernel, with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
     return _Attend.apply(kernel, query, key, value, sinks)  # type: ignore[no-any-return]
 
 
@@ -189,7 +189,7 @@ class PackedAttention(torch.nn.Module):
         config: TransformerConfig | None = None,
         **_: Any,
     ) -> None:
-        """Of one layer: `window` tokens are seen, the querying one included, or all before it.
+        """Attention of one layer: a query sees `window` tokens, itself included, or all before it.
 
         `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
         second angles. `softmax_scale` is 1 / sqrt(dim) if None. `sinks` adds a parameter (sinks.py) for each

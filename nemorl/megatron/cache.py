@@ -45,7 +45,7 @@ class KeyValueCache:
         return self._rows * self._length
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` sequences of which the longest has `length` tokens can be held at one time."""
+        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
         return rows * length <= self._max_tokens
 
     def reserve(self, rows: int, length: int) -> None:
@@ -138,7 +138,7 @@ class NextTokens:
 
 @dataclass
 class CachedPass:
-    """What the attention of a forward pass does with the cache: keeps what is new and, in a step, reads."""
+    """Access of a forward pass to the cache: it stores new keys and values and, in a step, reads them."""
 
     cache: KeyValueCache
     sources: Tensor  # [m] packed tokens whose keys and values are kept; one may be kept in several rows
@@ -146,7 +146,7 @@ class CachedPass:
     step: NextTokens | None  # None: prompts, whose tokens see one another only
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Of a layer's packed tokens [N, kv_heads, dim]."""
+        """Store keys and values of a layer's packed tokens [N, kv_heads, dim]."""
         self.cache.keep(
             layer, self.slots, key.index_select(0, self.sources), value.index_select(0, self.sources)
         )

@@ -59,7 +59,7 @@ from .optimizer import OptimizerProgress, PolicyOptimizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that one rank adds to a checkpoint."""
+    """The part of one rank in a checkpoint."""
 
     states: Mapping[str, Mapping[str, Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
@@ -67,7 +67,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, optimizer: PolicyOptimizer, device: DeviceKind) -> "Snapshot":
-        """Of the tensors themselves, valid until the next step."""
+        """References to the tensors, valid until the next step."""
         states = {
             state: {name: s for name, s in optimizer.shards(state).items() if optimizer.saves(name)}
             for state in optimizer.state_names
@@ -169,7 +169,7 @@ _MAX_REASON_CHARACTERS = 300  # characters
 
 
 class UnfitMegatronCheckpoint(RunError, ValueError):
-    """What is to be imported is no checkpoint of megatron-core, or of another model."""
+    """The folder to import is not a checkpoint of megatron-core, or is one of another model."""
 
 
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
@@ -301,7 +301,7 @@ def _checkpoint_folder(source: Path) -> Path:
 
 
 def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
-    """Of each HF tensor, where its parts lie in the whole model."""
+    """The places of the parts of each HF tensor in the complete model."""
     boxes: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in policy_slices(shape, PolicyRank()):
         boxes[part.name].append(part)

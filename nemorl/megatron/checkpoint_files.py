@@ -117,7 +117,7 @@ def write_index(
     states: Iterable[str],
     progress: Mapping[str, int],
 ) -> None:
-    """What all ranks share; written by one of them."""
+    """State that all ranks share; one of them writes it."""
     index = {
         "format": FORMAT,
         "layout": layout.model_dump(),
@@ -167,7 +167,7 @@ class SavedState:
         self._parameter = lru_cache(maxsize=4)(self._read_parameter)
 
     def holds(self, name: str) -> bool:
-        """Whether a tensor was trained: what was frozen is in no checkpoint."""
+        """True if a tensor was trained: what was frozen is in no checkpoint."""
         return all(
             any(source.part.param in self._starts(WEIGHT, rank) for rank in source.ranks)
             for source in self._sources[name]
@@ -227,7 +227,7 @@ def _state_file(folder: Path, state: str, rank: int) -> Path:
 
 
 def _sources(trained: TrainedWeights, layout: LayoutConfig) -> dict[str, list[_Source]]:
-    """Who held which boxes of each HF tensor: the optimizer spreads a parameter over all that hold it."""
+    """The boxes of each HF tensor by rank: the optimizer spreads a parameter over all ranks that hold it."""
     ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)
     for rank in range(layout.world_size):
         ranks_of[policy_rank(layout, rank)].append(rank)

@@ -58,7 +58,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint consists of."""
+    """The files of a complete checkpoint."""
 
     step: int
     metrics: dict[str, float]
@@ -134,17 +134,17 @@ class CheckpointStore:
         return final
 
     def path(self, step: int) -> Path:
-        """Where the committed checkpoint of a step lies."""
+        """The folder of the committed checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Where the checkpoint of a step lies between `begin` and `commit`."""
+        """The folder of a step's checkpoint between `begin` and `commit`."""
         return self.folder / f".step_{step:08d}.tmp"
 
     def latest_valid(self) -> Found | None:
         """The newest checkpoint whose files are all as written, or None.
 
-        Damaged ones are warned about and set aside under another name: they would count among those that
+        Corrupt ones are warned about and set aside under another name: they would count among those that
         `prune` keeps, in place of whole ones.
         """
         skipped: list[str] = []

@@ -43,7 +43,7 @@ class CachedPrompt:
 
 @dataclass(frozen=True)
 class _Input:
-    """What the model takes of a pass."""
+    """The model's input in one pass."""
 
     tokens: Tensor  # [1, n] padded
     position_ids: Tensor  # [1, n]
@@ -221,7 +221,7 @@ class _Order(IntEnum):
 
 
 class _State(IntEnum):
-    """Of a copy between two passes; of several copies the largest counts."""
+    """State of a copy between two passes; the largest of several copies counts."""
 
     LEAVING = 0
     RESTING = 1
@@ -263,7 +263,7 @@ class DecodingCopy:
 
     @property
     def agrees_alone(self) -> bool:
-        """Whether no other copy has to agree."""
+        """True if no other copy has to agree."""
         return self._peers is None
 
     def follow(self) -> None:
@@ -275,7 +275,7 @@ class DecodingCopy:
             self._execute(order, numbers)
 
     def command(self, order: _Order, numbers: Sequence[int] = ()) -> Tensor | None:
-        """As the leader: have all ranks of the copy do it; logits of a pass."""
+        """As the leader, run an order on all ranks of the copy; returns the logits of a pass."""
         if self._group.size() > 1:
             header = torch.tensor([order, len(numbers)], device=self._device)
             dist.broadcast(header, self.leader, group=self._group)
@@ -284,7 +284,7 @@ class DecodingCopy:
         return self._execute(order, numbers)
 
     def agree(self, state: _State) -> _State:
-        """As a leader: the largest of the states of the copies that share experts."""
+        """As the leader, return the largest state of the copies that share experts."""
         if self._peers is None:
             return state
         value = torch.tensor([state], device=self._device)
@@ -337,7 +337,7 @@ class LeaderCache:
         return self._copy.cache.num_tokens
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` sequences of which the longest has `length` tokens can be held at one time."""
+        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
         return self._copy.cache.fits(rows, length)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -386,7 +386,7 @@ class LeadingRunner:
         return self._copy.cache.experts(row, first, end).cpu().numpy().copy()
 
     def rest(self) -> float:
-        """Where this copy has nothing to do: let the others do theirs; seconds until the next rest."""
+        """Let the other copies work while this one has nothing to do; seconds until the next rest."""
         if self._copy.agree(_State.RESTING) is _State.PASSING:
             self._copy.command(_Order.PASS_ALONG)
             self._last_order = time.monotonic()
@@ -428,7 +428,7 @@ class LeadingRunner:
 
 
 def _packed(prompts: Sequence[Prompt]) -> list[int]:
-    """Of each prompt the number of its tokens and rows, then these."""
+    """Encode prompts: for each the numbers of its tokens and rows, then these."""
     return [number for p in prompts for number in (len(p.tokens), len(p.rows), *p.tokens.tolist(), *p.rows)]
 
 

@@ -46,7 +46,7 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 
 
 def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `export_hf`, one after the other, in the shapes of the Hugging Face folder."""
+    """The tensors of `export_hf`, in turn, in the shapes of the Hugging Face folder."""
     shape = load_shape(config.model_path, config.head)
     trained = TrainedWeights(shape, config.lora)
     buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type

@@ -8,7 +8,7 @@
 | `sgd` | torch's | a rank's float32 shards |
 | `muon` | `Muon` | whole float32 parameters |
 
-AdamW in host memory: float32 weights and moments lie there, and the step is taken on the CPU.
+AdamW in host memory keeps float32 weights and moments there and takes the step on the CPU.
 
 The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down, torch's
 fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus lies in two
@@ -16,7 +16,7 @@ pinned buffers, as large as the largest parameter; the states are ordinary memor
 memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a float32 copy of the
 weights on the device too.
 
-The elements that a rank updates, and the states that its optimizer keeps of them.
+`MainShard` describes the elements that a rank updates and the states that its optimizer keeps of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,12 +122,12 @@ class MainShard:
 
     @property
     def gradient(self) -> Tensor:
-        """Of this step, as `prepare_grads` of Megatron's optimizer has put it there."""
+        """Gradient of this step, set by `prepare_grads` of Megatron's optimizer."""
         assert self.param.grad is not None
         return self.param.grad
 
     def has(self, name: str) -> bool:
-        """Whether it has a state of this name."""
+        """True if it has a state of this name."""
         return name == WEIGHT or name in self.optimizer.state[self.param]
 
     def state(self, name: str) -> Tensor:
@@ -142,7 +142,7 @@ class MainShard:
         """Have the weight that the model has; Megatron sees to it where the two are not one."""
 
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Those of its states that lie on the policy's device, as they lie there."""
+        """State tensors on the policy's device, as they are stored."""
         return (self.state(name) for name in names if self.has(name))
 
 
@@ -163,7 +163,7 @@ class HeldShard(MainShard):
         self.set_state(WEIGHT, self.param.detach().float())
 
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """None."""
+        """No tensors: all state is in host memory."""
         return iter(())
 
 

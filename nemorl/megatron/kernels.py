@@ -1,4 +1,4 @@
-"""Which kernels a policy uses: chosen from what is asked for and what is installed. Imports no torch.
+"""Kernels of a policy, chosen from what is requested and what is installed. Imports no torch.
 
 | what | fastest first |
 |---|---|
@@ -52,7 +52,7 @@ class Installed:
 
     @classmethod
     def find(cls) -> "Installed":
-        """Those of this process; a library whose import fails is as good as missing."""
+        """The libraries of this process; one whose import fails counts as missing."""
         found = {name: version for name in _MODULES if (version := _version(name)) is not None}
         headers = Path(sysconfig.get_path("include"), "Python.h").exists()
         return cls(found, compiler=headers and any(map(shutil.which, ("cc", "gcc", "clang"))))
@@ -67,7 +67,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a policy process computes with."""
+    """The kernels of a policy process."""
 
     attention: AttentionName = "torch_buckets"
     layers: LayerKernels = "local"

@@ -94,7 +94,7 @@ class LatentAttention(MLASelfAttention):
         )
 
     def _query_input(self, hidden_states: Tensor) -> Tensor:
-        """What queries are projected from: the hidden states, or their normed latent."""
+        """The input of the queries' projection: the hidden states, or their normed latent."""
         if self.config.q_lora_rank is None:
             return hidden_states
         latent = self._whole(self.linear_q_down_proj(hidden_states)[0])

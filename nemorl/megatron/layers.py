@@ -1,4 +1,4 @@
-"""What a model's layers are made of: Megatron's modules with our core attention, and norms where local.
+"""Modules of a model's layers: Megatron's, with our core attention and, in local layers, our norms.
 
 One number after each token instead of the vocabulary: the head of a critic or a reward model.
 
@@ -67,7 +67,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
     """The same with a weight that is kept less one, as Gemma has it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape and type of `x` [..., hidden_size], computed in float32 as transformers does."""
+        """The shape and type of `x` [..., hidden_size], computed in float32 as in transformers."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float() + 1, self.eps).type_as(x)
 
 

@@ -54,7 +54,7 @@ class Adapter(torch.nn.Module):
 
 
 class AdapterBranch(torch.nn.Module):
-    """What the adapters of one weight add to its output.
+    """The adapters of one weight, which add to its output.
 
     `rows` are the HF matrices in the weight, each with its rows in one of the weight's `groups` (of heads). A
     weight that is divided by columns `sums_input` over the ranks.
@@ -240,7 +240,7 @@ def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, A
 
 
 def _normed(linear: Any, x: Tensor) -> Tensor:
-    """What the weight is multiplied with: Transformer Engine puts a norm into the module of some."""
+    """The input of the weight: Transformer Engine puts a norm into the module of some."""
     norm = getattr(linear, "layer_norm_weight", None)
     if norm is None:
         return x

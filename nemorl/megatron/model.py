@@ -148,7 +148,7 @@ class ModelInput(Protocol):
 
     @property
     def layout(self) -> PackedLayout:
-        """How they are packed."""
+        """The layout of the packed tokens."""
         ...
 
 

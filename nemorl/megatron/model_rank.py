@@ -97,7 +97,7 @@ class ModelRank:
         self._copy: checkpoint.Snapshot | None = None
 
     def header(self) -> dict[str, str]:
-        """Which device, layout, kernels and versions are in use; for the head of a run's log."""
+        """Device, layout, kernels and versions in use; for the header of a run's log."""
         return {
             "device": str(self._device),
             "backend": dist.get_backend(),
@@ -130,11 +130,11 @@ class ModelRank:
             self._reference = self._adapters or ReferenceWeights(self._modules)
 
     def slices(self) -> list[TensorSlice]:
-        """What of the HF checkpoint lies in which of `parameters`, and of `merged_parameters`."""
+        """The parts of the HF checkpoint in each of `parameters` and `merged_parameters`."""
         return policy_slices(self._shape, self._place)
 
     def adapter_slices(self) -> list[TensorSlice]:
-        """What of the adapters, in PEFT's names, lies in which of `parameters`; nothing without adapters."""
+        """The parts of the adapters, in PEFT's names, in each of `parameters`; empty without adapters."""
         return [] if self._adapters is None else self._adapters.slices
 
     def parameters(self) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ class ModelRank:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self._device
 
     @property

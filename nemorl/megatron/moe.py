@@ -124,7 +124,7 @@ class Routers:
             router.freeze = config.freeze_router
 
     def begin_step(self, layouts: Iterable[TokenRouting | None], device: torch.device) -> None:
-        """Of micro-batches whose tokens are routed so."""
+        """Reset the counts before a step on micro-batches with these tokens."""
         if not self._num_layers:
             return
         learned = sum((tokens.balance > 0).sum() for tokens in layouts if tokens is not None)
@@ -137,7 +137,7 @@ class Routers:
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
     def load(self, num_experts: int, device: torch.device) -> ExpertLoad | None:
-        """Of the step's tokens; equal on all ranks, which hold different tokens or different layers."""
+        """The load of the step, equal on all ranks; each holds other tokens or other layers."""
         if not self._num_layers:
             return None
         counts = torch.zeros(self._num_layers, num_experts, dtype=torch.float64, device=device)
@@ -215,7 +215,7 @@ class ExpertLayer(MoELayer):
         self._mark_experts()
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Of the layer in the whole model, from 1."""
+        """Set the number of the layer in the complete model, from 1."""
         super().set_layer_number(layer_number)
         self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
 

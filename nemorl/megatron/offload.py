@@ -1,4 +1,4 @@
-"""What a policy keeps on its device, and how it leaves it while generation has the device.
+"""The tensors of a policy on its device, and their offload while generation uses the device.
 
 Everything moves by storage: Megatron's parameters and gradients are views of a few large buffers, and in
 float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory back
@@ -34,7 +34,7 @@ class Holdings:
         optimizer: PolicyOptimizer | None,
         reference: Iterable[Tensor],
     ) -> "Holdings":
-        """Of a policy's runs of layers, its optimizer, if it trains, and the weights kept as a reference."""
+        """The tensors of a policy's layers, of its optimizer if it trains, and of the reference weights."""
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         modules = [chunk.module for chunk in chunks]
         return cls(
@@ -98,7 +98,7 @@ class Offload:
         return bool(self._moved or self._freed)
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-        """Those on the policy's device by their address, each once."""
+        """Storages on the policy's device by address, each once."""
         storages = (t.untyped_storage() for t in tensors if t.device.type == self._kind)
         return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 

@@ -52,7 +52,7 @@ class TooManySkippedSteps(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; equal on all ranks."""
+    """Result of one optimizer step; equal on all ranks."""
 
     grad_norm: float  # before clipping, over all parameters
     lr: float  # the rate of this step
@@ -62,7 +62,7 @@ class StepResult:
 
 @dataclass
 class OptimizerProgress:
-    """What the schedule and the guard remember; part of a checkpoint."""
+    """State of the schedule and the guard; part of a checkpoint."""
 
     updates: int = 0  # optimizer steps that changed the weights
     skipped_in_a_row: int = 0
@@ -136,17 +136,17 @@ class PolicyOptimizer:
         return (WEIGHT, *self._config.optimizer.moments)
 
     def shards(self, state: str) -> dict[str, Shard]:
-        """What this rank updates of one state, by parameter; the tensors themselves if they are float32."""
+        """This rank's shards of one state, by parameter; the tensors themselves if they are float32."""
         return {
             name: Shard(part.start, part.state(state)) for name, part in self._main.items() if part.has(state)
         }
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """What this rank holds on its device of all states, as it lies there."""
+        """All state tensors that this rank holds on its device, as they are stored."""
         return (t for part in self._main.values() for t in part.device_tensors(self.state_names))
 
     def saves(self, name: str) -> bool:
-        """Whether this rank's shards of a parameter go into a checkpoint, not those of a copy of it."""
+        """True if this rank's shards of a parameter go into a checkpoint, not those of a copy of it."""
         return self._main[name].is_first
 
     def states_of(self, name: str) -> tuple[str, ...]:

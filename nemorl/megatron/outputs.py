@@ -92,7 +92,7 @@ def batch_outputs(
     device: torch.device,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the head gives [N], on the CPU, at the given positions of each micro-batch; 0 elsewhere.
+    """Outputs of the head [N], on the CPU, at the given positions of each micro-batch; 0 elsewhere.
 
     Of a vocabulary, if requested, also the entropies [N].
     """
@@ -136,7 +136,7 @@ def batch_top(
 
 
 def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device) -> LogprobStats:
-    """How far the engine's logprobs are from the trainer's [N], over all data-parallel ranks."""
+    """Distance of the engine's logprobs from the trainer's [N], over all data-parallel ranks."""
     gaps = torch.zeros(0)
     if trainer is not None and batch.logprobs is not None:
         gaps = (trainer - batch.logprobs)[batch.loss_mask].abs()

@@ -83,7 +83,7 @@ class Span:
     largest_start: int = 0
 
     def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-        """Whether queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
+        """True if queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
 
         Padding is at the end of a row, where no real query attends.
         """
@@ -107,7 +107,7 @@ class Bucket:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """How a micro-batch is packed. Goes through Megatron's layers as its `packed_seq_params`.
+    """The layout of a packed micro-batch. Goes through Megatron's layers as its `packed_seq_params`.
 
     `cu_seqlens` are those of whole sequences, also where context parallelism gives the rank a part of each.
     """
@@ -257,7 +257,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatchMaker:
-    """What micro-batches of one worker have in common."""
+    """The settings that micro-batches of one worker share."""
 
     rotary: RotaryTable
     local_rotary: RotaryTable | None  # of the layers with a window, where theirs is another

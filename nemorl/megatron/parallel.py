@@ -80,7 +80,7 @@ def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: Layer
 
 
 def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
-    """How many micro-batches an interleaved stage runs through one of its runs of layers before the next.
+    """The number of micro-batches that an interleaved stage runs through a chunk before the next chunk.
 
     The fewest that Megatron's schedule takes: at least as many as there are stages, and so that the last
     group is whole or also has that many. Raises ValueError for fewer micro-batches than stages.
@@ -114,7 +114,7 @@ class ContextShare:
         return (self.rank, self.num_chunks - 1 - self.rank) if self.size > 1 else (0,)
 
     def places(self, lengths: Sequence[int]) -> Tensor:
-        """Where the rank's tokens stand in sequences of `lengths`, laid end to end: [tokens / size]."""
+        """[tokens / size] Positions of the rank's tokens in concatenated sequences of `lengths`."""
         if self.size == 1:
             return torch.arange(sum(lengths))
         parts, start = [], 0

@@ -44,7 +44,7 @@ def run_training(
 def run_evaluation(
     chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
 ) -> list[LossOutput]:
-    """What a loss says of each micro-batch, forward alone; on ranks of the last pipeline stage."""
+    """Results of a loss for each micro-batch, without backward; on ranks of the last pipeline stage."""
 
     def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
         micro, policy = next(batches), model.module
@@ -65,7 +65,7 @@ def run_outputs(
     *,
     entropy: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """What the head says of each micro-batch: logprobs [N], or values [N] of a scalar head; entropies [N].
+    """Outputs of the head for each micro-batch: logprobs [N], or values [N] of a scalar head; entropies [N].
 
     On ranks of the last pipeline stage; nothing elsewhere.
     """

@@ -30,7 +30,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How one optimizer step's tokens were spread over the experts of each layer."""
+    """Distribution of one optimizer step's tokens over the experts of each layer."""
 
     largest: float  # tokens of the busiest expert over the mean, averaged over the layers
     largest_of_a_layer: float  # the same in the least even layer

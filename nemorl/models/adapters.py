@@ -27,7 +27,7 @@ def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
-    """Those that `lora` names."""
+    """The projections that `lora` names."""
     there = adaptable_projections(shape)
     return tuple(name for name in there if name in lora.targets or "all-linear" in lora.targets)
 
@@ -38,13 +38,13 @@ def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int,
 
 
 def adapter_slices(shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> list[TensorSlice]:
-    """What one policy rank holds of the adapters, in parameters named as in `adapter_params`."""
+    """Slices of the adapters on one policy rank, in parameters named as in `adapter_params`."""
     return slices_of(*_rules_and_shape(shape, lora), rank)
 
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """What the pair of one HF matrix is called."""
+    """Names of the pair of one HF matrix."""
 
     a: str
     b: str
@@ -64,7 +64,7 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """What of a model learns and is therefore in its checkpoints: all but buffers, or adapters.
+    """The weights of a model that are trained, and so are in its checkpoints: all but buffers, or adapters.
 
     A scalar head learns with the adapters: it has not been trained before.
     """
@@ -77,7 +77,7 @@ class TrainedWeights:
         return tensors_of(*self._rules_and_shape())
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:
-        """What one rank holds of them."""
+        """The slices of one rank."""
         return slices_of(*self._rules_and_shape(), rank)
 
     def _rules_and_shape(self) -> tuple[tuple[WeightRule, ...], ModelShape]:

@@ -1,4 +1,4 @@
-"""What can be wrong with a model folder."""
+"""Errors of model folders."""
 
 from nemorl.errors import NemorlError
 

@@ -1,4 +1,4 @@
-"""What a model family declares: how its config.json is read, and where its weights go.
+"""Declarations of a model family: how its config.json is read, and where its weights go.
 
 A family is data. Everything that follows from it (Megatron's arguments, the slices of a rank, the tensors of
 a folder, the checks of a config.json) is computed from these declarations, so that a new family is one short
@@ -14,7 +14,7 @@ from .shape import Dim, ModelShape
 
 
 class Split(Enum):
-    """How tensor parallelism divides one Megatron parameter; tensors of one rule lie behind one another."""
+    """Division of one Megatron parameter by tensor parallelism; tensors of one rule are concatenated."""
 
     REPLICATED = "replicated"
     ROWS = "rows"  # Megatron's column-parallel linear: each rank holds its rows of each tensor in turn
@@ -32,7 +32,7 @@ class Stage(Enum):
 
 
 class LayerKind(Enum):
-    """Which layers a rule of `Stage.LAYERS` is for."""
+    """The layers that a rule of `Stage.LAYERS` covers."""
 
     ALL = "all"
     DENSE = "dense"  # those with an ordinary MLP
@@ -74,7 +74,7 @@ class WeightRule:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """How the models of one architecture are read."""
+    """How to read models of one architecture."""
 
     name: str
     architectures: tuple[str, ...]  # of config.json

@@ -67,7 +67,7 @@ def _windows(config: HfConfig) -> tuple[int | None, ...]:
 
 
 def _ropes(config: HfConfig) -> tuple[Rope, Rope]:
-    """Of the layers that see all tokens, and of those with a window."""
+    """Rotary embeddings of layers that see all tokens and of those with a window."""
     parameters: dict[str, Any] = config.get("rope_parameters", {})
     if "full_attention" in parameters:  # since transformers 5
         full, local = (

@@ -105,7 +105,7 @@ def _open(path: Path) -> safe_open:
 
 
 def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
-    """Of a tensor that has fewer dimensions on disk than its slices have, the last are read whole and viewed.
+    """Read the last dimensions completely if a tensor has fewer on disk than its slices have, and view them.
 
     Its first dimensions, as far as they are the same on disk, are cut there: one expert is read of many.
     """

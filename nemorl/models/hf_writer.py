@@ -200,7 +200,7 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """What was imported."""
+    """A model folder after its import."""
 
     shape: ModelShape
     num_parameters: int

@@ -1,4 +1,4 @@
-"""Which part of which HF tensor a policy rank holds, and where: a pure function of shape and layout.
+"""The parts of HF tensors that a policy rank holds: a pure function of shape and layout.
 
 Imports no torch: the checks of a config and the memory plan use it before anything starts.
 """
@@ -41,7 +41,7 @@ def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
     """A process by its global rank.
 
     Megatron's order tp-cp-ep-dp-pp: within a stage TP neighbors are adjacent, then CP, then DP. For experts
-    the same processes are laid out anew: ETP neighbors are adjacent, then EP, then the copies.
+    the same processes are laid out differently: ETP neighbors are adjacent, then EP, then the copies.
     """
     pp_rank, place = divmod(rank, layout.stage_size)
     return PolicyRank(
@@ -98,7 +98,7 @@ def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tupl
 
 
 def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
-    """What one policy rank holds, in the parameters of Megatron's local layer spec.
+    """The slices of one policy rank, in the parameters of Megatron's local layer spec.
 
     Rows that pad the vocabulary belong to no slice. With tied embeddings the last of several stages holds a
     copy of the embedding in `output_layer.weight`. Parameters of the second and later runs of layers under
@@ -125,7 +125,7 @@ def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) 
 
 
 def is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
-    """Whether a rule's tensor is the embedding's, under the head's name."""
+    """True if a rule's tensor is the embedding's, under the head's name."""
     return shape.tied_embeddings and rule.tensors[0].name == _HEAD
 
 
@@ -202,7 +202,7 @@ class _Part:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """As the parameter sees them: rows first."""
+        """Rows first, as in the parameter."""
         return tuple(self.shape[axis] for axis in self.axes)
 
     def box(self, first: int, count: int, param: str, offset: int, axis: int = 0) -> TensorSlice:

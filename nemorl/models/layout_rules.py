@@ -38,7 +38,7 @@ def layout_problems(
 
 
 def division_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
-    """What keeps a layout from dividing the model's weights among its ranks."""
+    """Reasons why a layout cannot divide the model's weights among its ranks."""
     yield from _divides(layout, "tensor_parallel_size", "attention heads", shape.num_attention_heads)
     yield from _key_value_heads_divide(shape, layout)
     if not all(shape.is_moe(layer) for layer in range(shape.num_layers)):
@@ -82,7 +82,7 @@ def recompute_problems(
 
 
 def norms_are_fused(shape: ModelShape) -> bool:
-    """Whether Transformer Engine computes all norms of a layer with the matrices behind them, which leaves
+    """True if Transformer Engine computes all norms of a layer with the matrices behind them, which leaves
     `layernorm` nothing to recompute: a router and the latents of MLA have theirs before them."""
     return shape.mla is None and shape.moe is None
 
@@ -231,7 +231,7 @@ def _replay_problems(generation: GenerationConfig | None, gpus: bool) -> Iterato
 
 
 def _vllm_problems(generation: VllmGenerationConfig) -> Iterator[Problem]:
-    """What vLLM itself refuses together with returned experts."""
+    """Settings that vLLM refuses if it returns experts."""
     if generation.pipeline_parallel_size > 1:
         fix = (
             f"vLLM does not return the experts of several stages, which {_MOE}.router_replay requires: set 1"

@@ -32,12 +32,12 @@ def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosines and sines are multiplied by."""
+    """The factor of cosines and sines."""
     return rope.scaling.attention_factor if isinstance(rope.scaling, YarnRopeScaling) else 1.0
 
 
 def _yarn_kept(dim: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
-    """How much of each pair's frequency stays, [dim / 2], from 1 to 0 (arXiv 2309.00071).
+    """The share of each pair's frequency that remains, [dim / 2], from 1 to 0 (arXiv 2309.00071).
 
     Linear in the pair's number between those that turn `beta_fast` and `beta_slow` times in the original
     context.

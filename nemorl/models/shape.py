@@ -138,7 +138,7 @@ class ModelShape:
         return self.head_dim if self.mla is None else self.mla.rotary_dim
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """True if a layer has experts."""
         return self.moe is not None and layer >= self.moe.first_layer
 
     @property
