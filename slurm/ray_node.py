@@ -59,7 +59,11 @@ def start_command(card: Card, plan: Plan, folder: Path, object_store_bytes: int)
     }
     if is_head:
         # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
-        system = {"prestart_worker_first_driver": False, "enable_metrics_collection": False}
+        system = {
+            "prestart_worker_first_driver": False,
+            "enable_metrics_collection": False,
+            "worker_niceness": 0,  # added to ours; 15 by default
+        }
         options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": json.dumps(system)}
     else:
         options |= {"address": plan.gcs}

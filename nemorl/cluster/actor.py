@@ -157,10 +157,11 @@ class Actor:
         self._thread = ThreadPoolExecutor(1, "methods")
         self._background = ThreadPoolExecutor(1, "background")
         send_output_to(identity.log, identity.group, identity.rank)
-        set_process_title(f"nemorl {identity.group} {identity.rank}")
+        ray._private.worker._changeproctitle = lambda *_: nullcontext()  # by which each call is a new title
 
     async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
         """Import the class, make its instance where its methods will run, and start it if it can be."""
+        ray._raylet.setproctitle(f"nemorl {self.identity.group} {self.identity.rank}")
         with _Running(self, invocation) as running:
             if self._concurrent:
                 self._make_target(path, kwargs)
@@ -231,12 +232,6 @@ class Actor:
                 raise RuntimeError("StopIteration was raised") from error
 
         return await asyncio.get_running_loop().run_in_executor(thread, run)
-
-
-def set_process_title(title: str) -> None:
-    """Name this process in lists such as `ps`. Ray would rename it with every call."""
-    ray._raylet.setproctitle(title)
-    ray._private.worker._changeproctitle = lambda *_: nullcontext()
 
 
 async def _resolved(invocation: Invocation, args: Any, kwargs: Any) -> Any:

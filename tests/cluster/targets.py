@@ -42,6 +42,9 @@ class Recorder:
     def process(self) -> int:
         return os.getpid()
 
+    def niceness(self) -> int:
+        return os.nice(0)
+
     def gpus(self) -> tuple[str, ...]:
         return own_gpus()
 

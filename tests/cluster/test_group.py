@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -120,3 +121,14 @@ def test_asynchronous_calls_overlap(generation: WorkerGroup):
 def test_a_worker_calls_another_through_its_handle(generation: WorkerGroup):
     first, second = generation.workers
     assert asyncio.run(first.call("ask", second, 21, **LIMITS)) == 42
+
+
+def test_workers_run_at_the_niceness_of_the_driver(policy: WorkerGroup):
+    assert asyncio.run(policy.call("niceness", **LIMITS)) == [os.nice(0)] * 4
+
+
+def test_processes_are_named_by_group_and_rank(policy: WorkerGroup):
+    pids = asyncio.run(policy.call("process", **LIMITS))
+    assert [psutil.Process(pid).cmdline()[0] for pid in pids] == [
+        f"nemorl policy {rank}" for rank in range(4)
+    ]
