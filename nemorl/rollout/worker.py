@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from nemorl.cluster.errors import ClusterError, WorkerFailed
-from nemorl.cluster.group import Worker
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
@@ -32,48 +30,14 @@ from .dispatch import RunGroups
 from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
 
-# Beyond the requests' own deadline, at which the engine ends them: who hangs longer is lost.
-GRACE_SECONDS = 30.0
-ABORT_SECONDS = 30.0
-_REFUSED = f"{RequestRefused.__module__}.{RequestRefused.__qualname__}"
-
-
-def ray_replica(engine: Worker) -> Replica:
-    """The replica whose host is this worker."""
-
-    async def generate(requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
-        # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
-        batches = engine.stream(
-            "generate_batches",
-            requests,
-            stage="generation",
-            deadline_seconds=max(request.deadline_seconds for request in requests) + GRACE_SECONDS,
-        )
-        try:
-            async with aclosing(batches):
-                async for batch in batches:
-                    yield batch
-        except WorkerFailed as error:
-            if error.kind == _REFUSED:
-                raise RequestRefused(error.message) from error
-            raise ReplicaLost(str(error)) from error
-        except ClusterError as error:
-            raise ReplicaLost(str(error)) from error
-
-    async def abort(request_ids: Sequence[str]) -> None:
-        await engine.call("abort", request_ids, stage="abort", deadline_seconds=ABORT_SECONDS)
-
-    return Replica(f"generation replica {engine.rank}", generate, abort)
-
-
 class PooledRouter:
     """What has a router over a pool's engines in its process: mixed into what the process hosts."""
 
     _router: Router
 
-    def add_engine(self, engine: Worker) -> None:
+    def add_engine(self, engine: Replica) -> None:
         """Sample from this engine too, which takes the place of a lost one."""
-        self._router.add(ray_replica(engine))
+        self._router.add(engine)
 
     def lost_replicas(self) -> dict[str, str]:
         """The cause of each loss by the replica's name."""
@@ -204,9 +168,9 @@ def _validation(experiment: Experiment) -> SamplingParams:
 class RayRolloutWorker(PooledRouter, RolloutWorker):
     """Hosted by an actor whose methods run in an event loop."""
 
-    def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
+    def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         """`engines`: the workers that host an engine each."""
-        self._router = Router([ray_replica(engine) for engine in engines])
+        self._router = Router(list(engines))
         super().__init__(experiment, self._router, store=lambda trajectories: trajectories)
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
@@ -219,17 +183,3 @@ class RayRolloutWorker(PooledRouter, RolloutWorker):
             async for summary in summaries:
                 yield summary.reference
                 yield replace(summary, reference=None)
-
-
-def groups_of(worker: Worker, seconds: float) -> RunGroups:
-    """A `RayRolloutWorker` as the collector calls it: summaries that refer to trajectories left in place."""
-
-    async def run_groups(assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
-        pairs = worker.stream(
-            "stream_groups", assignments, stage="generation", deadline_seconds=seconds, pairs=True
-        )
-        async with aclosing(pairs):
-            async for reference, summary in pairs:
-                yield replace(summary, reference=reference)
-
-    return run_groups

@@ -28,7 +28,7 @@ from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
-from nemorl.session.models import Keeper, folder_of
+from nemorl.session.handles import TrainedModels, folder_of
 
 ORIGIN_FILE = "nemorl.json"
 
@@ -116,7 +116,7 @@ class Checkpoints:
     `check` or `settle`.
     """
 
-    def __init__(self, experiment: Experiment, models: Keeper, store: CheckpointStore) -> None:
+    def __init__(self, experiment: Experiment, models: TrainedModels, store: CheckpointStore) -> None:
         self._experiment = experiment
         self._config = experiment.checkpointing
         self._models = models

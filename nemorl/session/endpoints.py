@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.group import Worker
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.auxiliary import EndpointTeacherConfig
@@ -33,17 +32,17 @@ from nemorl.data.packed import PackedBatch
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.errors import RunError
 from nemorl.generation.openai_client import OpenAIClient
-from nemorl.generation.router import Router
+from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import EngineFailed, NoReplicaLeft, RequestRefused
-from nemorl.rollout.worker import PooledRouter, ray_replica
+from nemorl.rollout.worker import PooledRouter
 from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
 
-from .models import ModelGroup
+from .handles import ModelHandle
 from .scoring import RewardScorer, reward_app
 from .session import Starter, open_engines
 
-_LOOK_SECONDS = 1.0  # between two looks whether an engine is left
+_POLL_SECONDS = 1.0  # between two looks whether an engine is left
 
 
 def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> Served:
@@ -60,11 +59,11 @@ def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> 
 class EndpointHost(PooledRouter):
     """What runs in the process of an endpoint beside a run. Lives in an event loop."""
 
-    def __init__(self, experiment: Experiment, engines: Sequence[Worker]) -> None:
+    def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         endpoint = experiment.generation.endpoint
         assert endpoint is not None, "this process is for experiments with an endpoint"
         self._config = endpoint
-        self._router = Router([ray_replica(engine) for engine in engines])
+        self._router = Router(list(engines))
         self._served = served(experiment, endpoint, self._router)
         self._open = AsyncExitStack()
 
@@ -77,14 +76,20 @@ class EndpointHost(PooledRouter):
         await self._open.aclose()
 
 
-class _RouterHere(PooledRouter):
-    """The router of this process, as a pool calls those of others (`Routers`)."""
+class _LocalRouter:
+    """The router of this process (`Routers`)."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        return [getattr(self, method)(*args)]
+    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
+        return [self._router.take_metrics()]
+
+    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
+        return [dict(self._router.lost)]
+
+    async def add(self, replica: Replica, deadline_seconds: float) -> None:
+        self._router.add(replica)
 
 
 def serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
@@ -102,19 +107,19 @@ async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> N
         runtime = stack.enter_context(ClusterRuntime(experiment.cluster, engines))
         placement = await runtime.reserve()
         stack.callback(placement.release)
-        pool = await stack.enter_async_context(open_engines(experiment, placement))
-        router = Router([ray_replica(worker) for worker in pool.group.workers])
-        pool.serve(_RouterHere(router))
+        replicas = await stack.enter_async_context(open_engines(experiment, placement))
+        router = Router([engine.as_replica() for engine in replicas.engines])
+        replicas.connect(_LocalRouter(router))
         end = asyncio.Event()
         # After Ray's start, which takes the signals for itself.
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end.set)
         tell(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
-        while not await _set_within(end, _LOOK_SECONDS):
-            pool.check_watch()
-            if pool.hopeless:
-                raise NoReplicaLeft(dict(pool.losses))
-            pool.tell_losses()  # at once: nothing else tells those who serve why nobody answers
+        while not await _set_within(end, _POLL_SECONDS):
+            replicas.check_watch()
+            if replicas.exhausted:
+                raise NoReplicaLeft(dict(replicas.losses))
+            replicas.log_losses()  # at once: nothing else reports why no engine answers
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> bool:
@@ -272,5 +277,5 @@ async def _open(experiment: Experiment, stack: AsyncExitStack) -> RewardScorer:
     spec = ModelSpec("policy", "policy", policy, trains=False)
     group = await stack.enter_async_context(Starter(experiment, placement).model(spec))
     stack.push_async_callback(group.shutdown)
-    model = ModelGroup(group, policy, cluster.deadlines, trains=False)
+    model = ModelHandle(group, policy, cluster.deadlines, trains=False)
     return RewardScorer(model, policy.layout.fewest_units)

@@ -27,7 +27,8 @@ from nemorl.serve.app import AppOf, Listening
 from nemorl.serve.requests import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 
-from .models import DeviceScheduler, ModelGroup
+from .devices import DeviceScheduler
+from .handles import ModelHandle
 from .shard import SequencePlace
 
 
@@ -53,9 +54,9 @@ class LastValue:
 class RewardScorer:
     """Scores of examples by a group that holds a reward model. Belongs to one event loop."""
 
-    model: ModelGroup
+    model: ModelHandle
     units: int  # a batch of a multiple of so many divides over the group
-    turns: DeviceScheduler | None = None  # on the policy's devices, where the group shares them
+    devices: DeviceScheduler | None = None  # if the group shares the policy's
 
     async def score(self, examples: Sequence[Example]) -> list[float]:
         """One number each."""
@@ -63,7 +64,7 @@ class RewardScorer:
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
         async with (
-            self.turns.borrow_during_generation(self.model) if self.turns is not None else nullcontext()
+            self.devices.borrow_during_generation(self.model) if self.devices is not None else nullcontext()
         ):
             await self.model.load(places, kind="examples")
             await self.model.values()

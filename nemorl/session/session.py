@@ -1,12 +1,9 @@
-"""All processes of a run: placed, started, connected, and ended together.
-
-How each group of processes of an experiment is started.
-"""
+"""The processes of a run: started, connected, and ended together."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -14,7 +11,8 @@ from typing import Any, Literal
 import ray
 
 from nemorl.cluster.errors import WorkerDied
-from nemorl.cluster.group import Worker, WorkerGroup
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.mesh import Mesh
 from nemorl.cluster.placement import Placement
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
@@ -24,15 +22,23 @@ from nemorl.generation.types import NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.dispatch import RunGroups
-from nemorl.rollout.worker import groups_of
 from nemorl.serve.app import answering
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.process_group import served_store
 
-from .models import DeviceScheduler, ModelGroup, ModelStarter, TrainedModels, handles, serve_rendezvous
-from .pool import GenerationPool
-from .refit import GenerationReceivers, PolicySenders
+from .devices import DeviceScheduler, share_policy_devices
+from .handles import (
+    EngineHandle,
+    GenerationReceivers,
+    ModelHandle,
+    PolicySenders,
+    RolloutHandle,
+    RouterHandle,
+    TrainedModels,
+)
 from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
+from .supervisor import ReplicaSupervisor
 
 # TensorRT-LLM's workers hold a replica's GPUs, not its own process, which must see them nevertheless.
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -50,24 +56,52 @@ class Starter:
         """Where models and engines compute."""
         return "cuda" if self.experiment.cluster.gpus_per_node else "cpu"
 
+    def trained_or_read(self, *, training: bool) -> list[ModelSpec]:
+        """The models that `models` starts: without training the policy alone."""
+        models = [model for model in models_of(self.experiment) if not model.scores]
+        return models if training else models[:1]
+
     @asynccontextmanager
     async def models(self, *, training: bool) -> AsyncIterator[dict[str, WorkerGroup]]:
-        """The policy and, for training, the models beside it, by name; their place to meet ends with this."""
-        starter = self._models
-        names = [model.name for model in starter.learners(training=training)]
-        with serve_rendezvous(self.placement.driver_address(*names)) as rendezvous:
-            yield await starter.start(rendezvous, training=training)
+        """The policy and, for training, the other models, by name; their rendezvous lasts until the end."""
+        models = self.trained_or_read(training=training)
+        with serve_rendezvous(self.placement.driver_address(*(m.name for m in models))) as rendezvous:
+            at_once = [model.name for model in models if not model.on_policy_devices]
+            threads = self.placement.threads(self.experiment.cluster.policy_threads, *at_once)
+            groups = await asyncio.gather(*(self._start_model(m, rendezvous, threads) for m in models))
+            yield {model.name: group for model, group in zip(models, groups, strict=True)}
 
     @asynccontextmanager
     async def model(self, model: ModelSpec) -> AsyncIterator[WorkerGroup]:
-        """A model by itself, likewise."""
+        """One model; its rendezvous lasts until the end."""
         threads = self.placement.threads(self.experiment.cluster.policy_threads, model.name)
         with serve_rendezvous(self.placement.driver_address(model.name)) as rendezvous:
-            yield await self._models.start_model(model, rendezvous, threads)
+            yield await self._start_model(model, rendezvous, threads)
 
-    @property
-    def _models(self) -> ModelStarter:
-        return ModelStarter(self.experiment, self.placement, self.device, self._start)
+    async def _start_model(self, model: ModelSpec, rendezvous: str, threads: int) -> WorkerGroup:
+        algorithm, deadlines = self.experiment.algorithm, self.experiment.cluster.deadlines
+        shared: dict[str, Any] = {
+            "config": model.config,
+            "world_size": model.config.layout.world_size,
+            "rendezvous": f"tcp://{rendezvous}/{model.name}",
+            "device": self.device,
+            "threads": threads,
+            "temperature": self.experiment.generation.sampling.temperature if algorithm.online else 1.0,
+            "seed": self.experiment.seed,
+            "keep_reference": False,
+            "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
+            "trains": model.trains,
+        }
+        target = "nemorl.session.policy_host:PolicyHost"
+        if model.name == "policy":
+            shared["keep_reference"] = algorithm.keeps_reference and self.experiment.reference is None
+            if not self.experiment.generation.has_engines:
+                target = "nemorl.session.policy_host:SamplingPolicyHost"
+                tokenizer = model.config.tokenizer.path or model.config.model_path
+                shared["generation"] = self.experiment.generation
+                shared["tokenizer_path"] = tokenizer.absolute()
+        kwargs = [{**shared, "rank": rank} for rank in range(model.config.layout.world_size)]
+        return await self._start(model.name, target, kwargs, threads=threads, mesh=Mesh.of(model.config.layout))
 
     async def generation(self, gpus: Sequence[tuple[str, ...]] = ()) -> WorkerGroup:
         """The engines; `gpus` are those of the ranks that they are beside, if they are.
@@ -102,36 +136,36 @@ class Starter:
                 kwargs["gpus"] = tuple(name for rank in (*neighbours, *others) for name in gpus[rank])
         return await self._start("generation", config.host_class, ranks, **options)
 
-    async def endpoint(self, engines: Sequence[Worker]) -> WorkerGroup:
+    async def endpoint(self, engines: Sequence[EngineHandle]) -> WorkerGroup:
         """The endpoint over these engines."""
         return await self._start(
             "endpoint",
             "nemorl.session.endpoints:EndpointHost",
-            [{"experiment": self.experiment, "engines": list(engines)}],
+            [{"experiment": self.experiment, "engines": [engine.as_replica() for engine in engines]}],
             threads=1,
             concurrent=True,
         )
 
-    async def rollout(self, engines: Sequence[Worker], scoring: Scoring) -> WorkerGroup:
-        """The rollout workers, who ask these engines, and reward models by what `scoring` says."""
+    async def rollout(self, engines: Sequence[EngineHandle], scoring: Scoring) -> WorkerGroup:
+        """The rollout workers over these engines, with the reward models of `scoring`."""
         experiment = self.experiment.model_copy(update={"rewards": scoring.rewards})
         count = self.experiment.cluster.rollout_workers
         return await self._start(
             "rollout",
             "nemorl.rollout.worker:RayRolloutWorker",
-            [{"experiment": experiment, "engines": list(engines)}] * count,
+            [{"experiment": experiment, "engines": [engine.as_replica() for engine in engines]}] * count,
             threads=1,
             concurrent=True,
             environment=scoring.environment,
         )
 
     def run_groups(self, rollout: WorkerGroup) -> list[RunGroups]:
-        """Its workers as the collector calls them."""
+        """The rollout workers as the collector calls them."""
         seconds = self.experiment.cluster.deadlines.generation
-        return [groups_of(worker, seconds) for worker in rollout.workers]
+        return [RolloutHandle(worker, seconds).run_groups for worker in rollout.workers]
 
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
-        """The way from the one to the other."""
+        """The weight exchange from the one to the other."""
         # The groups' own deadline comes later, so that the rank that waits can say for whom.
         seconds = self.experiment.cluster.deadlines.refit
         return WeightExchange(
@@ -170,24 +204,24 @@ logger = logging.getLogger(__name__)
 class Session:
     """The started processes. A part that the run does not need is not there."""
 
-    policy: ModelGroup | None = None
-    models: dict[str, ModelGroup] = field(default_factory=dict)  # by name; the policy is among them
+    policy: ModelHandle | None = None
+    models: dict[str, ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
-    pool: GenerationPool | None = None
+    replicas: ReplicaSupervisor | None = None  # of engines
     version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
     policy_samples: bool = False  # by itself, without engines
     engines_sleep: bool = False  # but while they sample
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: who lives on which
 
     @property
-    def engines(self) -> GenerationPool:
+    def engines(self) -> ReplicaSupervisor:
         """The engines, of a session that has any."""
-        assert self.pool is not None, "this session was started without engines"
-        return self.pool
+        assert self.replicas is not None, "this session was started without engines"
+        return self.replicas
 
     @property
-    def learner(self) -> ModelGroup:
+    def learner(self) -> ModelHandle:
         """The policy, of a session that has one."""
         assert self.policy is not None, "this session was started without a policy"
         return self.policy
@@ -199,10 +233,10 @@ class Session:
 
     @property
     def models_share_devices(self) -> bool:
-        """Whether another model lives where the policy does, so that they cannot work at the same time."""
-        return sum(model.turns is not None for model in self.models.values()) > 1
+        """True if another model is on the policy's devices, so that they cannot compute at the same time."""
+        return sum(model.devices is not None for model in self.models.values()) > 1
 
-    def model(self, name: str) -> ModelGroup:
+    def model(self, name: str) -> ModelHandle:
         """A model of `nemorl.config.facts.models_of` by its name, such as `critic`."""
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
@@ -214,7 +248,7 @@ class Session:
         if self.exchange is None or version == self.version:
             return {}
         if self.policy is not None:
-            await self.policy.come_back()
+            await self.policy.onload()
         async with self.engines.refitting():
             stats = await self._refit(self.exchange, self.engines, version)
             self.version = version
@@ -223,14 +257,14 @@ class Session:
             "refit/gigabytes_per_second": stats.gigabytes_per_second,
         }
 
-    async def _refit(self, exchange: WeightExchange, pool: GenerationPool, version: int) -> RefitStats:
+    async def _refit(self, exchange: WeightExchange, replicas: ReplicaSupervisor, version: int) -> RefitStats:
         """A refit that a lost engine broke off is done again with the others."""
         while True:
             try:
                 return await exchange.refit(version)
             except NemorlError as error:
                 try:
-                    lost = await pool.lost_in_refit()
+                    lost = await replicas.lost_in_refit()
                 except NoReplicaLeft as nobody:  # maybe a consequence
                     if not (isinstance(error, WorkerDied) and error.is_reported_in(nobody)):
                         nobody.add_note(f"The refit to version {version} ended with: {error}")
@@ -244,16 +278,16 @@ class Session:
         """Inside, generation samples: engines, to which the policy may leave its devices, or the policy."""
         async with AsyncExitStack() as stack:
             if self.policy is not None:
-                await self.policy.give_devices_away()
+                await self.policy.release_devices()
             if self.policy_samples:
                 await stack.enter_async_context(self.learner.sampling(self.version))
-            if self.pool is not None and self.engines_sleep:
-                await stack.enter_async_context(self.pool.awake())
+            if self.replicas is not None and self.engines_sleep:
+                await stack.enter_async_context(self.replicas.awake())
             yield
 
     async def generation_metrics(self) -> dict[str, float]:
         """How the engines are; nothing of a session that samples nothing."""
-        return await self.pool.metrics() if self.pool is not None else {}
+        return await self.replicas.metrics() if self.replicas is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers find these sequences, for as long as somebody holds it.
@@ -287,9 +321,9 @@ async def open_session(
         elif session.policy_samples:
             await opening.rollout(session.learner.samplers)
         takes_weights = experiment.generation.takes_weights
-        if session.policy is not None and session.pool is not None and takes_weights:
-            session.exchange = opening.starter.exchange(session.policy.group, session.pool.group)
-            session.pool.on_change(session.exchange.layout_changed)
+        if session.policy is not None and session.replicas is not None and takes_weights:
+            session.exchange = opening.starter.exchange(session.policy.group, session.replicas.group)
+            session.replicas.on_change(session.exchange.layout_changed)
         yield session
 
 
@@ -307,32 +341,37 @@ class _Opening:
         groups = await self.stack.enter_async_context(self.starter.models(training=training))
         for group in groups.values():
             self._ends(group)
-        self.session.models = handles(self.experiment, groups)
+        deadlines = self.experiment.cluster.deadlines
+        self.session.models = {
+            model.name: ModelHandle(groups[model.name], model.config, deadlines, trains=model.trains)
+            for model in self.starter.trained_or_read(training=training)
+        }
+        share_policy_devices(self.experiment, self.session.models)
         self.session.policy = self.session.models["policy"]
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> None:
-        """The engines, of which nobody knows yet; `gpus` are those of the ranks that they are beside."""
+        """The engines; `gpus` are those of the policy ranks whose devices they share."""
         shares = self.experiment.generation.shares_devices
         group = self._ends(await self.starter.generation(gpus))
-        pool = GenerationPool(group, self.experiment.cluster.deadlines, shares_devices=shares)
-        self.stack.push_async_callback(pool.close)
-        self.session.pool, self.session.engines_sleep = pool, shares
+        replicas = ReplicaSupervisor(group, self.experiment.cluster.deadlines, shares_devices=shares)
+        self.stack.push_async_callback(replicas.close)
+        self.session.replicas, self.session.engines_sleep = replicas, shares
 
-    async def engines_beside(self, policy: ModelGroup) -> None:
+    async def engines_beside(self, policy: ModelHandle) -> None:
         """Engines on the policy's devices, which models may take back when they sleep."""
         gpus = await policy.gpus() if self.starter.device == "cuda" else []
-        await policy.give_devices_away()
+        await policy.release_devices()
         await self.engines(gpus)
-        await self.session.engines.rest()
+        await self.session.engines.sleep()
 
-    async def askers(self, pool: GenerationPool) -> None:
-        """Who asks the engines: the endpoint, if any, and the rollout workers."""
+    async def askers(self, replicas: ReplicaSupervisor) -> None:
+        """What sends requests to the engines: the endpoint, if any, and the rollout workers."""
         if self.experiment.generation.endpoint is not None:
-            endpoint = self._ends(await self.starter.endpoint(pool.group.workers))
-            pool.serve(endpoint)
-            await _tell_endpoint(endpoint, self.experiment)
-        pool.serve(await self.rollout(pool.group.workers))
-        pool.start_watch()
+            endpoint = RouterHandle(self._ends(await self.starter.endpoint(replicas.engines)))
+            replicas.connect(endpoint)
+            await _open_endpoint(endpoint, self.experiment)
+        replicas.connect(RouterHandle(await self.rollout(replicas.engines)))
+        replicas.start_watch()
 
     async def reward_models(self) -> Scoring:
         """Groups of reward models, each behind an endpoint of this process."""
@@ -344,22 +383,22 @@ class _Opening:
         endpoint, deadlines = EndpointConfig(port=0), self.experiment.cluster.deadlines
         chat, listening = self.experiment.data.chat, {}
         for model, group in zip(models, groups, strict=True):
-            handle = ModelGroup(self._ends(group), model.config, deadlines, trains=False)
-            turns = self._turns_of(handle) if model.on_policy_devices else None
-            scorer = RewardScorer(handle, model.config.layout.fewest_units, turns)
+            handle = ModelHandle(self._ends(group), model.config, deadlines, trains=False)
+            devices = self._devices_of(handle) if model.on_policy_devices else None
+            scorer = RewardScorer(handle, model.config.layout.fewest_units, devices)
             app_of = reward_app(model.config, endpoint, chat=chat, score=telling(scorer))
             at = await self.stack.enter_async_context(answering(endpoint, app_of, address))
             listening[model.name] = at
         return asked_by_url(self.experiment.rewards, listening, endpoint)
 
-    def _turns_of(self, reward_model: ModelGroup) -> DeviceScheduler | None:
-        """Those on the policy's devices, which it joins; without a policy they are its own."""
-        turns = self.session.policy.turns if self.session.policy is not None else None
-        if turns is not None:
-            turns.join(reward_model)
-        return turns
+    def _devices_of(self, reward_model: ModelHandle) -> DeviceScheduler | None:
+        """The scheduler of the policy's devices, which it joins; without a policy none is needed."""
+        devices = self.session.policy.devices if self.session.policy is not None else None
+        if devices is not None:
+            devices.join(reward_model)
+        return devices
 
-    async def rollout(self, samplers: Sequence[Worker]) -> WorkerGroup:
+    async def rollout(self, samplers: Sequence[EngineHandle]) -> WorkerGroup:
         """The rollout workers."""
         group = self._ends(await self.starter.rollout(samplers, await self.reward_models()))
         self.session.rollout = self.starter.run_groups(group)
@@ -378,20 +417,19 @@ class _Opening:
 
 
 @asynccontextmanager
-async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIterator[GenerationPool]:
+async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIterator[ReplicaSupervisor]:
     """Start the engines alone, and end them when the block ends."""
     async with AsyncExitStack() as stack:
         opening = _Opening(experiment, Starter(experiment, placement), stack)
         await opening.engines()
-        pool = opening.session.engines
-        pool.start_watch()
-        yield pool
+        replicas = opening.session.engines
+        replicas.start_watch()
+        yield replicas
 
 
-async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
-    """Let it listen, and say where. A key that was made for this run stands in its folder and in no log."""
-    deadline = experiment.cluster.deadlines.start
-    (at,) = await endpoint.call("listen", stage="start", deadline_seconds=deadline)
+async def _open_endpoint(endpoint: RouterHandle, experiment: Experiment) -> None:
+    """Let it listen, and log its address. A key generated for this run is in its folder and in no log."""
+    at = await endpoint.listen(experiment.cluster.deadlines.start)
     if not at.generated:
         logger.warning("the engines answer at %s", at.url)
         return
@@ -400,5 +438,12 @@ async def _tell_endpoint(endpoint: WorkerGroup, experiment: Experiment) -> None:
     logger.warning("the engines answer at %s; the key is in %s", at.url, file)
 
 
+@contextmanager
+def serve_rendezvous(host: str) -> Iterator[str]:
+    """host:port of a store that this process serves while the block runs, at an address of this machine."""
+    _store, address = served_store(host)
+    yield address
+
+
 async def _nothing() -> None:
-    """In place of a group that is not wanted."""
+    """In place of a group that is not started."""

@@ -1,20 +1,22 @@
-"""What the driver sends to policy ranks: where sequences lie, and what it decided about them.
+"""How a batch is laid over the data-parallel ranks of a model: sequences by reference, and fields between models.
 
-Fields of a batch on their way between groups of processes, by object reference and not through the driver.
-
-Groups lay the same sequences out differently, so a field travels sequence by sequence: each data-parallel
-rank of the one side stores a list of arrays, and a rank of the other reads those that hold its sequences.
+Models lay the same sequences out differently, so a field travels sequence by sequence, by object reference and
+not through the driver: each data-parallel rank of the one side stores a list of arrays, and a rank of the
+other reads those of its sequences.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from itertools import chain
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
+from nemorl.config.policy import PolicyConfig
 from nemorl.data.batches import Advantage
-from nemorl.data.micro_batches import BatchPlan
+from nemorl.data.micro_batches import BatchPlan, packing_metrics, plan_batch
 from nemorl.data.packed import Compared, PackedBatch
+from nemorl.models.registry import load_shape
 from nemorl.trajectories import Float32Array, Int32Array
 
 T = TypeVar("T")
@@ -68,8 +70,8 @@ def _shard(sequences: Sequence[SequencePlace]) -> Shard:
         places=tuple((stores[s.store], s.row) for s in sequences),
         advantages=tuple(s.advantage for s in sequences),
         weights=tuple(s.weight for s in sequences),
-        likelihood=_all_or_none([s.likelihood for s in sequences], "weighed to be imitated"),
-        rewards=_all_or_none([s.rewards for s in sequences], "paid"),
+        likelihood=_all_or_none([s.likelihood for s in sequences], "weighted to be imitated"),
+        rewards=_all_or_none([s.rewards for s in sequences], "rewarded"),
         compared=_all_or_none([s.compared for s in sequences], "compared"),
     )
 
@@ -150,3 +152,65 @@ def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> P
         )
     values = torch.cat([torch.from_numpy(row.copy()) for row in rows])
     return replace(batch, **{field: values})
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A batch as it lies on the ranks of one model."""
+
+    plan: BatchPlan
+    lengths: tuple[int, ...]  # [S] tokens
+    micro_batch_tokens: int
+    hidden_size: int
+
+    @classmethod
+    def plan_for(
+        cls,
+        sequences: Sequence[SequencePlace],
+        config: PolicyConfig,
+        num_ranks: int,
+        num_minibatches: int,
+    ) -> Self:
+        """Plan micro-batches and minibatches for `num_ranks` data-parallel ranks."""
+        layout, lengths = config.layout, [s.num_tokens for s in sequences]
+        hidden_size = load_shape(config.model_path, config.head).hidden_size
+        interleaved = layout.virtual_pipeline_parallel_size > 1
+        plan = plan_batch(
+            lengths,
+            num_ranks,
+            num_minibatches,
+            config.micro_batch_tokens,
+            hidden_size,
+            fewest=layout.pipeline_parallel_size if interleaved else 1,
+            units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
+        )
+        return cls(plan, tuple(lengths), config.micro_batch_tokens, hidden_size)
+
+    @property
+    def micro_batches(self) -> list[list[list[int]]]:
+        """[rank][micro-batch] of all minibatches together."""
+        return [
+            [batch for minibatch in self.plan.minibatches for batch in minibatch[rank]]
+            for rank in range(len(self.plan.ranks))
+        ]
+
+    def shards(self, sequences: Sequence[SequencePlace]) -> list[Shard]:
+        """`make_shards` of the batch's sequences."""
+        return make_shards(sequences, self.plan)
+
+    def column(self, stores: Sequence[Any]) -> Column:
+        """The field that the data-parallel ranks have stored."""
+        return column_of(stores, self.plan)
+
+    def column_shards(self, column: Column) -> list[ColumnShard]:
+        """A field by data-parallel rank."""
+        return column_shards(column, self.plan)
+
+    def in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
+        """[S] in the order of the batch, of values by data-parallel rank in the order of its sequences."""
+        by_place = dict(zip(chain(*self.plan.ranks), chain(*values), strict=True))
+        return [by_place[place] for place in range(len(by_place))]
+
+    def packing_metrics(self) -> dict[str, float]:
+        """How evenly the batch is spread, and how full its micro-batches are."""
+        return packing_metrics(self.plan, list(self.lengths), self.micro_batch_tokens, self.hidden_size)

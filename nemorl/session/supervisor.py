@@ -1,0 +1,428 @@
+"""One supervisor for the engine replicas of a run: notices losses, restarts what was lost, and lets it back in.
+
+    UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
+                  ▲ ◀────failed───────┘ ◀───────lost───────┘
+
+The process of a lost replica is ended, which the routers see at once: its requests move to other replicas. A
+replica that was restarted has the weights of the model's folder. It is admitted with the next weight update,
+or at once while all engines still sample with those.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
+from nemorl.cluster.group import WorkerGroup
+from nemorl.config.run import DeadlineConfig
+from nemorl.generation.router import Replica, RouterMetrics
+from nemorl.generation.types import EngineFailed, EngineHealth, NoReplicaLeft
+
+from .handles import EngineHandle
+
+_ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
+# Of one replica in a run, whether they succeed or not: what dies more often has a cause that a restart does
+# not fix.
+MAX_RESTARTS = 3
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """State of a replica."""
+
+    UP = auto()  # in the group, so that it takes part in weight updates
+    LOST = auto()  # its process was ended; it is restarted if attempts are left
+    STARTING = auto()
+    READY = auto()  # started, and not in the group yet
+
+
+@dataclass
+class _Supervised:
+    """One replica of the group."""
+
+    engine: EngineHandle  # of its latest process
+    state: State = State.UP
+    announced: bool = True  # the routers send requests to it
+    attempts: int = 0  # to restart it
+    ended_for: str | None = None  # why its process was ended while a call of its group was running
+    restart: asyncio.Task[None] | None = None
+
+    @property
+    def can_return(self) -> bool:
+        """False once it is lost without attempts left."""
+        return self.state is not State.LOST or self.attempts < MAX_RESTARTS
+
+
+class Routers(Protocol):
+    """The routers of some processes."""
+
+    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
+        """What became of requests since the last call, by router."""
+        ...
+
+    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
+        """The cause of each loss by the replica's name, by router."""
+        ...
+
+    async def add(self, replica: Replica, deadline_seconds: float) -> None:
+        """Send requests to this replica too, which takes the place of a lost one."""
+        ...
+
+
+class ReplicaSupervisor:
+    """Supervises the engines of a group. Belongs to one event loop.
+
+    Engines that share their devices with the policy have them inside `awake`, and for their weights from a
+    weight update on; otherwise they sleep, and none is started.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, deadlines: DeadlineConfig, *, shares_devices: bool = False
+    ) -> None:
+        """Engines that share their devices have been started while no other process used them."""
+        self.group = group
+        self._deadlines = deadlines
+        self._shares_devices = shares_devices
+        self._replicas = {worker.rank: _Supervised(EngineHandle(worker)) for worker in group.workers}
+        self._routers: list[Routers] = []
+        self._on_change: list[Callable[[], None]] = []
+        self._lock = asyncio.Lock()  # held while the group must not change
+        self._may_start = asyncio.Event()  # the devices are free for engines that start
+        self._may_start.set()
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
+        self._initial_weights = True  # engines sample with what they loaded, so that a new one may join at once
+        self._losses: list[tuple[str, str]] = []  # replica and cause
+        self._num_logged = 0  # of the losses
+        self._num_restarted = 0
+        self._num_failed_restarts = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def engines(self) -> list[EngineHandle]:
+        """The engines that are up."""
+        return [replica.engine for replica in self._in(State.UP)]
+
+    @property
+    def losses(self) -> tuple[tuple[str, str], ...]:
+        """Each loss so far: the replica's name and the cause."""
+        return tuple(self._losses)
+
+    @property
+    def exhausted(self) -> bool:
+        """True when no engine is up and none will return."""
+        return not any(replica.can_return for replica in self._replicas.values())
+
+    def count(self, state: State) -> int:
+        """Number of replicas in a state."""
+        return len(self._in(state))
+
+    def log_losses(self) -> None:
+        """Warn of each loss once.
+
+        The supervisor does not log the last loss while no engine is up: an error that names all losses is
+        likely to follow.
+        """
+        for name, cause in self._losses[self._num_logged :]:
+            logger.warning("%s is lost: %s", name, cause)
+        self._num_logged = len(self._losses)
+
+    def connect(self, routers: Routers) -> None:
+        """Announce engines that return to these routers, and read the losses that they have seen."""
+        self._routers.append(routers)
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call this when engines leave or join the group."""
+        self._on_change.append(call)
+
+    def start_watch(self) -> None:
+        """Check the engines' health from now on."""
+        self._watch = asyncio.create_task(self._check_periodically())
+
+    def check_watch(self) -> None:
+        """Raise the error that ended the watch, if any."""
+        if self._watch is not None and self._watch.done():
+            self._watch.result()
+
+    async def close(self) -> None:
+        """End the watch and the restarts."""
+        tasks = [self._watch, *(replica.restart for replica in self._replicas.values())]
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def check(self) -> int:
+        """Check the health of every engine; the number of engines that were lost."""
+        async with self._lock:
+            lost = await self._check()
+            await self._admit_at_once()
+            if self.engines:
+                self.log_losses()
+            return lost
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Inside, engines that share their devices have them. Raises NoReplicaLeft.
+
+        An error that leaves the block ends the run, so the engines stay awake then.
+        """
+        async with self._lock:
+            await self._check()
+            await self._admit_at_once()
+            await self._wake(())
+        self._may_start.set()
+        yield
+        await self.sleep()
+
+    async def sleep(self) -> None:
+        """Let engines that share their devices leave them, once none is starting."""
+        self._may_start.clear()
+        await self._none_starting.wait()
+        async with self._lock:
+            await self._on_each(
+                [*self._in(State.UP), *self._in(State.READY)],
+                lambda engine: engine.sleep(1, self._deadlines.refit),
+            )
+            if self.engines:
+                self.log_losses()
+
+    @asynccontextmanager
+    async def refitting(self) -> AsyncIterator[None]:
+        """Around a weight update: the group changes only by `lost_in_refit`; restarted engines take part.
+
+        Raises NoReplicaLeft.
+        """
+        async with self._lock:
+            self.check_watch()
+            await self._check()
+            admitted = self._admit()
+            self._require_one()
+            self._initial_weights = False
+            if self._shares_devices:
+                await self._wake(("weights",))
+            async with self._ending_silent():
+                yield
+            # The update may have lost some of them again.
+            await self._announce([replica for replica in admitted if replica.state is State.UP])
+
+    async def lost_in_refit(self) -> bool:
+        """Inside `refitting`, after a failure: True if engines were lost, so that the others may retry.
+
+        Raises NoReplicaLeft.
+        """
+        lost = await self._check() > 0
+        self._require_one()
+        return lost
+
+    async def metrics(self) -> dict[str, float]:
+        """Engines that are up, losses so far, and what became of requests since the last call."""
+        moved = RouterMetrics()
+        for routers in self._routers:
+            for one in await routers.take_metrics(self._deadlines.health):
+                moved.moved_requests += one.moved_requests
+                moved.kept_tokens += one.kept_tokens
+                moved.failed_requests += one.failed_requests
+        return {
+            "generation/replicas": float(len(self.engines)),
+            "generation/replicas_lost": float(len(self._losses)),
+            "generation/replicas_restarted": float(self._num_restarted),
+            "generation/restarts_failed": float(self._num_failed_restarts),
+            "generation/requests_moved": float(moved.moved_requests),
+            "generation/tokens_kept": float(moved.kept_tokens),
+            "generation/requests_failed": float(moved.failed_requests),
+            "generation/retries": float(sum(await asyncio.gather(*map(self._retries, self.engines)))),
+        }
+
+    # Health
+
+    async def _check_periodically(self) -> None:
+        while True:
+            await asyncio.sleep(self._deadlines.health)
+            await self.check()
+
+    async def _check(self) -> int:
+        up = self._in(State.UP)
+        causes = await asyncio.gather(*map(self._cause_of_loss, up))
+        lost = {r.engine.rank: (r, cause) for r, cause in zip(up, causes, strict=True) if cause is not None}
+        for replica, cause in await self._lost_to_routers():
+            lost.setdefault(replica.engine.rank, (replica, cause))
+        for replica, cause in lost.values():
+            self._lose(replica, cause)
+        return len(lost)
+
+    async def _cause_of_loss(self, replica: _Supervised) -> str | None:
+        """Why this engine is lost; None if it is not."""
+        if replica.ended_for is not None:
+            return replica.ended_for
+        try:
+            health = await replica.engine.health(self._deadlines.health)
+        except WorkerFailed as error:
+            return error.message if error.kind == _ENGINE_FAILED else str(error)
+        except ClusterError as error:
+            return str(error)
+        return hanging(health, self._deadlines.engine_step)
+
+    async def _lost_to_routers(self) -> list[tuple[_Supervised, str]]:
+        """Engines that a router has seen fail and sends no requests any more, so that they would be idle."""
+        return [
+            (replica, lost[replica.engine.name])
+            for routers in self._routers
+            for lost in await routers.lost_replicas(self._deadlines.health)
+            for replica in self._in(State.UP)
+            if replica.engine.name in lost and replica.announced
+        ]
+
+    @asynccontextmanager
+    async def _ending_silent(self) -> AsyncIterator[None]:
+        """Inside, the process of an engine that does not answer is ended, so that what waits for it fails.
+
+        The replica stays in the group, of which a call may be running.
+        """
+
+        async def end_silent() -> None:
+            while True:
+                await asyncio.sleep(self._deadlines.health)
+                await asyncio.gather(*map(self._end_if_silent, self._in(State.UP)))
+
+        watch = asyncio.create_task(end_silent())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _end_if_silent(self, replica: _Supervised) -> None:
+        if replica.ended_for is not None:
+            return
+        try:
+            await replica.engine.health(self._deadlines.health)
+        except DeadlineExceeded as error:
+            replica.ended_for = str(error)
+            self.group.kill(replica.engine.worker)
+        except ClusterError:  # it answers, or the running call reports its death
+            return
+
+    async def _retries(self, engine: EngineHandle) -> int:
+        """Retries of requests to an external server since the last call."""
+        try:
+            return (await engine.stats(self._deadlines.health)).retries
+        except ClusterError:  # which the next check finds, and names
+            return 0
+
+    # Transitions
+
+    def _in(self, state: State) -> list[_Supervised]:
+        return [replica for replica in self._replicas.values() if replica.state is state]
+
+    def _set(self, replica: _Supervised, state: State) -> None:
+        replica.state = state
+        if self._in(State.STARTING):
+            self._none_starting.clear()
+        else:
+            self._none_starting.set()
+
+    def _lose(self, replica: _Supervised, cause: str) -> None:
+        """UP or READY to LOST."""
+        self._losses.append((replica.engine.name, replica.ended_for or cause))
+        replica.ended_for, replica.announced = None, False
+        self.group.drop(replica.engine.worker)
+        self._set(replica, State.LOST)
+        self._changed()
+        if replica.can_return:
+            replica.restart = asyncio.create_task(self._restart(replica))
+
+    async def _restart(self, replica: _Supervised) -> None:
+        """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
+        rank = replica.engine.rank
+        while True:
+            await self._may_start.wait()
+            replica.attempts += 1
+            self._set(replica, State.STARTING)
+            try:
+                replica.engine = EngineHandle(await self.group.restart(rank, self._deadlines.start))
+            except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
+                self._set(replica, State.LOST)
+                self._num_failed_restarts += 1
+                left = MAX_RESTARTS - replica.attempts
+                logger.warning(
+                    "generation replica %d could not be restarted (attempts left: %d): %s", rank, left, error
+                )
+                if not left:
+                    return
+            else:
+                self._set(replica, State.READY)
+                return
+            await asyncio.sleep(self._deadlines.health)
+
+    def _admit(self) -> list[_Supervised]:
+        """READY to UP: restarted engines take part in the group's calls."""
+        admitted = self._in(State.READY)
+        for replica in admitted:
+            self.group.admit(replica.engine.worker)
+            self._set(replica, State.UP)
+            self._changed()
+        return admitted
+
+    async def _admit_at_once(self) -> None:
+        """Admit and announce engines while all sample with the weights they loaded."""
+        if self._initial_weights:
+            await self._announce(self._admit())
+
+    async def _announce(self, admitted: list[_Supervised]) -> None:
+        """Let requests go to engines that are up again and have the weights in use."""
+        if admitted:
+            self.log_losses()
+        for replica in admitted:
+            logger.warning("generation replica %d restarted and back in rotation", replica.engine.rank)
+            self._num_restarted += 1
+            replica.announced = True
+            for routers in self._routers:
+                await routers.add(replica.engine.as_replica(), self._deadlines.health)
+
+    def _changed(self) -> None:
+        for call in self._on_change:
+            call()
+
+    def _require_one(self) -> None:
+        if not self.engines:
+            raise NoReplicaLeft(dict(self._losses))
+        self.log_losses()
+
+    async def _wake(self, tags: tuple[str, ...]) -> None:
+        await self._on_each(self._in(State.UP), lambda engine: engine.wake(tags, self._deadlines.refit))
+        self._require_one()
+
+    async def _on_each(
+        self, replicas: list[_Supervised], act: Callable[[EngineHandle], Awaitable[None]]
+    ) -> None:
+        """Call engines. One that fails may still occupy devices that others need, so it is lost."""
+
+        async def failure(replica: _Supervised) -> str | None:
+            try:
+                await act(replica.engine)
+            except ClusterError as error:
+                return str(error)
+            return None
+
+        async with self._ending_silent():
+            causes = await asyncio.gather(*map(failure, replicas))
+        for replica, cause in zip(replicas, causes, strict=True):
+            if cause is not None:
+                self._lose(replica, cause)
+
+
+def hanging(health: EngineHealth, step_seconds: float) -> str | None:
+    """Why an engine that answers is lost nevertheless; None if it is not."""
+    busy = health.running + health.waiting > 0 and not health.paused
+    if not busy or health.seconds_since_step <= step_seconds:
+        return None
+    return (
+        f"no step for {health.seconds_since_step:.0f} s, while {health.running} sequences run and "
+        f"{health.waiting} wait (cluster.deadlines.engine_step is {step_seconds:g})"
+    )
