@@ -223,7 +223,7 @@ class ClusterRuntime:
             logging_level=logging.ERROR,
             _temp_dir=str(self._temp_dir),
             _system_config={
-                # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
+                # Idle workers would cost 90 MB each; actors are started with their own environment.
                 "prestart_worker_first_driver": False,
                 "enable_metrics_collection": False,
                 # Added to ours, 15 by default: any other process would take the cores from training.

@@ -16,19 +16,15 @@ from nemorl.data.prompts import prompts_of
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import (
-    GenerationRequest,
     Generator,
-    ReplicaLost,
-    Report,
-    RequestRefused,
     SamplingParams,
 )
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .dispatch import RunGroups
 from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
+
 
 class PooledRouter:
     """What has a router over a pool's engines in its process: mixed into what the process hosts."""

@@ -111,7 +111,7 @@ class ModelHandle:
         num_minibatches: int = 1,
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
-        from .shard import LoadedBatch  # noqa: PLC0415 - imports torch
+        from .shard import LoadedBatch
 
         self._batch = LoadedBatch.plan_for(sequences, self._config, self.group.mesh.data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
@@ -345,7 +345,7 @@ class TrainedModels:
     models: Mapping[str, ModelHandle]
 
     async def save(self, folder: Path) -> "list[FileRecord]":
-        """Write all of them, one after the other: they may share devices. Paths are relative to the folder."""
+        """Write all of them, one after the other: they may share devices."""
         return [
             record
             for name, model in self.models.items()
@@ -552,9 +552,7 @@ class RouterHandle:
 
     async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
         """The cause of each loss by the replica's name, by router."""
-        return await self.group.call(
-            "lost_replicas", stage="health check", deadline_seconds=deadline_seconds
-        )
+        return await self.group.call("lost_replicas", stage="health check", deadline_seconds=deadline_seconds)
 
     async def add(self, replica: Replica, deadline_seconds: float) -> None:
         """Send requests to this replica too, which takes the place of a lost one."""

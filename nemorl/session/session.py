@@ -101,7 +101,9 @@ class Starter:
                 shared["generation"] = self.experiment.generation
                 shared["tokenizer_path"] = tokenizer.absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(model.config.layout.world_size)]
-        return await self._start(model.name, target, kwargs, threads=threads, mesh=Mesh.of(model.config.layout))
+        return await self._start(
+            model.name, target, kwargs, threads=threads, mesh=Mesh.of(model.config.layout)
+        )
 
     async def generation(self, gpus: Sequence[tuple[str, ...]] = ()) -> WorkerGroup:
         """The engines; `gpus` are those of the ranks that they are beside, if they are.

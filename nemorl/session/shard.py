@@ -1,8 +1,8 @@
-"""How a batch is laid over the data-parallel ranks of a model: sequences by reference, and fields between models.
+"""How a batch is laid over the data-parallel ranks of a model: sequences and fields, by object reference.
 
-Models lay the same sequences out differently, so a field travels sequence by sequence, by object reference and
-not through the driver: each data-parallel rank of the one side stores a list of arrays, and a rank of the
-other reads those of its sequences.
+Models lay the same sequences out differently, so a field travels sequence by sequence and not through the
+driver: each data-parallel rank of the one side stores a list of arrays, and a rank of the other reads those
+of its sequences.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One supervisor for the engine replicas of a run: notices losses, restarts what was lost, and lets it back in.
+"""The supervisor of engine replicas: notices losses, restarts what was lost, and admits it again.
 
     UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
                   ▲ ◀────failed───────┘ ◀───────lost───────┘
@@ -96,7 +96,9 @@ class ReplicaSupervisor:
         self._may_start.set()
         self._none_starting = asyncio.Event()
         self._none_starting.set()
-        self._initial_weights = True  # engines sample with what they loaded, so that a new one may join at once
+        self._initial_weights = (
+            True  # engines sample with what they loaded, so that a new one may join at once
+        )
         self._losses: list[tuple[str, str]] = []  # replica and cause
         self._num_logged = 0  # of the losses
         self._num_restarted = 0

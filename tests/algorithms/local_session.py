@@ -47,7 +47,7 @@ class Stored(tuple[Any, ...]):
 
 
 class LocalLearner:
-    """What `ModelGroup` does for one rank."""
+    """What `ModelHandle` does for one rank."""
 
     def __init__(self, host: PolicyHost, tokens: int) -> None:
         self.host = host

@@ -29,7 +29,7 @@ POLICY = {"tokens": 4.0, "entropy": 1.0, "loss/policy": 0.5, "logprob_gap/mean":
 
 
 class Model:
-    """A `ModelGroup` that remembers what it is asked."""
+    """A `ModelHandle` that remembers what it is asked."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

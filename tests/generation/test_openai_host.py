@@ -9,7 +9,7 @@ import numpy as np
 
 from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.openai_engine import OpenAIHost
-from nemorl.session.pool import hanging
+from nemorl.session.supervisor import hanging
 from tests.generation.examples import request
 from tests.serve.conftest import served_model  # noqa: F401
 

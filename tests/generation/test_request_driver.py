@@ -22,7 +22,7 @@ from nemorl.generation.types import (
     Report,
     RequestRefused,
 )
-from nemorl.session.pool import hanging
+from nemorl.session.supervisor import hanging
 from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts, request
 

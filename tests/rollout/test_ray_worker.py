@@ -14,7 +14,7 @@ from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.rollout.worker import groups_of
+from nemorl.session.handles import EngineHandle, RolloutHandle
 from tests.rollout.test_worker import experiment
 
 
@@ -44,7 +44,7 @@ def collect(rollout: WorkerGroup, num_groups: int):
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
-        workers = [groups_of(worker, seconds=60) for worker in rollout.workers]
+        workers = [RolloutHandle(worker, 60.0).run_groups for worker in rollout.workers]
         collector = Collector(workers, TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0), 60)
         collector.advance(0)
         try:
@@ -68,11 +68,17 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
     engines = start(
         placement, "generation", engine, [{"model_path": model_folder, "deadly": deadly}] * 2, tmp_path
     )
+    replicas = [EngineHandle(worker).as_replica() for worker in engines.workers]
     rollout = start(
         placement,
         "rollout",
         "nemorl.rollout.worker:RayRolloutWorker",
-        [{"experiment": config, "engines": engines.workers}],
+        [
+            {
+                "experiment": config,
+                "engines": [EngineHandle(worker).as_replica() for worker in engines.workers],
+            }
+        ],
         tmp_path,
     )
     batch = collect(rollout, first_deadly)

@@ -20,7 +20,7 @@ from nemorl.data.tokenizer import load_tokenizer
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
-from nemorl.session.models import DeviceScheduler
+from nemorl.session.devices import DeviceScheduler
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model
@@ -156,7 +156,7 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
     import ray
 
     class Group:
-        """A stand-in of a `ModelGroup`: the value of a sequence is its length."""
+        """A stand-in of a `ModelHandle`: the value of a sequence is its length."""
 
         async def load(self, places, *, kind):
             self.places = places
@@ -169,19 +169,19 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
             assert isinstance(metric, LastValue)
             return [float(place.num_tokens) for place in self.places]
 
-        async def leave(self):
+        async def offload(self):
             pass
 
-        async def settle(self):
+        async def reload(self):
             self.settled = True
 
     async def scored(group):
-        turns = DeviceScheduler([])
-        turns.join(group)
-        scores = asyncio.create_task(RewardScorer(group, units=4, turns=turns).score([of_length(3)] * 5))
+        devices = DeviceScheduler([])
+        devices.join(group)
+        scores = asyncio.create_task(RewardScorer(group, units=4, devices=devices).score([of_length(3)] * 5))
         await asyncio.sleep(0)
         assert not hasattr(group, "places")  # not before the devices are generation's
-        await turns.give_to(None)
+        await devices.give_to(None)
         return await scores
 
     monkeypatch.setattr(ray, "put", lambda sequences: tuple(sequences))

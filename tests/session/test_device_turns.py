@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nemorl.session.models import DeviceScheduler
+from nemorl.session.devices import DeviceScheduler
 
 
 class Group:
@@ -11,13 +11,13 @@ class Group:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.there = name, log, True
 
-    async def leave(self) -> None:
+    async def offload(self) -> None:
         if self.there:
             await asyncio.sleep(0)
             self.log.append(f"{self.name} leaves")
             self.there = False
 
-    async def settle(self) -> None:
+    async def reload(self) -> None:
         if not self.there:
             await asyncio.sleep(0)
             self.log.append(f"{self.name} settles")

@@ -50,7 +50,7 @@ class Pool:
 
 
 def update_weights(exchange: Exchange, pool: Pool, version: int = 3) -> tuple[Session, dict[str, float]]:
-    session = Session(exchange=exchange, pool=pool)  # type: ignore[arg-type]
+    session = Session(exchange=exchange, replicas=pool)  # type: ignore[arg-type]
     return session, asyncio.run(session.update_weights(version))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.cluster.group import WorkerGroup
 from nemorl.models.slices import TensorSlice
-from nemorl.session.refit import GenerationReceivers
+from nemorl.session.handles import GenerationReceivers
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
 from nemorl.weights.session import RefitSession
 

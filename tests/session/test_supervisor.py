@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded
 from nemorl.cluster.group import Worker, WorkerGroup
@@ -14,11 +17,11 @@ from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
-from nemorl.generation.router import Router, RouterMetrics
+from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import EngineHealth, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.worker import ray_replica
-from nemorl.session.pool import GenerationPool, hanging
+from nemorl.session.handles import EngineHandle
+from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -32,15 +35,15 @@ class RouterHere:
     router: Router
     came: list[int] = field(default_factory=list)
 
-    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> list[Any]:
-        if method == "take_router_metrics":
-            return [self.router.take_metrics(), RouterMetrics(moved_requests=1)]  # as if there were two
-        if method == "lost_replicas":
-            return [self.router.lost, {}]
-        (engine,) = args
-        self.came.append(engine.rank)
-        self.router.add(ray_replica(engine))
-        return [None]
+    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
+        return [self.router.take_metrics(), RouterMetrics(moved_requests=1)]  # as if there were two
+
+    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
+        return [dict(self.router.lost), {}]
+
+    async def add(self, replica: Replica, deadline_seconds: float) -> None:
+        self.came.append(int(replica.name.rpartition(" ")[2]))
+        self.router.add(replica)
 
 
 def process_of(worker: Worker) -> int:
@@ -60,12 +63,17 @@ async def until_running(worker: Worker) -> None:
         await asyncio.sleep(0.005)
 
 
-async def until_ready(pool: GenerationPool, number: int) -> None:
-    while len(pool._restarts.ready) < number:
+async def until(met: Callable[[], bool]) -> None:
+    while not met():
+        await asyncio.sleep(0.005)
+
+
+async def until_ready(pool: ReplicaSupervisor, number: int) -> None:
+    while pool.count(State.READY) < number:
         await asyncio.sleep(0.02)
 
 
-async def until_back(pool: GenerationPool, number: int) -> None:
+async def until_back(pool: ReplicaSupervisor, number: int) -> None:
     while len(pool.group.workers) < number:
         await pool.check()
         await asyncio.sleep(0.2)
@@ -78,15 +86,15 @@ class Scene:
     group: WorkerGroup
     router: Router
     here: RouterHere
-    pool: GenerationPool
+    pool: ReplicaSupervisor
     changes: list[int] = field(default_factory=list)  # engines after each
     expected: list[list[int]] = field(default_factory=list)
 
     @classmethod
     async def begin(cls, group: WorkerGroup) -> "Scene":
-        router = Router([ray_replica(worker) for worker in group.workers], progress_tokens=16)
-        scene = cls(group, router, RouterHere(router), GenerationPool(group, DEADLINES))
-        scene.pool.serve(scene.here)
+        router = Router([EngineHandle(w).as_replica() for w in group.workers], progress_tokens=16)
+        scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, DEADLINES))
+        scene.pool.connect(scene.here)
         scene.pool.on_change(lambda: scene.changes.append(len(group.workers)))
         scene.expected = await scene.sample("undisturbed")
         return scene
@@ -183,7 +191,7 @@ class Engine:
     told: list[str] = field(default_factory=list)
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> EngineHealth | None:
+    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> Any:
         if self.dead or self.killed.is_set():
             raise ClusterError("the process vanished")
         if self.silent:
@@ -191,6 +199,8 @@ class Engine:
             raise DeadlineExceeded("generation", (self.rank,), stage, deadline_seconds, ("stopped",))
         if method == "health":
             return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
+        if method == "stats":
+            return SimpleNamespace(retries=0)
         self.told.append(f"{method} {args[0]}")
         if method == "sleep" and self.stays_awake:
             raise ClusterError("no room for the weights in host memory")
@@ -204,6 +214,7 @@ class Engines:
         self.workers = workers
         self.failures = failures
         self.started: list[int] = []
+        self.error: Exception = ClusterError("its port is taken")
 
     def kill(self, worker: Engine) -> None:
         worker.killed.set()
@@ -218,30 +229,41 @@ class Engines:
     async def restart(self, rank: int, deadline_seconds: float) -> Engine:
         self.started.append(rank)
         if len(self.started) <= self.failures:
-            raise ClusterError("its port is taken")
+            raise self.error
         return Engine(rank)
 
 
 QUICK = DeadlineConfig(health=0.01)
 
 
-def pool_of(group: Engines, **options: Any) -> GenerationPool:
-    return GenerationPool(cast(WorkerGroup, group), QUICK, **options)
+def pool_of(group: Engines, **options: Any) -> ReplicaSupervisor:
+    return ReplicaSupervisor(cast(WorkerGroup, group), QUICK, **options)
 
 
+ERRORS = (ClusterError("its port is taken"), ray.exceptions.ActorPlacementGroupRemoved(), OSError("no space"))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("failures", "comes"), [(2, True), (3, False)])
-def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: bool):
+def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: bool, error: Exception):
+    """Whatever it fails with, the first time too."""
+
     async def main() -> None:
         group = Engines(Engine(0, dead=True), Engine(1), failures=failures)
+        group.error = error
         pool = pool_of(group)
         assert await pool.check() == 1
-        await asyncio.gather(*pool._restarts._tasks)
+        await until(lambda: len(group.started) == 3 and pool.count(State.STARTING) == 0)
         assert group.started == [0, 0, 0]
         await pool.check()
         assert [w.rank for w in group.workers] == ([1, 0] if comes else [1])
-        group.workers = ()
         assert (await pool.metrics())["generation/restarts_failed"] == failures
-        assert pool.hopeless
+        assert not pool.exhausted
+        group.failures = 99
+        for worker in group.workers:
+            worker.dead = True
+        await pool.check()
+        await until(lambda: pool.exhausted)
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -265,8 +287,8 @@ def test_a_loss_is_told_once_and_the_last_one_by_the_error(caplog):
             async with pool.refitting():
                 pass
         assert told() == []
-        pool.tell_losses()  # as who serves does, whom no error reaches while an engine is being started
-        pool.tell_losses()
+        pool.log_losses()  # as who serves does, whom no error reaches while an engine is being started
+        pool.log_losses()
         assert told() == ["generation replica 1 is lost: the process vanished"]
         await pool.close()
 
@@ -276,13 +298,13 @@ def test_a_loss_is_told_once_and_the_last_one_by_the_error(caplog):
 def test_a_last_engine_that_comes_back_is_told_to_have_been_lost(caplog):
     async def main() -> None:
         pool = pool_of(Engines(Engine(0, dead=True)))
-        pool.serve(RouterHere(Router([])))
+        pool.connect(RouterHere(Router([])))
         await pool.check()
         await until_ready(pool, 1)
         await pool.check()
         assert [record.message for record in caplog.records] == [
             "generation replica 0 is lost: the process vanished",
-            "generation replica 0 was started again and samples",
+            "generation replica 0 restarted and back in rotation",
         ]
         await pool.close()
 
@@ -313,8 +335,8 @@ def test_engines_that_share_their_devices_have_them_by_turns():
     async def main() -> None:
         group = Engines(first := Engine(0), second := Engine(1, stays_awake=True))
         pool = pool_of(group, shares_devices=True)
-        pool.serve(RouterHere(Router([])))
-        await pool.rest()  # as the session does once they have started
+        pool.connect(RouterHere(Router([])))
+        await pool.sleep()  # as the session does once they have started
         assert (first.told, second.told) == (["sleep 1"], ["sleep 1"])
         assert pool.losses == (("generation replica 1", "no room for the weights in host memory"),)
         assert second.killed.is_set()
@@ -323,7 +345,7 @@ def test_engines_that_share_their_devices_have_them_by_turns():
         async with pool.awake():
             await until_ready(pool, 1)
             assert group.started == [1]
-        (back,) = pool._restarts.ready
+        back = pool._in(State.READY)[0].engine.worker
         assert first.told[1:] == ["wake ()", "sleep 1"]
         assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or nothing but its weights
         first.told.clear()
@@ -345,8 +367,8 @@ def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
     async def main() -> None:
         group = Engines(Engine(0, dead=True), Engine(1))
         here = RouterHere(Router([]))
-        pool = GenerationPool(cast(WorkerGroup, group), DeadlineConfig())
-        pool.serve(here)
+        pool = ReplicaSupervisor(cast(WorkerGroup, group), DeadlineConfig())
+        pool.connect(here)
         async with pool.refitting():
             pass  # without engine 0, which is only now being started again
         assert [w.rank for w in group.workers] == [1]

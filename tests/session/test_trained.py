@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, verify
-from nemorl.session.models import TrainedModels
+from nemorl.session.handles import TrainedModels
 
 
 class Model:

@@ -145,7 +145,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
             for version, leaves in ((1, ["reward_0: offload"]), (2, ["policy: offload"])):
                 async with session.generating():
                     told.append("sampling")
-                    async with scorer.turns.borrow_during_generation(scorer.model):
+                    async with scorer.devices.borrow_during_generation(scorer.model):
                         told.append("scoring")
                 samples = ["sampling", "reward_0: onload", "scoring"]
                 assert _since(told) == [*leaves, "engine: wake ()", *samples, "engine: sleep 1"]

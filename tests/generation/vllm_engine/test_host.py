@@ -24,9 +24,9 @@ from nemorl.generation.types import Completion, EngineFailed, EngineHealth, Gene
 from nemorl.generation.vllm_engine import host
 from nemorl.generation.vllm_engine.host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
 from nemorl.models.create import create_arithmetic_model
-from nemorl.session.pool import GenerationPool, hanging
-from nemorl.session.refit import GenerationReceivers
+from nemorl.session.handles import GenerationReceivers
 from nemorl.session.session import Session
+from nemorl.session.supervisor import ReplicaSupervisor, hanging
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport
@@ -297,7 +297,7 @@ def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
                 raise RefitFailed("this process was killed")
             taken(receiver)
 
-        class Pool(GenerationPool):
+        class Pool(ReplicaSupervisor):
             async def lost_in_refit(self) -> bool:
                 await asyncio.sleep(0.05)
                 told.append(hosts[1].health())
@@ -309,7 +309,7 @@ def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
         receivers = GenerationReceivers(cast(WorkerGroup, group), 30.0)
         exchange = WeightExchange(Threads(policy), receivers, 4096, 30.0)
         pool.on_change(exchange.layout_changed)
-        session = Session(exchange=exchange, pool=pool)
+        session = Session(exchange=exchange, replicas=pool)
         for rank in policy:
             rank.train(1)
         await session.update_weights(1)
