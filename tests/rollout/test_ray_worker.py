@@ -76,7 +76,7 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
         [
             {
                 "experiment": config,
-                "engines": [EngineHandle(worker).as_replica() for worker in engines.workers],
+                "engines": replicas,
             }
         ],
         tmp_path,
