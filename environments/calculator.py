@@ -6,7 +6,7 @@
 
 A turn holds either a call or an answer. The answer ends the conversation and is compared with the task's; a
 turn with neither, and the last turn allowed, end it without one. The reward `calculator` is 1 or 0; where
-`call_weight` is not 0, `calculator_call` pays 1 for each turn whose call could be worked out.
+`call_weight` is not 0, `calculator_call` is 1 for each turn whose call is a valid expression.
 """
 
 from nemorl.config.environment import CalculatorEnvConfig
@@ -27,9 +27,9 @@ REFUSED = "error: "
 class CalculatorEnvironment:
     """One conversation with the calculator at hand."""
 
-    def __init__(self, max_turns: int, *, pays_calls: bool = False) -> None:
+    def __init__(self, max_turns: int, *, rewards_calls: bool = False) -> None:
         self._turns_left = max_turns
-        self._pays_calls = pays_calls
+        self._rewards_calls = rewards_calls
         self._answer = ""
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
@@ -56,8 +56,8 @@ class CalculatorEnvironment:
             return Step(rewards={REWARD: 0.0})
         result = _result(call)
         worked = not result.startswith(REFUSED)
-        paid = {CALL_REWARD: float(worked)} if self._pays_calls else {}
-        return Step(messages=(Message("tool", result),), rewards=paid, done=False)
+        rewards = {CALL_REWARD: float(worked)} if self._rewards_calls else {}
+        return Step(messages=(Message("tool", result),), rewards=rewards, done=False)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -67,16 +67,16 @@ class CalculatorFactory:
     """Makes `CalculatorEnvironment`s."""
 
     def __init__(self, config: CalculatorEnvConfig) -> None:
-        self._pays_calls = config.call_weight != 0
+        self._rewards_calls = config.call_weight != 0
         self.reward_weights = config.reward_weights
         self._max_turns = config.max_turns
 
     def create(self) -> CalculatorEnvironment:
         """An environment for one trajectory."""
-        return CalculatorEnvironment(self._max_turns, pays_calls=self._pays_calls)
+        return CalculatorEnvironment(self._max_turns, rewards_calls=self._rewards_calls)
 
     async def answer_in(self, text: str) -> str | None:
-        """What stands in the tag; numbers as the calculator writes them."""
+        """The text in the tag; numbers as the calculator writes them."""
         answer = last_tagged(text, "answer")
         try:
             return answer if answer is None else str(float(answer))

@@ -1,4 +1,4 @@
-"""Several turns that a tiny model can do: each sum goes on from the answer to the one before.
+"""Several turns that a tiny model can do: each sum continues from the answer to the one before.
 
     task     12+34=
     policy   046
@@ -6,7 +6,7 @@
     policy   058
 
 The next sum adds one of the task's two numbers, by turns, to the last digits of what was answered, right or
-wrong, so that each turn can be paid by itself. The reward `chained_sums` is 1 or 0 for the last sum,
+wrong, so that each turn can be rewarded separately. The reward `chained_sums` is 1 or 0 for the last sum,
 `chained_sums_turn` for each before it. An answer with more or fewer digits than a sum has ends it all.
 """
 
@@ -44,14 +44,14 @@ class ChainedSumsEnvironment:
         """Compare, and ask for the next sum."""
         left, right = self._sum
         digits = len(left)
-        paid = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
+        right = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
         if self._asked == self._num_sums:
-            return Step(rewards={REWARD: paid})
+            return Step(rewards={REWARD: right})
         if not re.fullmatch(rf"[0-9]{{{digits + 1}}}", action.text):
             return Step(rewards={TURN_REWARD: 0.0, REWARD: 0.0})
         self._sum = (action.text[-digits:], self._numbers[(self._asked - 1) % 2])
         self._asked += 1
-        return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: paid}, done=False)
+        return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: right}, done=False)
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -49,7 +49,7 @@ class MathFactory:
         return MathEnvironment(self._scoring)
 
     async def answer_in(self, text: str) -> str | None:
-        """What the comparison finds in a text, in its simplest form: 1/2 and 0.5 are alike."""
+        """What the comparison finds in a text, in its simplest form: the same for 1/2 and 0.5."""
         return await self._scoring.call(found_answer, text)
 
     async def close(self) -> None:

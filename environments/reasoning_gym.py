@@ -61,7 +61,7 @@ class ReasoningGymFactory:
         return ReasoningGymEnvironment(self._scoring, self._answer_tag)
 
     async def answer_in(self, text: str) -> str | None:
-        """What stands in the tag, or the whole text where there is no tag to look for."""
+        """The text in the tag, or the complete text without a tag."""
         return text if self._answer_tag is None else last_tagged(text, self._answer_tag)
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ class ScoringProcess:
         """
         self._seconds = seconds
         self._wall_seconds = wall_seconds
-        # spawn: a fork would copy the locks of this process's threads as they stand.
+        # spawn: a fork would copy the locks of this process's threads in any state.
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPool(
             max_workers=1, initializer=import_module, initargs=(library,), context=context

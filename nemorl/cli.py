@@ -68,7 +68,7 @@ def _fix(error: OSError) -> str:
         return ""
     return (
         f". Full is the disk of the run folder or of temporary files ({tempfile.gettempdir()}, /dev/shm): "
-        "make room, or set TMPDIR to another folder; a run then goes on with --resume"
+        "make room, or set TMPDIR to another folder; then continue the run with --resume"
     )
 
 
@@ -78,7 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if rest[:1] == ["--"] and hasattr(arguments, "words"):  # argparse takes no words behind an option
         arguments.words, rest = [*arguments.words, *rest[1:]], []
-    # argparse takes no `a.b=value` that stands behind an option.
+    # argparse takes no `a.b=value` after an option.
     late_overrides = [word for word in rest if not word.startswith("-")]
     if len(late_overrides) < len(rest) or (rest and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(arguments, rest)}")

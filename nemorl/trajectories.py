@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do: a prompt, what is expected, and whatever the reward needs to know."""
+    """One thing to do: a prompt, what is expected, and what rewards require."""
 
     index: int  # position in its dataset
     messages: tuple[Message, ...]  # the opening of the conversation, as the dataset has it
@@ -96,9 +96,7 @@ class Turn:
     start: int  # first sampled token
     end: int  # one past the last sampled token
     stop: StopReason
-    rewards: dict[str, float] = field(
-        default_factory=dict
-    )  # what the environment paid for it, before weights
+    rewards: dict[str, float] = field(default_factory=dict)  # given by the environment, before weights
     reward: float = 0.0  # the weighted sum of these
 
 

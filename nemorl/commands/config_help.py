@@ -55,7 +55,7 @@ def _print_sections(fields: list[FieldHelp]) -> None:
 
 
 def _print(text: str, indent: str, style: str = "") -> None:
-    """A paragraph; what a line continues stands two further in."""
+    """A paragraph; continuation lines are indented by two more."""
     console = output()
     if text:
         width = min(console.width, _WIDEST)

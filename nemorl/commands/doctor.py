@@ -20,14 +20,14 @@ from nemorl.plan.machine import Machine, read_machine
 
 from .terminal import ExitCode
 
-HELP = "say what is installed, what works here, and what is missing for what"
+HELP = "list what is installed, what this machine has, and what is missing"
 
 
 class State(Enum):
     """How much a finding matters."""
 
     GOOD = "good"
-    OPTIONAL = "-"  # missing, and only some runs want it
+    OPTIONAL = "-"  # missing, and only some runs require it
     MISSING = "MISSING"  # the main job cannot run
 
 
@@ -67,7 +67,7 @@ class Finding:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What a health check wants, and no more."""
+    """The command's own arguments."""
     parser.add_argument("--brief", action="store_true", help="say only what is missing")
     parser.add_argument(
         "--gpus", type=int, default=0, metavar="N", help="fail where torch can use fewer than N GPUs"
@@ -143,9 +143,9 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
     yield Finding("NVIDIA GPUs", state, names or "none", "speed; everything runs without")
 
 
-def _cuda(listed: int, wanted: int) -> Iterator[Finding]:
+def _cuda(listed: int, required: int) -> Iterator[Finding]:
     """Whether torch can use the GPUs: a driver may list some, and be too old for the CUDA of this torch."""
-    if not listed and not wanted:
+    if not listed and not required:
         return
     use = "policy and engines on GPUs"
     try:
@@ -155,14 +155,14 @@ def _cuda(listed: int, wanted: int) -> Iterator[Finding]:
         return
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     built = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA"
-    found = f"{built} can use {usable} of {max(listed, wanted)} GPUs"
-    needed = wanted or (1 if torch.version.cuda else 0)
+    found = f"{built} can use {usable} of {max(listed, required)} GPUs"
+    needed = required or (1 if torch.version.cuda else 0)
     state = State.MISSING if usable < needed else State.GOOD if usable else State.OPTIONAL
     yield Finding("CUDA", state, found, use)
 
 
-def _space(what: str, there: int, wanted: int, otherwise: State, use: str) -> Finding:
-    return Finding(what, State.GOOD if there >= wanted else otherwise, f"{there / 1e9:.1f} GB", use)
+def _space(what: str, there: int, required: int, otherwise: State, use: str) -> Finding:
+    return Finding(what, State.GOOD if there >= required else otherwise, f"{there / 1e9:.1f} GB", use)
 
 
 def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:

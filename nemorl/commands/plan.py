@@ -1,4 +1,4 @@
-"""`nemorl plan`: what an experiment could be, before anything starts."""
+"""`nemorl plan`: the possible layouts of an experiment, before anything starts."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -18,7 +18,7 @@ from .terminal import add_experiment
 
 HELP = "list the parallel layouts of a model with their memory"
 
-# The parts of the memory that have a column of their own, and what stands above it.
+# The parts of the memory that have a column of their own, and its header.
 _PARTS = {
     "weights": "weights",
     "gradients": "grads",
@@ -44,10 +44,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--memory-gb",
         type=_size,
         metavar="GB",
-        help="memory of a device in 10^9 bytes, less what you want to keep free; that of this machine's "
-        "smallest GPU, where there is one",
+        help="memory of a device in 10^9 bytes, less what must stay free; default: that of this "
+        "machine's smallest GPU",
     )
-    layouts.add_argument("--json", action="store_true", help="print all figures as JSON, sizes in bytes")
+    layouts.add_argument("--json", action="store_true", help="print all values as JSON, sizes in bytes")
     layouts.set_defaults(action=_layouts)
 
 
@@ -81,7 +81,7 @@ def _layouts(arguments: Namespace) -> None:
 def _devices(text: str) -> int:
     """For argparse, which makes a wrong usage of the error."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r}: a layout wants a whole number of devices, at least one")
+        raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
     return int(text)
 
 

@@ -1,11 +1,11 @@
-"""`nemorl report`: write the page of a run anew."""
+"""`nemorl report`: write the report of a run again."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from nemorl.commands.terminal import say
 
-HELP = "write the report of a run anew from its files"
+HELP = "write the report of a run again from its files"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

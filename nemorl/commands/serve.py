@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Serves until the process is told to end. Raises NemorlError."""
+    """Serve until the process receives SIGINT or SIGTERM. Raises NemorlError."""
     target, overrides = arguments.target, arguments.overrides
     scores = str(target) == REWARD and bool(overrides) and "=" not in overrides[0]
     if scores:
@@ -55,14 +55,14 @@ def run(arguments: Namespace) -> int:
     from nemorl.serve.app import Listening  # aiohttp and Ray: not before the checks
     from nemorl.session.endpoints import serve, serve_rewards
 
-    def tell(at: Listening) -> None:
+    def announce(at: Listening) -> None:
         say(f"endpoint: {at.url}")
         if at.generated:
             say(f"key: {at.api_key}")
 
     folder = ready.experiment.run_dir / "serve"
     experiment = ready.experiment.model_copy(update={"run_dir": folder})
-    serve_rewards(experiment, tell) if scores else serve(experiment, tell)
+    serve_rewards(experiment, announce) if scores else serve(experiment, announce)
     return 0
 
 
@@ -70,7 +70,7 @@ def _prepare(path: Path, overrides: list[str]) -> Ready:
     ready = prepare(path, overrides, read_machine(), training=False, measuring=False, serving=True)
     generation = ready.experiment.generation
     if not generation.has_engines:
-        fix = "a policy that samples by itself serves nobody else: name a back end that has engines"
+        fix = "this back end samples inside the policy and cannot be served; set one that has engines"
         raise ConfigError(str(path), [Problem("generation.backend", generation.backend, fix)])
     return ready
 

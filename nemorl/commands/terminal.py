@@ -1,9 +1,4 @@
-"""What commands show: results on standard output, everything about them on standard error.
-
-Arguments that several commands take.
-
-What the exit status of `nemorl` says.
-"""
+"""Output, arguments and exit codes of commands. Results go to standard output, all else to standard error."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -18,12 +13,12 @@ from nemorl.plan.problems import Plan
 
 
 def output() -> Console:
-    """Results. Made anew for each use, so that it follows a redirected stream."""
+    """For results. Created for each use, so that it follows a redirected stream."""
     return Console(highlight=False, soft_wrap=True)
 
 
 def notes() -> Console:
-    """Everything else."""
+    """For everything else."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -67,7 +62,7 @@ def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f}" if count else "-"
 
 
-RESUME = "go on from the newest whole checkpoint of the run folder"
+RESUME = "continue from the newest complete checkpoint of the run folder"
 
 
 def add_experiment(parser: ArgumentParser) -> None:
@@ -92,5 +87,5 @@ class ExitCode(IntEnum):
     WELL = 0
     FAILED = 1  # a run or a command began and failed
     REFUSED = 2  # a configuration or an argument is wrong; nothing was started
-    STOPPED = 75  # told to stop by a signal, and can go on with --resume; sysexits' EX_TEMPFAIL
+    STOPPED = 75  # stopped by a signal, can continue with --resume; sysexits' EX_TEMPFAIL
     INTERRUPTED = 130  # Ctrl-C, as shells count it

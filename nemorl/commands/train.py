@@ -23,7 +23,9 @@ HELP = "run an experiment"
 def add_arguments(parser: ArgumentParser) -> None:
     """The command's own arguments."""
     add_experiment(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show what would run, and write nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the resolved experiment and its plan, and start nothing"
+    )
     parser.add_argument("--resume", action="store_true", help=RESUME)
 
 

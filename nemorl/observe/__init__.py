@@ -1,1 +1,1 @@
-"""What a run leaves behind and what a person sees of it: run folder, figures, console, timeline, report."""
+"""The run folder, metrics, console, timeline and report of a run."""

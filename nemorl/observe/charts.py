@@ -15,10 +15,10 @@ MAX_BARS = 200  # more steps than this are averaged in groups
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with the heading that stands over it."""
+    """A plot with its heading."""
 
     title: str
-    figure: go.Figure
+    plot: go.Figure
     wide: bool = False
 
 
@@ -34,18 +34,18 @@ class StageTotal:
 
 def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
     """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
-    figure = _figure(steps, height=360)
+    plot = _plot(steps, height=360)
     rewarded = [step for step in steps if "reward/mean" in step.values]
     if rewarded:
-        _add_band(figure, [step for step in rewarded if "reward/std" in step.values])
-        _add_line(figure, rewarded, "reward/mean", "training", PALETTE[0])
+        _add_band(plot, [step for step in rewarded if "reward/std" in step.values])
+        _add_line(plot, rewarded, "reward/mean", "training", PALETTE[0])
     validated = [step for step in steps if "validation/reward" in step.values]
     if validated:
-        _add_line(figure, validated, "validation/reward", "validation", PALETTE[1], "lines+markers")
-    if not figure.data:
+        _add_line(plot, validated, "validation/reward", "validation", PALETTE[1], "lines+markers")
+    if not plot.data:
         return None
-    figure.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
-    return Chart("Reward", figure, wide=True)
+    plot.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
+    return Chart("Reward", plot, wide=True)
 
 
 def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
@@ -85,16 +85,16 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         return None
     size = -(-len(timed) // MAX_BARS)
     groups = [timed[start : start + size] for start in range(0, len(timed), size)]
-    figure = _figure(steps, height=320)
+    plot = _plot(steps, height=320)
     for total in totals:
         seconds = [
             sum(stage_seconds(step).get(total.name, 0) for step in group) / len(group) for group in groups
         ]
-        figure.add_bar(
+        plot.add_bar(
             x=[group[0].step for group in groups], y=seconds, name=total.name, marker_color=total.color
         )
     axis = "step" if size == 1 else f"step (means over {size})"
-    figure.update_layout(
+    plot.update_layout(
         barmode="stack",
         bargap=0.1,
         showlegend=True,
@@ -102,7 +102,7 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
         xaxis_title=axis,
         yaxis_title="seconds",
     )
-    return Chart("Seconds of each stage", figure, wide=True)
+    return Chart("Seconds of each stage", plot, wide=True)
 
 
 def stage_totals(steps: Sequence[StepMetrics]) -> list[StageTotal]:
@@ -133,18 +133,18 @@ def stage_seconds(step: StepMetrics) -> dict[str, float]:
 
 
 def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -> Chart:
-    figure = _figure(steps, height=260)
+    plot = _plot(steps, height=260)
     for number, key in enumerate(keys):
         drawn = [step for step in steps if key in step.values]
         mode = "lines+markers" if len(drawn) < 2 or key.startswith("validation/") else "lines"
         name = (key.partition("/")[2] or key).replace("_", " ")
-        _add_line(figure, drawn, key, name, PALETTE[number % len(PALETTE)], mode)
-    figure.update_layout(showlegend=len(keys) > 1)
+        _add_line(plot, drawn, key, name, PALETTE[number % len(PALETTE)], mode)
+    plot.update_layout(showlegend=len(keys) > 1)
     if _always(steps, keys, lambda value: value >= 0):
-        figure.update_yaxes(rangemode="tozero")
+        plot.update_yaxes(rangemode="tozero")
     if shown(keys[0]).log_scale and _always(steps, keys, lambda value: value > 0):
-        figure.update_yaxes(type="log")
-    return Chart(title, figure)
+        plot.update_yaxes(type="log")
+    return Chart(title, plot)
 
 
 def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[float], bool]) -> bool:
@@ -152,9 +152,9 @@ def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[
 
 
 def _add_line(
-    figure: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
+    plot: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
 ) -> None:
-    figure.add_scatter(
+    plot.add_scatter(
         x=[step.step for step in steps],
         y=[step.values[key] for step in steps],
         name=name,
@@ -164,14 +164,14 @@ def _add_line(
     )
 
 
-def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
+def _add_band(plot: go.Figure, steps: Sequence[StepMetrics]) -> None:
     """The mean with one standard deviation above and below."""
     if len(steps) < 2:
         return
     low = [step.values["reward/mean"] - step.values["reward/std"] for step in steps]
     high = [step.values["reward/mean"] + step.values["reward/std"] for step in steps]
     numbers = [step.step for step in steps]
-    figure.add_scatter(
+    plot.add_scatter(
         x=numbers + numbers[::-1],
         y=high + low[::-1],
         fill="toself",
@@ -183,7 +183,7 @@ def _add_band(figure: go.Figure, steps: Sequence[StepMetrics]) -> None:
     )
 
 
-def _figure(steps: Sequence[StepMetrics], height: int) -> go.Figure:
+def _plot(steps: Sequence[StepMetrics], height: int) -> go.Figure:
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
     return go.Figure(

@@ -1,9 +1,4 @@
-"""What a person sees while a run goes on: bars and a table on a terminal, plain lines elsewhere.
-
-Plain lines, for log files and pipes: one a step, and one when a stage takes long.
-
-Bars for the run and its stages, with a table of steps growing above them.
-"""
+"""Progress of a run: bars and a table of steps on a terminal, plain lines elsewhere."""
 
 import logging
 import sys
@@ -48,7 +43,7 @@ class PlainConsole:
         self._writing = threading.Lock()
 
     def stage_started(self, stage: Stage) -> None:
-        """Set the clock that tells of a long stage."""
+        """Start the timer that mentions a long stage."""
         self._mention_later(stage, self._slow_seconds)
 
     def stage_advanced(self, stage: Stage) -> None:
@@ -61,7 +56,7 @@ class PlainConsole:
             self._line(_describe(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}"))
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
-        """The step's line comes with its figures."""
+        """The line of the step comes with its metrics."""
 
     def header(self, facts: Mapping[str, str]) -> None:
         """One fact a line."""
@@ -70,7 +65,7 @@ class PlainConsole:
             self._line(f"{name:<{width}}  {value}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """One line of figures, with what was lost at its end, and one for the validation."""
+        """One line of metrics, with what was lost at its end, and one for the validation."""
         place = f"step {metrics.step}/{self._total_steps}"
         texts = [text for text in (describe_step(metrics), describe_losses(metrics)) if text]
         if texts:
@@ -79,7 +74,7 @@ class PlainConsole:
             self._line(f"{place}, validation: {validation}")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
-        """One figure a line, then the report's path."""
+        """One metric a line, then the path of the report."""
         for change in changes:
             before, after = _metric(change.before), _metric(change.after)
             self._line(f"{change.metric}: {before} before, {after} after")
@@ -151,7 +146,7 @@ class BarConsole:
         self._progress.start()
 
     def stage_started(self, stage: Stage) -> None:
-        """Add a bar; it pulses when nobody knows how much there is to do."""
+        """Add a bar; it pulses when the total is unknown."""
         self._stages[id(stage)] = self._progress.add_task(stage.name, total=stage.total, detail="")
 
     def stage_advanced(self, stage: Stage) -> None:
@@ -182,7 +177,7 @@ class BarConsole:
         place = f"{metrics.step}/{self._total_steps}"
         width = 2 * len(str(self._total_steps)) + 3
         columns = self._columns or choose_columns(metrics.values, self._terminal.width - width)
-        # Line 0 of a run holds a validation only: the columns come with the first step that has figures.
+        # Line 0 of a run holds a validation only: the columns come with the first step that has metrics.
         if not self._columns and any(column.prefix != "time/step" for column in columns):
             self._columns = columns
             self._print(f"{'step':>{width}}{table_header(columns)}", "bold")
@@ -196,7 +191,7 @@ class BarConsole:
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
         """A table of what changed, then the report's path; the bars are gone by then."""
         self._progress.stop()
-        table = Table("figure")
+        table = Table("metric")
         for name in ("before", "after", "change"):
             table.add_column(name, justify="right")
         for change in changes:
@@ -236,7 +231,7 @@ class Console(StageListener, Protocol):
         ...
 
     def step(self, metrics: StepMetrics) -> None:
-        """The figures of a step that is done."""
+        """The metrics of a finished step."""
         ...
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
@@ -244,7 +239,7 @@ class Console(StageListener, Protocol):
         ...
 
     def logging_handler(self) -> logging.Handler:
-        """A handler that writes log lines without tearing the bars."""
+        """A handler that writes log lines without breaking the bars."""
         ...
 
     def close(self) -> None:

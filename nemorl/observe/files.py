@@ -14,7 +14,7 @@ from nemorl.errors import RunError
 
 
 class RunFolderError(RunError):
-    """The run folder is in use, holds another run, or one of its files is damaged."""
+    """The run folder is in use, holds another run, or one of its files is corrupt."""
 
 
 class WriteError(RunError):
@@ -32,7 +32,7 @@ def write_failed(path: Path, error: OSError) -> WriteError:
     """The sentence for a file that could not be written, with the room that is left on its disk."""
     return WriteError(
         f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}. What was written "
-        "before is whole: make room or mend the folder, then continue with --resume."
+        "before is complete. Make room or fix the folder, then continue with --resume."
     )
 
 
@@ -72,7 +72,7 @@ class JsonLinesWriter:
     """Appends JSON objects, one a line; each line is in the file whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; a torn last line, left by a crash, is cut off. Raises `WriteError`."""
+        """Open for appending; a partial last line, left by a crash, is cut off. Raises `WriteError`."""
         self.path = path
         try:
             self._file = path.open("ab", buffering=0)
@@ -98,7 +98,7 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
-    """All objects of the file; none if it is missing. A torn last line is left out.
+    """All objects of the file; none if it is missing. A partial last line is left out.
 
     Raises `RunFolderError` naming file and line when any other line is not a JSON object.
     """
@@ -134,7 +134,7 @@ def _parse(path: Path, number: int, line: bytes) -> JsonObject:
         parsed = json.loads(line)
     except ValueError as error:
         raise RunFolderError(
-            f"{path}, line {number} is not JSON ({error}): {line[:40]!r}. Remove the line to go on."
+            f"{path}, line {number} is not JSON ({error}): {line[:40]!r}. Remove the line to continue."
         ) from error
     if not isinstance(parsed, dict):
         raise RunFolderError(

@@ -1,4 +1,4 @@
-"""How figures and stages are written for a person, the same in bars, in plain lines and in the report."""
+"""Text for metrics and stages, the same in bars, in plain lines and in the report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ VALIDATION = "validation/"
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """So many significant digits; whole numbers with thousands separated."""
+    """`digits` significant digits; integers with thousands separated."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -91,7 +91,7 @@ def describe_losses(metrics: StepMetrics) -> str | None:
 
 
 def describe_validation(metrics: StepMetrics) -> str | None:
-    """The figures of the validation after a step, if there was one."""
+    """The metrics of the validation after a step, if there was one."""
     found = {
         key.removeprefix(VALIDATION): v for key, v in metrics.values.items() if key.startswith(VALIDATION)
     }
@@ -104,6 +104,6 @@ def describe_validation(metrics: StepMetrics) -> str | None:
 
 
 def _between(name: str, metrics: Mapping[str, float]) -> str:
-    """The interval of a figure that has one."""
+    """The interval of a metric that has one."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     return "" if low is None or high is None else f" ({format_number(low)} to {format_number(high)})"

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the figures of every step, one JSON object a line.
+"""metrics.jsonl: the metrics of every step, one JSON object a line.
 
 Keys are paths such as `reward/mean`, `loss/policy`, `kl/reference`, `grad_norm`, `logprob_gap/max`,
 `tokens/generated`, `time/generation` (seconds), `throughput/tokens_per_second` and `validation/...`.
@@ -21,7 +21,7 @@ RESERVED_KEYS = frozenset({"step", "version", "nonfinite"})
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The figures after one step; step 0 is the state before the first one."""
+    """The metrics after one step; step 0 is the state before the first one."""
 
     step: int
     version: int  # of the weights after the step
@@ -34,7 +34,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Change:
-    """A figure before and after the run; None where it was not measured."""
+    """A metric before and after the run; None where it was not measured."""
 
     metric: str
     before: float | None
@@ -66,9 +66,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """All steps of a metrics.jsonl, with NaN and infinities restored; a torn last line is left out.
+    """All steps of a metrics.jsonl, with NaN and infinities restored; a partial last line is left out.
 
-    Raises `RunFolderError` naming the line when another line is damaged.
+    Raises `RunFolderError` naming the line if another line is corrupt.
     """
     return [_from_json(line) for line in read_json_lines(path)]
 
@@ -127,7 +127,7 @@ class SampleWriter:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples of a file, without a torn last line. Raises `RunFolderError` for another damaged line."""
+    """All samples of a file, without a partial last line. Raises `RunFolderError` for a corrupt line."""
     return [Sample(**line) for line in read_json_lines(path)]
 
 

@@ -1,4 +1,4 @@
-"""Everything the loop tells about itself goes through one object: files, console, timeline, trackers.
+"""Observer of a run: writes its files and timeline, shows it on the console, feeds trackers.
 
 with Observer(folder, experiment.logger, total_steps=200) as observer:
     observer.header({"model": "..."})
@@ -126,7 +126,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _LogHandlers:
-    """Sends warnings to the console, and those and our own notes to a file, while a run goes on."""
+    """Sends warnings to the console, and those and our own notes to a file, during a run."""
 
     def __init__(self, console: logging.Handler, file: Path) -> None:
         console.setLevel(logging.WARNING)

@@ -27,7 +27,7 @@ MAX_CHARACTERS = 4000  # of one text
 
 @dataclass(frozen=True)
 class Tile:
-    """One large figure at the top."""
+    """One large value at the top."""
 
     label: str
     value: str
@@ -45,7 +45,7 @@ class SampleGroup:
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` of a run, finished or not, and return its path.
 
-    Raises `RunFolderError` when the folder holds no run or a damaged file, and `WriteError`.
+    Raises `RunFolderError` when the folder holds no run or a corrupt file, and `WriteError`.
     """
     paths = RunPaths(run_dir)
     if not paths.holds_run:
@@ -92,8 +92,8 @@ def _rendered(charts: Sequence[Chart], place: str) -> list[dict[str, Any]]:
             "id": f"{place}-{number}",
             "title": chart.title,
             "wide": chart.wide,
-            "height": chart.figure.layout.height,
-            "json": chart.figure.to_json(),
+            "height": chart.plot.layout.height,
+            "json": chart.plot.to_json(),
         }
         for number, chart in enumerate(charts)
     ]
@@ -150,19 +150,19 @@ def _sample_groups(samples: Sequence[Sample]) -> list[SampleGroup]:
 
 
 def _extremes(samples: Sequence[Sample]) -> Iterator[SampleGroup]:
-    """The highest and the lowest paid by each reward: where one is paid for something else, it shows here.
+    """The samples with the highest and the lowest value of each reward, which show what it really rewards.
 
-    Of equals the latest, which is what the policy has learnt.
+    The latest of equal ones, which shows what the policy has learned.
     """
     for name in sorted({name for sample in samples for name in sample.rewards}):
-        paid = sorted((s for s in samples if name in s.rewards), key=lambda s: (s.rewards[name], s.step))
-        low, high = paid[0].rewards[name], paid[-1].rewards[name]
+        ranked = sorted((s for s in samples if name in s.rewards), key=lambda s: (s.rewards[name], s.step))
+        low, high = ranked[0].rewards[name], ranked[-1].rewards[name]
         if low < high:
-            lowest = max((s for s in paid if s.rewards[name] == low), key=lambda s: s.step)
-            told = (
-                f"{format_number(high)} in step {paid[-1].step}, {format_number(low)} in step {lowest.step}"
+            lowest = max((s for s in ranked if s.rewards[name] == low), key=lambda s: s.step)
+            values = (
+                f"{format_number(high)} in step {ranked[-1].step}, {format_number(low)} in step {lowest.step}"
             )
-            yield SampleGroup(f"highest and lowest {name}: {told}", (paid[-1], lowest))
+            yield SampleGroup(f"highest and lowest {name}: {values}", (ranked[-1], lowest))
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -23,7 +23,7 @@ PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", 
 
 
 def collect_facts(resumed_step: int | None) -> JsonObject:
-    """One start of a run. `resumed_step` is the step of the checkpoint it goes on from, if any."""
+    """One start of a run. `resumed_step` is the step of the checkpoint it continues from, if any."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -73,15 +73,15 @@ ABOUT = """# A run of nemorl
 |---|---|
 | `config.yaml` | the whole configuration, defaults included; `nemorl train config.yaml` repeats the run |
 | `header.json` | one entry for each start: command, versions, machine, commit, kernels in use |
-| `metrics.jsonl` | the figures of every step, a line each; NaN and infinity are null, named in `nonfinite` |
+| `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
 | `timeline.json` | when each stage ran; open it in Perfetto or in chrome://tracing |
-| `report.html` | all of this as one page that needs no network; `nemorl report` writes it anew |
-| `tensorboard/` | the figures for TensorBoard, if asked for |
-| `checkpoints/` | what `--resume` goes on from |
+| `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
+| `tensorboard/` | the metrics for TensorBoard, if enabled |
+| `checkpoints/` | what `--resume` continues from |
 | `weights/` | the newest weights for engines that read files (`generation.transport: files`) |
 | `logs/` | what the driver and the workers said |
-| `endpoint_key` | the key that the endpoint of the latest start wants, if it was made there; for you alone |
+| `endpoint_key` | the key of the endpoint of the latest start, if it was generated there; keep it secret |
 """
 
 LINE_FILES = ("metrics.jsonl", "samples.jsonl")
@@ -105,7 +105,7 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """Figures of the steps."""
+        """Metrics of the steps."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -140,7 +140,7 @@ class RunPaths:
 
     @property
     def endpoint_key(self) -> Path:
-        """The key to the endpoint, if it was made at the start; nobody but the owner may read it."""
+        """The key to the endpoint, if it was generated at the start; only the owner may read it."""
         return self.root / "endpoint_key"
 
     @property
@@ -183,9 +183,9 @@ class RunFolder:
 
     @classmethod
     def resume(cls, root: Path, config_yaml: str, step: int | None) -> "RunFolder":
-        """Go on from the checkpoint of `step`: later figures and samples are cut off, since they come again.
+        """Continue from the checkpoint of `step`. Later metrics and samples are cut off.
 
-        Without a checkpoint (`None`) the run starts anew and no line is kept. The timeline keeps what was.
+        Without a checkpoint (`None`) the run starts over and no line is kept. The timeline keeps everything.
         """
         lock = _lock(root)
         last = -1 if step is None else step
@@ -213,7 +213,7 @@ def read_header(path: Path) -> list[JsonObject]:
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunFolderError(f"{path} is not JSON ({error}). Remove it to go on; it only informs.") from error
+        raise RunFolderError(f"{path} is not JSON ({error}). Remove it to continue.") from error
     return list(starts)
 
 

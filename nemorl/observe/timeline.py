@@ -1,6 +1,6 @@
 """timeline.json: when each stage ran, in the Chrome trace format; Perfetto and chrome://tracing open it.
 
-The file is a complete JSON array after every event. Should a crash tear the last line, it still opens: the
+The file is a complete JSON array after every event. If a crash cuts off the last line, it still opens: the
 format allows an array without its closing bracket ("Trace Event Format", section "JSON Array Format").
 
 What the driver is doing: one `with` gives the seconds in the metrics, a span in the timeline and a bar.
@@ -35,7 +35,7 @@ class Stage:
         self.total = total  # units of progress expected, if known
         self.unit = unit  # what is counted, in the plural
         self.done = 0
-        self.tokens = 0  # generated or trained so far, where somebody counts them
+        self.tokens = 0  # generated or trained so far, if they are counted
         self.outcome: Outcome = "done"  # once it is over
         self.started = time.time()  # seconds since the epoch, for the timeline
         self.shares: dict[str, float] = {}  # fraction of the stage's seconds by other stage names
@@ -49,7 +49,7 @@ class Stage:
         return (time.perf_counter() if self._end is None else self._end) - self._begin
 
     def advance(self, count: int = 1, *, tokens: int = 0) -> None:
-        """Say that `count` more units are done, with so many tokens."""
+        """Report `count` more finished units, with their tokens."""
         self.done += count
         self.tokens += tokens
         for listener in self._listeners:
@@ -71,7 +71,7 @@ class Stage:
 
 
 class StageListener(Protocol):
-    """Who is told about stages."""
+    """Receives the events of stages."""
 
     def stage_started(self, stage: Stage) -> None:
         """A stage begins."""
@@ -154,18 +154,18 @@ END = b"]\n"
 class Timeline:
     """Writes one span a stage, each stage's name on a track of its own, so overlapping shows as such.
 
-    A resumed run goes on in the same file as another process, so steps that were repeated show twice.
+    A resumed run continues in the same file as another process, so steps that were repeated show twice.
     """
 
     def __init__(self, path: Path, title: str = "run") -> None:
-        """Open the file, or go on in it. Raises `WriteError`."""
+        """Open the file, or continue it. Raises `WriteError`."""
         self._path = path
         self._process = os.getpid()
         self._tracks: dict[str, int] = {}
         try:
             path.touch()
             self._file = path.open("r+b", buffering=0)
-            self._end = self._end_of_events()  # where the closing bracket stands
+            self._end = self._end_of_events()  # position of the closing bracket
         except OSError as error:
             raise write_failed(path, error) from error
         self._name("process_name", STEP_TRACK, title)

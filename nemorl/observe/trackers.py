@@ -1,4 +1,4 @@
-"""Services that draw the figures beside our own files."""
+"""Services that plot the metrics in addition to our files."""
 
 import importlib.util
 from contextlib import suppress
@@ -13,7 +13,7 @@ from .run_folder import RunFolder
 
 
 class Tracker(Protocol):
-    """Takes the figures of every step."""
+    """Receives the metrics of every step."""
 
     def log(self, metrics: StepMetrics) -> None:
         """Record one step. Raises `WriteError`."""
@@ -42,7 +42,7 @@ class TensorBoardTracker:
             raise write_failed(folder, error) from error
 
     def log(self, metrics: StepMetrics) -> None:
-        """One scalar for each figure."""
+        """One scalar for each metric."""
         try:
             for key, value in metrics.values.items():
                 self._writer.add_scalar(key, value, metrics.step)
@@ -51,7 +51,7 @@ class TensorBoardTracker:
             raise write_failed(self._folder, error) from error
 
     def close(self) -> None:
-        """Close the event file. Each step is flushed, so what cannot be written now was told before."""
+        """Close the event file. Each step is flushed, so an error of writing was reported before."""
         with suppress(OSError):
             self._writer.close()
 

@@ -1,1 +1,1 @@
-"""What the policy is paid for: reward functions and their weighted sum."""
+"""Rewards: functions, models and judges, and their weighted sum."""

@@ -1,4 +1,4 @@
-"""The rewards of a group: what the environment paid and what `rewards` say, weighted and summed."""
+"""The rewards of a group: those of the environment and of `rewards`, weighted and summed."""
 
 import asyncio
 import logging
@@ -60,10 +60,10 @@ class Rewards:
             return ScoredGroup([c.trajectory for c in conversations], {})
         found = await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers))
         for config, scored in zip(self._configs, found, strict=True):
-            self._tell(config, scored, task)
-        paid = (self._pay(c.trajectory, found, row) for row, c in enumerate(whole))
+            self._log_failures(config, scored, task)
+        scored_ones = (self._with_rewards(c.trajectory, found, row) for row, c in enumerate(whole))
         return ScoredGroup(
-            [c.trajectory if c.trajectory.error is not None else next(paid) for c in conversations],
+            [c.trajectory if c.trajectory.error is not None else next(scored_ones) for c in conversations],
             {c.metric: _metrics(scored) for c, scored in zip(self._configs, found, strict=True)},
         )
 
@@ -71,25 +71,25 @@ class Rewards:
         """Release what rewards hold, such as connections."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
-    def _tell(self, config: RewardConfig, scored: Scored, task: Task) -> None:
-        """Raises RewardError with the first reason where the config wants it; else the log has them all."""
+    def _log_failures(self, config: RewardConfig, scored: Scored, task: Task) -> None:
+        """Log each reason. Raises RewardError with the first one if the config says `on_error: fail`."""
         reasons = Counter(score.reason for score in scored.scores if isinstance(score, Failed))
         for reason, count in reasons.items():
             if config.on_error == "fail":
                 raise RewardError(reason)
             log.warning("task %d: %d trajectories lost: %s", task.index, count, reason)
 
-    def _pay(self, trajectory: Trajectory, found: Sequence[Scored], row: int) -> Trajectory:
+    def _with_rewards(self, trajectory: Trajectory, found: Sequence[Scored], row: int) -> Trajectory:
         rewards = dict(trajectory.rewards)
         for config, scored in zip(self._configs, found, strict=True):
             score = scored.scores[row]
             if isinstance(score, Failed):
-                return _lost(trajectory, score.reason)
+                return _failed(trajectory, score.reason)
             if score is not None:
                 rewards[config.metric] = score
         unknown = sorted(rewards.keys() - self._weights.keys())
         if unknown:
-            raise RewardError(f"the environment pays {', '.join(unknown)}, to which it gave no weight")
+            raise RewardError(f"the environment gave the rewards {', '.join(unknown)}, which have no weight")
         turns = tuple(replace(turn, reward=self._weighted(turn.rewards)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns, rewards=rewards, reward=self._weighted(rewards))
 
@@ -116,8 +116,8 @@ def _metrics(scored: Scored) -> ScoringMetrics:
     return ScoringMetrics(errors, scored.seconds, scored.waited, scored.retries)
 
 
-def _lost(trajectory: Trajectory, reason: str) -> Trajectory:
-    """A trajectory without its reward is no evidence: it trains nothing and pays nothing."""
+def _failed(trajectory: Trajectory, reason: str) -> Trajectory:
+    """A trajectory without its reward is no evidence: it does not train and has no reward."""
     return replace(
         trajectory,
         loss_mask=np.zeros_like(trajectory.loss_mask),

@@ -1,6 +1,4 @@
-"""Finding the function that an experiment names as a reward, and what it can be called with. No torch.
-
-The ways in which reward functions of other projects are called, and what they answer.
+"""Find the function of a reward and the signature by which it is called. Imports no torch.
 
 trl        `f(completions, prompts, **columns) -> [number or None]`, once for a group
 openrlhf   `f(queries, prompts, labels) -> [number], a tensor, or {"rewards": ...}`, once for a group
@@ -19,7 +17,7 @@ from nemorl.config.environment import FunctionRewardConfig, Signature
 
 from .functions import BUILT_IN
 
-# What a signature gives beside the task's own columns.
+# What a signature gives in addition to the columns of the task.
 GIVEN: dict[Signature, frozenset[str]] = {
     "trl": frozenset({"completions", "prompts", "completion_ids", "sampled_ids", "answer"}),
     "openrlhf": frozenset({"queries", "prompts", "labels"}),
@@ -44,7 +42,7 @@ def fits(signature: Signature, parameters: frozenset[str]) -> bool:
 
 
 def signature_of(parameters: frozenset[str]) -> Signature:
-    """Told from the names: `solution_str` is verl's, `queries` OpenRLHF's; all else is TRL's."""
+    """Recognized by names: `solution_str` is verl's, `queries` OpenRLHF's; all else is TRL's."""
     if "solution_str" in parameters:
         return "verl"
     return "openrlhf" if "queries" in parameters else "trl"
@@ -65,7 +63,7 @@ class FoundReward:
     signature: Signature
     takes: frozenset[str]  # names of its parameters
     takes_any: bool  # **columns
-    needs: frozenset[str]  # columns it cannot do without, beside what its signature gives
+    needs: frozenset[str]  # further columns that it requires, which its signature does not give
 
 
 def find_reward(config: FunctionRewardConfig) -> FoundReward:

@@ -1,7 +1,4 @@
-"""A reward that is a function of the answers.
-
-What functions of other projects' signatures are given, and what they answer (`signatures.py`).
-"""
+"""A reward that is a function of the answers, with the signature of TRL, OpenRLHF or verl."""
 
 import asyncio
 import inspect
@@ -119,7 +116,7 @@ class FunctionReward:
             return None
         if isinstance(score, Real) and math.isfinite(score):
             return float(score)
-        return Failed(f"reward `{self.name}` answered {score!r}: a finite number or None is wanted")
+        return Failed(f"reward `{self.name}` answered {score!r}: return a finite number or None")
 
 
 def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:

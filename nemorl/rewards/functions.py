@@ -4,7 +4,7 @@ Rewards of what an answer says: one number each, None where a reward does not ap
 
 A completion is a text (plain prompts) or a list of messages `{"role", "content"}` (chat), as in TRL.
 
-What answers pay for their length and for repeating themselves: functions of the tokens that were sampled.
+Penalties for length and repetition: functions of the sampled tokens.
 
 `|y|` is the number of an answer's sampled tokens, end token included; results of tools are not among them.
 Weights make a penalty heavier or lighter: all of them lie between -1 and 0, `relative_length` between -1/2
@@ -113,10 +113,10 @@ def relative_length(
 
 
 def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
-    """The share of an answer's n-grams of tokens that stood in it before, as a cost: unique / all - 1.
+    """The share of an answer's n-grams of tokens that occurred in it before, as a cost: unique / all - 1.
 
     0 for an answer shorter than n tokens, and for one that says nothing twice. The n-grams are those of Yeo
-    et al. 2025, arXiv 2502.03373, who let single tokens pay for them. Raises ValueError for an n
+    et al. 2025, arXiv 2502.03373, who penalize single tokens. Raises ValueError for an n
     below 1.
     """
     if n < 1:

@@ -73,10 +73,8 @@ class JudgeReward:
             return [Failed(f"reward `{self.name}`: the server answered without a message")] * count
         scores = self._parsed(text, count)
         if scores is None:
-            wanted = "a score" if not self._config.ranks_groups else f"{count} scores"
-            return [
-                Failed(f"reward `{self.name}`: the judge said {_end(text)}, which has not {wanted}")
-            ] * count
+            expected = "a score" if not self._config.ranks_groups else f"{count} scores"
+            return [Failed(f"reward `{self.name}`: the judge said {_end(text)}, without {expected}")] * count
         return [self._worth(score) for score in scores]
 
     def _parsed(self, text: str, count: int) -> list[Any] | None:
@@ -101,8 +99,8 @@ class JudgeReward:
             value = math.nan
         if low <= value <= high:
             return (value - low) / (high - low)
-        wanted = f"a number from {low:g} to {high:g} is wanted"
-        return Failed(f"reward `{self.name}`: the judge's score is {score!r}: {wanted}")
+        expected = f"expected a number from {low:g} to {high:g}"
+        return Failed(f"reward `{self.name}`: the judge's score is {score!r}: {expected}")
 
 
 def filled(template: str, given: dict[str, str]) -> str:

@@ -61,8 +61,8 @@ class ModelServiceReward:
             return [Failed(str(call.outcome.failure))] * count
         items = answer.get("data")
         if not isinstance(items, list) or len(items) != count or not all(isinstance(i, dict) for i in items):
-            told = f"reward `{self.name}`: the server answered {_cut(answer)} to {count} conversations"
-            return [Failed(f"{told}: a list `data` with one item each is wanted")] * count
+            answered = f"reward `{self.name}`: the server answered {_cut(answer)} to {count} conversations"
+            return [Failed(f"{answered}: expected a list `data` with one item each")] * count
         return [self._one(item) for item in items]
 
     def _one(self, item: dict[str, Any]) -> Score:
@@ -75,7 +75,7 @@ class ModelServiceReward:
             score = scores[0] if isinstance(scores, list) and len(scores) == 1 else scores
         if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
             return float(score)
-        return Failed(f"reward `{self.name}`: the server's score is {_cut(score)}: a finite number is wanted")
+        return Failed(f"reward `{self.name}`: the server's score is {_cut(score)}: expected a finite number")
 
 
 def _cut(value: object) -> str:

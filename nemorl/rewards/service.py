@@ -1,8 +1,6 @@
-"""What rewards by HTTP have in common: a client, deadlines, and retries that are counted.
+"""Bounded calls of user code and of servers: a limited number at a time, each with a deadline.
 
-Waiting for code that is not ours: never longer than a deadline, and its failure is a value.
-
-Calls of code and servers that are not ours: so many at a time, each with a deadline of its own.
+A failure is a value that names the stage.
 """
 
 import asyncio
@@ -63,7 +61,7 @@ class Calls:
     """The calls of one reward. Belongs to one event loop."""
 
     def __init__(self, stage: str, most: int, seconds: float) -> None:
-        """`most` at a time, each for at most `seconds`; `stage` stands before what is said of failures."""
+        """`most` at a time, each for at most `seconds`; `stage` begins the text of failures."""
         self._stage = stage
         self._places = asyncio.Semaphore(most)
         self._seconds = seconds
@@ -87,8 +85,8 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
     answer: asyncio.Future[T] = loop.create_future()
     context = copy_context()
 
-    def tell(value: Any, error: BaseException | None) -> None:
-        if answer.done():  # nobody waits any more
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if answer.done():  # the wait was cancelled
             return
         if error is not None:
             answer.set_exception(error)
@@ -106,7 +104,7 @@ async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
         except Exception as failure:  # noqa: BLE001  handed to who asked
             error = failure
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, value, error)
+            loop.call_soon_threadsafe(deliver, value, error)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     return await answer

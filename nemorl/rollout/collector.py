@@ -28,7 +28,7 @@ class CollectorPlan:
     max_staleness: int
     texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
     num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
-    greedy_baseline: bool = False  # a greedy sample beside each group
+    greedy_baseline: bool = False  # a greedy sample in addition to each group
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Collector:
 
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: without staleness exactly those started for it, else
-        the first that finished. `on_finished` hears how many more have finished.
+        the first that finished. `on_finished` receives the number that finished since its last call.
 
         With `refill` the refused groups are among them, so that there may be more than a step trains, and
-        fewer that are accepted; `on_finished` hears of those only. Raises what a worker raises, and
+        fewer that are accepted; `on_finished` counts only those. Raises what a worker raises, and
         RolloutFailed when one ends early or the deadline passes.
         """
         if self._refill is None:

@@ -15,7 +15,7 @@ from nemorl.config.environment import CustomEnvConfig
 from nemorl.errors import Problem
 from nemorl.trajectories import Action, Message, Step, StopReason, Task
 
-MAX_TURNS = 8  # of the scripted episode; an environment may go on for longer
+MAX_TURNS = 8  # of the scripted episode; an environment may continue for longer
 
 
 class _Failed(Exception):

@@ -9,7 +9,7 @@ from nemorl.errors import RunError
 from .groups import GroupAssignment, GroupSummary
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
-OnFinished = Callable[[int], None]  # hears how many more groups have finished
+OnFinished = Callable[[int], None]  # receives how many more groups have finished
 
 
 class RolloutFailed(RunError):
@@ -17,7 +17,7 @@ class RolloutFailed(RunError):
 
 
 def ignore(finished: int) -> None:
-    """For a caller who does not want to hear of it."""
+    """For a caller that does not count them."""
 
 
 class Dispatcher:
@@ -49,17 +49,17 @@ class Dispatcher:
     async def take(self, count: int, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The first `count` finished groups not taken yet, in the order of their ids.
 
-        `on_finished` hears how many groups have finished since it last heard. Raises what a worker raises,
+        `on_finished` receives the number of groups finished since its last call. Raises what a worker raises,
         and RolloutFailed when one ends early or the deadline passes.
         """
-        told = 0
+        reported = 0
         try:
             async with asyncio.timeout(self._seconds) as timeout:
-                while told < count:
-                    await self._more_than(told)
+                while reported < count:
+                    await self._more_than(reported)
                     finished = min(len(self._finished), count)
-                    on_finished(finished - told)
-                    told = finished
+                    on_finished(finished - reported)
+                    reported = finished
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own
                 raise

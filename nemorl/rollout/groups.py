@@ -1,7 +1,4 @@
-"""What the driver asks of rollout workers and what it hears back: metadata, never token arrays.
-
-What a conversation says at last, in words that compare: for majority votes (docs/evaluation.md).
-"""
+"""Assignments of the driver to rollout workers and their summaries: metadata, never token arrays."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,7 +19,7 @@ class GroupAssignment:
     validation: bool = False
     validation_set: str = ""  # of `data.validation_sets`; empty: `data.validation`
     num_texts: int = 0  # samples of which the summary carries the text
-    greedy_baseline: bool = False  # one sample more, at temperature 0, which is paid and does not train
+    greedy_baseline: bool = False  # one sample more, at temperature 0, which is scored and does not train
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class TrajectorySummary:
     seconds_generation: float
     seconds_environment: float
     turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
-    answer: str | None = None  # what it says at last, in words that compare; of validation where votes count
+    answer: str | None = None  # canonical final answer; in validations with votes
     trains: bool = True  # False after an error, or where a filter takes it out
 
 
@@ -65,12 +62,12 @@ class GroupSummary:
     reference: Any
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
-    greedy: TrajectorySummary | None = None  # the sample beside the group that was asked for; not in the list
+    greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
     scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
-    """The summary of a trajectory that stands at `row` of its group's list."""
+    """The summary of a trajectory at `row` of its group's list."""
     sampled = trajectory.versions[trajectory.versions >= 0]
     return TrajectorySummary(
         row=row,
@@ -98,7 +95,7 @@ class ReadsAnswers(Protocol):
     """A factory of environments that knows where in a text the answer is."""
 
     async def answer_in(self, text: str) -> str | None:
-        """The answer, alike for equal answers; None where there is none."""
+        """The answer, the same text for equal answers; None without one."""
         ...
 
 

@@ -62,7 +62,7 @@ class Record:
             self.rewards[name] = self.rewards.get(name, 0.0) + value
 
     def finish(self, group: int, task: int, error: str | None) -> Conversation:
-        """The conversation as it stands. After an error nothing in it trains or pays."""
+        """The conversation so far. After an error it neither trains nor has rewards."""
         tokens = np.array(self.tokens, dtype=np.int32)
         failed = error is not None
         trajectory = Trajectory(

@@ -54,7 +54,7 @@ class SampleKey:
 
 
 class ConversationFailed(RuntimeError):
-    """One conversation cannot go on; the message names the stage."""
+    """One conversation failed; the message names the stage."""
 
 
 class TurnLoop:
@@ -75,7 +75,7 @@ class TurnLoop:
 
         A failing or hanging environment, a template that refuses the conversation and an aborted turn end
         this trajectory alone: its `error` names the stage and none of its tokens trains. The environment is
-        closed in every case. An exception of the generator is raised: without an engine none can go on.
+        closed in every case. An exception of the generator is raised.
         """
         record = Record()
         error = None

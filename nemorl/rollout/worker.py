@@ -108,9 +108,9 @@ class RolloutWorker:
                 for sample in range(assignment.num_samples + assignment.greedy_baseline)
             )
         )
-        paid = await self._rewards.apply(task, conversations)
-        trajectories = paid.trajectories[: assignment.num_samples]
-        beside = paid.trajectories[assignment.num_samples :]
+        scored = await self._rewards.apply(task, conversations)
+        trajectories = scored.trajectories[: assignment.num_samples]
+        greedy = scored.trajectories[assignment.num_samples :]
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
@@ -119,8 +119,8 @@ class RolloutWorker:
             texts=tuple(
                 self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
             ),
-            greedy=summarize(beside[0], assignment.num_samples) if beside else None,
-            scoring=paid.scoring,
+            greedy=summarize(greedy[0], assignment.num_samples) if greedy else None,
+            scoring=scored.scoring,
         )
 
     async def _summaries(
@@ -139,10 +139,10 @@ class RolloutWorker:
         return tuple(replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True))
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
-        """One sample of a group; the one that is asked for beside the others is greedy."""
+        """One sample of a group; the additional one is greedy."""
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation)
-        beside = sample == assignment.num_samples
-        sampling = SamplingParams(temperature=0.0) if beside else self._sampling[assignment.validation]
+        greedy = sample == assignment.num_samples
+        sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
         return await self._turns.run(task, self._environments.create(), key, sampling)
 
     def _text(self, conversation: Conversation, row: int, answer: str | None) -> SampleText:
@@ -172,7 +172,7 @@ class RayRolloutWorker(PooledRouter, RolloutWorker):
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
         """Each group's trajectories, then its summary.
 
-        As items of their own the trajectories belong to whoever reads the stream. A reference inside the
+        As separate items the trajectories belong to the process that reads the stream. A reference inside the
         summary would belong to this process, which may drop its last hold on it before the reader has one.
         """
         async with aclosing(self.run_groups(assignments)) as summaries:

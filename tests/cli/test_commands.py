@@ -38,7 +38,7 @@ def test_a_policy_that_samples_by_itself_is_not_served(nemorl: Nemorl, experimen
 
     assert outcome.status == 2
     assert "generation.backend = megatron" in outcome.err
-    assert "name a back end that has engines" in outcome.err
+    assert "set one that has engines" in outcome.err
 
 
 @pytest.mark.parametrize(

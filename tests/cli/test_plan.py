@@ -45,8 +45,8 @@ def test_overrides_change_what_is_valid(nemorl: Nemorl, experiment: Path) -> Non
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--gpus", "0", "argument --gpus: '0': a layout wants a whole number of devices, at least one"),
-        ("--gpus", "2.5", "argument --gpus: '2.5': a layout wants a whole number of devices"),
+        ("--gpus", "0", "argument --gpus: '0': expected an integer of at least 1"),
+        ("--gpus", "2.5", "argument --gpus: '2.5': expected an integer of at least 1"),
         ("--memory-gb", "-1", "argument --memory-gb: '-1': a device has more than 0 GB"),
         ("--memory-gb", "much", "argument --memory-gb: 'much': a device has more than 0 GB"),
     ],

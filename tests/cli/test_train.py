@@ -436,7 +436,7 @@ def test_a_failed_run_says_how_to_continue_it(
         (run / "metrics.jsonl").write_text("{}\n")
         raise failure
 
-    monkeypatch.setattr("nemorl.algorithms.train.train", steps_and_fails)
+    monkeypatch.setattr("nemorl.run.train.train", steps_and_fails)
 
     outcome = nemorl("train", experiment, "seed=7")
 

@@ -60,7 +60,7 @@ def test_validation_lengths_are_not_drawn_among_shares():
     main, more = metric_charts(
         [StepMetrics(step, step, {**values, "validation/errors": 1.0}) for step in (1, 2)]
     )
-    drawn = {chart.title: [line.name for line in chart.figure.data] for chart in (*main, *more)}
+    drawn = {chart.title: [line.name for line in chart.plot.data] for chart in (*main, *more)}
     assert drawn == {
         "Validation": ["reward", "pass@1"],
         "Sampled tokens in validation": ["length"],
@@ -71,7 +71,7 @@ def test_validation_lengths_are_not_drawn_among_shares():
 def test_the_reward_has_its_band_and_the_validations():
     chart = reward_chart([grpo_step(1), grpo_step(2)])
     assert chart is not None
-    band, training, validation = chart.figure.data
+    band, training, validation = chart.plot.data
     assert list(band.x) == [1, 2, 2, 1]
     assert list(band.y) == pytest.approx([0.3, 0.5, 0.3, 0.1])
     assert list(training.y) == [0.2, 0.4]
@@ -90,7 +90,7 @@ def test_every_figure_is_drawn_somewhere():
     ]
     assert [chart.title for chart in main] == titles
     assert [chart.title for chart in more] == ["house/odd</script>"]
-    gap = main[-1].figure
+    gap = main[-1].plot
     assert gap.layout.yaxis.type == "log"
 
 
@@ -98,7 +98,7 @@ def test_long_runs_average_their_bars():
     steps = [StepMetrics(n, n, {"time/training": float(n), "time/step": float(n)}) for n in range(1, 501)]
     chart = stage_chart(steps, stage_totals(steps))
     assert chart is not None
-    (bars,) = chart.figure.data
+    (bars,) = chart.plot.data
     assert len(bars.x) == 167  # 500 steps in groups of 3
     assert list(bars.y)[:2] == [2.0, 5.0]
     assert list(bars.x)[:2] == [1, 4]
@@ -136,7 +136,7 @@ def test_what_each_reward_pays_most_and_least_is_shown(write_run):
 def test_every_reward_has_its_curve():
     names = ("reward/judge", "reward/math", "reward_std/judge", "reward_absent/judge", "reward_errors/judge")
     main, more = metric_charts([StepMetrics(step, step, dict.fromkeys(names, 0.5)) for step in (1, 2)])
-    drawn = {chart.title: [line.name for line in chart.figure.data] for chart in main}
+    drawn = {chart.title: [line.name for line in chart.plot.data] for chart in main}
     assert drawn["Rewards by name"] == ["judge", "math"]
     assert drawn["Standard deviation of each reward"] == ["judge"]
     assert drawn["Trajectories lost to an error of a reward"] == ["judge"]
@@ -156,7 +156,7 @@ def test_samples_are_of_the_first_and_the_last_step(write_run):
     [
         ([], "No step is done yet"),
         ([StepMetrics(0, 0, {"validation/reward": 0.5})], "not finished"),
-        ([StepMetrics(1, 1, {})], "Figures of step 1"),
+        ([StepMetrics(1, 1, {})], "Metrics of step 1"),
         ([StepMetrics(n, n, {"loss/sft": 1 / n, "lr": 1e-4}) for n in (1, 2, 3)], "Learning rate"),
         ([grpo_step(n) for n in (1, 2, 3)], "grpo · models/tiny · finished"),
         ([StepMetrics(1, 1, {"reward/mean": math.nan, "reward/std": math.nan})], ">nan<"),

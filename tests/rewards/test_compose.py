@@ -111,7 +111,7 @@ def test_chat_functions_get_messages():
     [
         ("too_few", r"reward `too_few` answered \[1\.0\] to 2 completions"),
         ("a_number", r"reward `a_number` answered 1\.0 to 2 completions"),
-        ("not_finite", "reward `not_finite` answered nan: a finite number"),
+        ("not_finite", "reward `not_finite` answered nan: return a finite number"),
         ("raises", "reward `raises`: LookupError: no such word"),
         ("sleeps", r"reward `sleeps`: no answer within 0\.05 s"),
         ("leaves", r"reward `leaves`: RuntimeError: it raised SystemExit\(3\)"),
@@ -138,7 +138,7 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
 
     assert [t.reward for t in paid.trajectories] == [1.0, 0.0, 1.0]
     assert [t.error is None for t in paid.trajectories] == [True, False, True]
-    assert "answered inf: a finite number" in paid.trajectories[1].error
+    assert "answered inf: return a finite number" in paid.trajectories[1].error
     assert paid.scoring["fails_for_five"].errors == 1
     # One token of the prompt and two sampled in each, in the lost one too.
     members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
@@ -264,5 +264,5 @@ def test_two_rewards_of_one_name_are_refused():
 
 
 def test_an_environments_reward_without_a_weight_is_named():
-    with pytest.raises(RewardError, match="the environment pays bonus"):
+    with pytest.raises(RewardError, match="the environment gave the rewards bonus"):
         apply([], [conversation("4", {"bonus": 1.0})], weights={"env": 1.0})

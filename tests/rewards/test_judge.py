@@ -88,16 +88,16 @@ def test_scores_may_be_found_by_a_pattern():
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("I would rather not.", {}, "the judge said 'I would rather not.', which has not a score"),
-        ('{"score": "good"}', {}, "the judge's score is 'good': a number from 0 to 10 is wanted"),
+        ("I would rather not.", {}, "the judge said 'I would rather not.', without a score"),
+        ('{"score": "good"}', {}, "the judge's score is 'good': expected a number from 0 to 10"),
         ('{"score": NaN}', {}, "the judge's score is nan"),
         ('{"score": true}', {}, "the judge's score is True"),
-        ('{"score": -1}', {}, "the judge's score is -1: a number from 0 to 10"),
-        ('{"score": 11}', {}, "the judge's score is 11: a number from 0 to 10"),
-        ('{"scores": [1, 2]}', {"ranks_groups": True, "prompt": GROUP}, "which has not 3 scores"),
-        ("no number", {"parser": "regex"}, "which has not a score"),
-        ("1 2", {"parser": "regex", "ranks_groups": True, "prompt": GROUP}, "which has not 3 scores"),
-        (None, {}, "the judge said '', which has not a score"),
+        ('{"score": -1}', {}, "the judge's score is -1: expected a number from 0 to 10"),
+        ('{"score": 11}', {}, "the judge's score is 11: expected a number from 0 to 10"),
+        ('{"scores": [1, 2]}', {"ranks_groups": True, "prompt": GROUP}, "without 3 scores"),
+        ("no number", {"parser": "regex"}, "without a score"),
+        ("1 2", {"parser": "regex", "ranks_groups": True, "prompt": GROUP}, "without 3 scores"),
+        (None, {}, "the judge said '', without a score"),
     ],
 )
 def test_what_cannot_be_read_costs_the_answers_it_is_about(text, options, message):
