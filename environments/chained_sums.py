@@ -44,14 +44,14 @@ class ChainedSumsEnvironment:
         """Compare, and ask for the next sum."""
         left, right = self._sum
         digits = len(left)
-        right = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
+        reward = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
         if self._asked == self._num_sums:
-            return Step(rewards={REWARD: right})
+            return Step(rewards={REWARD: reward})
         if not re.fullmatch(rf"[0-9]{{{digits + 1}}}", action.text):
             return Step(rewards={TURN_REWARD: 0.0, REWARD: 0.0})
         self._sum = (action.text[-digits:], self._numbers[(self._asked - 1) % 2])
         self._asked += 1
-        return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: right}, done=False)
+        return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: reward}, done=False)
 
     async def close(self) -> None:
         """Nothing is held."""
