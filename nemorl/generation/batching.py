@@ -67,7 +67,7 @@ class Runner(Protocol):
         ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Fill the cache rows of `prompts`; for each what `logits` wants."""
+        """Fill the cache rows of `prompts`; for each the input of `logits`."""
         ...
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -135,7 +135,7 @@ class Moves(NamedTuple):
 class Scheduler:
     """A waiting line and the rows of the running batch.
 
-    Admission is strictly by arrival: when the first in line does not fit, nobody passes it, so a large
+    Admission is strictly by arrival: when the first in line does not fit, no later one passes it, so a large
     request is served as soon as enough of the batch has finished. A sequence is admitted with room for all
     the tokens it may reach, so a running one is never evicted.
     """
@@ -194,7 +194,7 @@ class Scheduler:
         return admitted
 
     def remove(self, sequence: ActiveSequence) -> None:
-        """Forget a sequence that ended, wherever it was."""
+        """Forget a sequence that ended, waiting or running."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
@@ -230,8 +230,8 @@ class BatchingEngine:
 
     What is sampled for a request depends on its prompt, its parameters, its seed and the weights; who shares
     the batch changes it by rounding at most, and where oneDNN computes, not at all. A sequence whose weights
-    change in flight keeps the keys and values it has; `Completion.versions` tells its tokens apart. Nothing
-    ends a turn but what its request names: the model's own end token is for the caller to pass. Not
+    change in flight keeps the keys and values it has; `Completion.versions` has the version of each token.
+    Nothing ends a turn but what its request names: the model's own end token is for the caller to pass. Not
     thread-safe.
     """
 
@@ -246,7 +246,7 @@ class BatchingEngine:
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
     ) -> None:
-        """`decode` turns tokens into text and is wanted for stop strings only; `clock` counts seconds.
+        """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds.
 
         `experts` are those of a cache row, from a position to before another, where they are to be returned.
         """
@@ -271,7 +271,7 @@ class BatchingEngine:
         """Call the weights that sample from the next step on `version`."""
         self._version = version
         for _, sequence in self._scheduler.running():
-            sequence.prompt_hidden = None  # nobody may start from a prompt that the old weights read
+            sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
 
     @property
     def num_waiting(self) -> int:
@@ -431,7 +431,7 @@ class BatchingEngine:
         sequence.sampled.experts.append(self._experts(row, first, sequence.num_tokens - 1))
 
     def take_progress(self) -> list[Progress]:
-        """What the running sequences have sampled, once one of them has as much as its request wants to hear.
+        """Progress of the running sequences, once one of them has as much as its request asks for.
 
         Those that are half-way there report with it, since a message costs more than its tokens.
         """

@@ -32,7 +32,7 @@ class PolicySampler(EngineFront[StepDriver]):
         tokenizer_path: Path,
         device: torch.device,
     ) -> None:
-        """In the process that leads `copy`; `name` is what errors call it."""
+        """In the process that leads `copy`; `name` is its name in errors."""
         shape = load_shape(policy.model_path)
         decode = load_decoder(tokenizer_path)
         self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)

@@ -76,7 +76,7 @@ class OpenAIClient:
         )
 
     async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The text of one answer to a conversation, as judges want it. Raises like `post`."""
+        """The text of one answer to a conversation, for judges. Raises like `post`."""
         body = {"model": model, "messages": list(messages), **options}
         answer = await self.post("/chat/completions", body)
         try:
@@ -104,11 +104,11 @@ class OpenAIClient:
                     if not isinstance(answer, dict):
                         raise RequestRefused(f"{self.base_url}{path} answered what is no JSON object")
                     return answer
-                told = _message(await response.text())
+                message = _message(await response.text())
                 if response.status in _PASSING:
                     retry_after = response.headers.get("Retry-After", "")
-                    raise _Passing(f"status {response.status}: {told}", _seconds(retry_after))
-                raise RequestRefused(f"{self.base_url}{path} answered status {response.status}: {told}")
+                    raise _Passing(f"status {response.status}: {message}", _seconds(retry_after))
+                raise RequestRefused(f"{self.base_url}{path} answered status {response.status}: {message}")
         except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
             if isinstance(error, RequestRefused):
                 raise

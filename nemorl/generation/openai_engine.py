@@ -23,11 +23,11 @@ _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": St
 
 
 class OpenAIBackend:
-    """An `AsyncEngine` that asks a server. Its weights are nobody's but its own: all tokens have version 0.
+    """An `AsyncEngine` that asks a server. It gets no weights: all tokens have version 0.
 
     With `token_ids` prompts go as ids, and `return_token_ids`, which vLLM's server and ours know, asks for
     those of the answer. Without, text goes both ways and is encoded here: for evaluation only, where tokens
-    and logprobs are not learnt from.
+    and logprobs are not trained on.
     """
 
     version = 0
@@ -60,16 +60,16 @@ class OpenAIBackend:
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """The whole answer as one chunk.
 
-        Raises RequestRefused with what the server objects to or does not tell, and EngineFailed when it does
-        not answer.
+        Raises RequestRefused with what the server objects to or does not return, and EngineFailed when it
+        does not answer.
         """
         yield self._read(request, await self._client.post("/completions", self._body(request)))
 
     async def freeze(self) -> None:
-        """Nothing here steps; a server that somebody else runs goes on."""
+        """Nothing here steps; the server keeps running."""
 
     async def thaw(self) -> None:
-        """Nothing stood still."""
+        """Nothing was paused."""
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling, tokens = request.sampling, request.prompt.tolist()
@@ -102,7 +102,7 @@ class OpenAIBackend:
             (choice,) = answer["choices"]
             stop = _STOPS.get(choice["finish_reason"], StopReason.ABORT)
             text = choice["text"]
-            told = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+            read = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFailed(f"{self._client.base_url}/completions answered without a choice") from error
         if not self._config.token_ids:
@@ -112,10 +112,10 @@ class OpenAIBackend:
         if sampled is None:
             raise RequestRefused(
                 f"the server at {self._client.base_url} does not return token ids with a logprob for each, "
-                "so nothing can be learnt from its samples: take one that knows `return_token_ids` (vLLM's "
+                "so its samples cannot be trained on: use one that supports `return_token_ids` (vLLM's "
                 "server, `nemorl serve`), or set generation.token_ids: false to evaluate by its text"
             )
-        if told is not None and told != request.prompt.tolist():
+        if read is not None and read != request.prompt.tolist():
             raise RequestRefused(
                 f"the server at {self._client.base_url} has read other tokens than it was sent: does it "
                 "serve the model of policy.model_path?"
@@ -157,7 +157,7 @@ class OpenAIHost(EngineFront[RequestDriver]):
         super().__init__(RequestDriver(backend, f"generation client {rank} of {config.base_url}"))
 
     def health(self) -> EngineHealth:
-        """Where the client stands. An answer comes in one piece, so that long ones are no hanging engine: a
+        """Current state. An answer comes in one piece, so a long one does not mean that the engine hangs: a
         server that hangs is noticed by the deadlines of requests.
         """
         return replace(super().health(), seconds_since_step=0.0)
@@ -167,7 +167,7 @@ class OpenAIHost(EngineFront[RequestDriver]):
         return replace(await super().stats(), retries=self._client.take_metrics().retries)
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
-        """No weights are wanted."""
+        """No weights are required."""
         return ()
 
     async def close(self) -> None:
@@ -176,7 +176,7 @@ class OpenAIHost(EngineFront[RequestDriver]):
 
 
 def _with_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]] | None:
-    """Token ids and their logprobs; None where either is not told for every token."""
+    """Token ids and their logprobs; None where either is missing for a token."""
     tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if not isinstance(tokens, list) or not isinstance(values, list):

@@ -1,7 +1,4 @@
-"""One `Generator` over several engine replicas: balances them, and outlives the loss of some.
-
-One request on its way through the router, wherever it is sampled and however often it moves.
-"""
+"""One `Generator` over several engine replicas: balances them, and outlives the loss of some."""
 
 import asyncio
 import logging
@@ -55,7 +52,7 @@ class Flight:
 
     @property
     def answered(self) -> bool:
-        """Whether it ended of itself, so that no replica works on it any more."""
+        """True if it was answered rather than cancelled, so that no replica works on it any more."""
         return self.answer.done() and not self.answer.cancelled()
 
     @property
@@ -64,7 +61,7 @@ class Flight:
         return len(self.sampled) - self._num_kept
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
-        """What is left to ask of a replica: the sampled tokens stand at the end of the prompt."""
+        """What is left to ask of a replica: the sampled tokens are the end of the prompt."""
         self._num_kept, self._num_rows_kept = len(self.sampled), self.sampled.num_expert_rows
         request = self.request
         progress = request.progress_tokens or progress_tokens
@@ -132,7 +129,7 @@ log = logging.getLogger(__name__)
 
 # Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
 REMEMBERED_CONVERSATIONS = 65536
-# A request that was on so many replicas when they were lost may be what kills them.
+# A request that was on this number of replicas when they were lost may be what kills them.
 MAX_LOSSES = 2
 
 
@@ -142,8 +139,8 @@ class Replica:
 
     `generate` yields what finished, refusals of single requests, and progress, as it comes, in any order. It
     raises RequestRefused for requests that can never be served (then none of the call has begun) and
-    ReplicaLost, or anything else, when no more answers will come. `abort` ends requests that nobody waits
-    for any more.
+    ReplicaLost, or anything else, when no more answers will come. `abort` ends requests whose
+    caller has left.
     """
 
     name: str
@@ -187,7 +184,7 @@ class Router:
     """Spreads requests over replicas by outstanding tokens; a conversation stays where it began.
 
     Requests made in one tick of the event loop travel in one call per replica, so that a thousand turn loops
-    do not make a thousand remote calls. What a lost replica leaves goes on elsewhere: the tokens that were
+    do not make a thousand remote calls. What a lost replica leaves continues on others: the tokens that were
     reported are kept, with their logprobs and versions, and the rest is drawn from the same seeds. Belongs to
     one event loop.
     """
@@ -229,12 +226,12 @@ class Router:
 
     def add(self, replica: Replica) -> None:
         """Let a replica serve, also in the place of a lost one of the same name."""
-        self.lose(replica.name, "another has taken its place")  # of which nothing was heard here yet
+        self.lose(replica.name, "another has taken its place")  # which was not noticed here yet
         self._lost.pop(replica.name, None)
         self._members[replica.name] = _Member(replica)
 
     async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
-        """Sample one turn; `on_progress` hears of its tokens by and by, each once.
+        """Sample one turn; `on_progress` receives its tokens as they come, each once.
 
         Raises RequestRefused for what can never be served, and NoReplicaLeft. A request that was under way on
         several replicas when they were lost is answered with what it has and stop reason `error`.
@@ -251,7 +248,7 @@ class Router:
             self._release(flight)
 
     def lose(self, name: str, cause: str) -> None:
-        """Give a replica up and move its requests; what it may still say is not heard."""
+        """Give a replica up and move its requests; its later reports are ignored."""
         member = self._members.pop(name, None)
         if member is None:
             return
@@ -332,7 +329,7 @@ class Router:
                 self._call(member, [flight])
 
     def _move(self, flight: Flight) -> None:
-        """Go on with a request on another replica."""
+        """Continue a request on another replica."""
         flight.losses += 1
         if flight.finish_if_whole():
             return
@@ -350,7 +347,7 @@ class Router:
         self._metrics.kept_tokens += flight.num_new
 
     def _release(self, flight: Flight) -> None:
-        """Forget a request; end it where nobody waits for it any more."""
+        """Forget a request; end it if its caller has left."""
         for member in self._members.values():
             if not member.holds(flight):
                 continue
@@ -371,5 +368,5 @@ def _cause(error: BaseException | None, left: Sequence[Flight]) -> str:
 async def _quietly(abort: Coroutine[Any, Any, None]) -> None:
     try:
         await abort
-    except Exception as error:  # noqa: BLE001 (a replica that is gone tells so by its stream)
+    except Exception as error:  # noqa: BLE001 (a lost replica is reported by its stream)
         log.info("a request could not be ended: %s", error)

@@ -74,7 +74,7 @@ class Sampler:
         """
         if not logits.amax(-1).isfinite().all():
             raise FloatingPointError(
-                "the model's logits are not finite: its weights are broken, by a damaged model folder or by "
+                "the model's logits are not finite: its weights are broken, by a corrupt model folder or by "
                 "training that diverged"
             )
         if self._temperatures is not None:
@@ -162,8 +162,8 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = _cumulative(probabilities)
     total = cumulative[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
-    wanted = torch.minimum((uniforms * total).to(total.dtype), below_total)
-    return torch.searchsorted(cumulative, wanted, right=True)
+    target = torch.minimum((uniforms * total).to(total.dtype), below_total)
+    return torch.searchsorted(cumulative, target, right=True)
 
 
 def _cumulative(probabilities: Tensor) -> Tensor:

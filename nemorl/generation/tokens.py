@@ -185,7 +185,7 @@ class RequestLimits:
 
 
 def engine_seed(request: GenerationRequest) -> int:
-    """Seed for an engine that draws a sequence's numbers one after another.
+    """Seed for an engine that draws a sequence's numbers in order.
 
     To it a request that continues after the loss of a replica is a new one, which must not draw the same
     numbers again.

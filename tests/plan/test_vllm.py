@@ -7,7 +7,7 @@ import pytest
 from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
-from nemorl.generation.vllm_engine.plan import vllm_problems
+from nemorl.generation.vllm_engine.plan import problems as vllm_problems
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from nemorl.generation.vllm_engine.plan import argument_problems, engine_arguments, vllm_problems
+from nemorl.generation.vllm_engine.plan import argument_problems, engine_arguments
+from nemorl.generation.vllm_engine.plan import problems as vllm_problems
 from tests.plan.conftest import Configure
 from tests.plan.test_vllm import VLLM, shape_of
 from tests.vllm_there import require_vllm
@@ -16,9 +17,9 @@ from tests.vllm_there import require_vllm
     [
         ("sed", 1, "have no such argument; did you mean seed?"),
         ("qqqqqqqq", 1, "have no such argument: leave it out"),
-        ("seed", "x", "vLLM wants int here"),
-        ("enable_expert_parallel", 1, "vLLM wants bool here"),
-        ("block_size", True, "vLLM wants int | None here"),
+        ("seed", "x", "vLLM expects int"),
+        ("enable_expert_parallel", 1, "vLLM expects bool"),
+        ("block_size", True, "vLLM expects int | None"),
     ],
 )
 def test_what_vllm_does_not_take_is_refused(name: str, value: object, fix: str) -> None:

@@ -30,7 +30,7 @@ class TorchEngine(BatchingEngine):
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`decode` turns tokens into text and is wanted for stop strings only; `clock` counts seconds."""
+        """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds."""
         self._model = ModelRunner(
             shape,
             max_kv_tokens=config.max_kv_tokens,

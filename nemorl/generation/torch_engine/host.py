@@ -49,10 +49,10 @@ def create_engine(
 
 
 class GenerationWorker(EngineFront[ThreadDriver]):
-    """Samples for whoever asks, and takes new weights without losing what is in flight.
+    """Samples, and takes new weights without losing what is in flight.
 
-    A refit: write `staging_parameters()` (at any time, sampling goes on), then `commit(version)`. Sequences
-    in flight go on with the new weights and keep their keys and values; pause with `wait` before it for
+    A refit: write `staging_parameters()` (at any time, sampling continues), then `commit(version)`. Sequences
+    in flight continue with the new weights and keep their keys and values; pause with `wait` before it for
     sequences of one version, with `keep` to hold sampling still while weights travel.
     """
 
@@ -104,12 +104,12 @@ class GenerationHost(GenerationWorker):
     def __init__(
         self, config: TorchGenerationConfig, *, rank: int, commit_seconds: float, **options: Any
     ) -> None:
-        """`commit_seconds` is the most that the swap of staged weights may wait for the engine's step."""
+        """`commit_seconds` limits how long the swap of staged weights waits for the engine's step."""
         super().__init__(config=config, rank=rank, **options)
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
-            # The receiver commits from a thread of its own, so that sampling goes on until the swap.
+            # The receiver commits from another thread, so that sampling continues until the swap.
             swap = asyncio.run_coroutine_threadsafe(self.commit(version), loop)
             try:
                 swap.result(commit_seconds)
@@ -132,7 +132,7 @@ class GenerationHost(GenerationWorker):
         self._receiver.prepare(part)
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """This rank's side of a refit; the event loop goes on serving meanwhile."""
+        """This rank's side of a refit; the event loop keeps serving meanwhile."""
         return (await asyncio.to_thread(self._receiver.begin(session)),)
 
     async def commit_weights(self, version: int) -> None:

@@ -93,7 +93,7 @@ class KVCache:
         if not self.fits(rows, length):
             raise ValueError(
                 f"the KV cache may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are"
-                " wanted; raise generation.max_kv_tokens"
+                " requested; raise generation.max_kv_tokens"
             )
         kept_rows, kept_length = min(self._rows, rows), min(self._length, length)
         self._rows, self._length = self._new_size(rows, length)
@@ -103,7 +103,7 @@ class KVCache:
             self.layers[index] = new
 
     def _new_size(self, rows: int, length: int) -> tuple[int, int]:
-        """The wanted size, with what it may grow into where the limit leaves room for that."""
+        """The requested size, with what it may grow into where the limit leaves room for that."""
         if self._rows > rows and self.fits(self._rows, length):
             rows = self._rows
         grown = max(length, self._length + self._length // 2)
@@ -350,7 +350,7 @@ class Decoder:
         self._head = Linear(weights[head])
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Last hidden states [N, hidden], normalised, of `tokens` [N] at `positions` [N]."""
+        """Last hidden states [N, hidden], normalized, of `tokens` [N] at `positions` [N]."""
         rotation = Rotation(*self._table.at(positions))
         x = functional.embedding(tokens, self._embedding)
         for layer in self._layers:

@@ -132,7 +132,7 @@ class TrtllmEngine:
                 self._abort(output)
 
     async def freeze(self) -> None:
-        """Stand between two steps."""
+        """Pause between two steps."""
         self._counts = (await self.call("nemorl_hold"))[0]
 
     async def thaw(self) -> None:
@@ -140,16 +140,16 @@ class TrtllmEngine:
         await self.call("nemorl_release")
 
     def switch(self, version: int) -> None:
-        """What is sampled after the engine's standing comes from weights of `version`."""
+        """What is sampled after the engine's pause comes from weights of `version`."""
         self.version = version
         for number, flight in self._flights.items():
-            # Who is not among the active has all its tokens from before, or none: while the engine stood,
-            # what it had sampled has come.
+            # A request that is not active has all its tokens from before, or none: what it had sampled has
+            # come while the engine was paused.
             flight.versions.append((self._counts.get(number, flight.received), version))
 
     async def release_memory(self) -> None:
         """Give the GPU back: weights go to host memory, the KV cache is lost. Nothing may be in flight."""
-        await self.call("reset_prefix_cache")  # else its index speaks of memory that is gone
+        await self.call("reset_prefix_cache")  # else its index refers to freed memory
         await self.call("sleep", memory_tags(()))
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
@@ -161,7 +161,7 @@ class TrtllmEngine:
         try:
             answers: list[Any] = await self.llm.collective_rpc(method, args=args)
         except Exception as error:
-            cause = getattr(error, "cause", error)  # Ray's wrapping tells the whole stack
+            cause = getattr(error, "cause", error)  # Ray's wrapping has the complete stack
             raise EngineFailed(
                 f"{self.name}: {await self._who_failed()} in {method}: {type(cause).__name__}: {cause}"
             ) from error
@@ -184,7 +184,7 @@ class TrtllmEngine:
         return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {self.num_workers} died"
 
     def _abort(self, output: Any) -> None:
-        """End a request in the engine; nobody waits for that, and the call blocks while the engine stands."""
+        """End a request in the engine; without waiting: the call blocks while the engine is paused."""
         task = asyncio.create_task(asyncio.to_thread(output.abort))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,9 +1,9 @@
-"""What runs in the process of a TensorRT-LLM replica: the engine's front, and its side of the exchange.
+"""The process of a TensorRT-LLM replica: the engine's front, and its side of the weight exchange.
 
-handles    exchange ──▶ host memory (sampling goes on) ──commit: CUDA IPC──▶ every worker
-workers    exchange ──▶ a receiver in every worker (the engine stands) ──▶ its loader; commit: the final None
+handles    exchange ──▶ host memory (sampling continues) ──commit: CUDA IPC──▶ every worker
+workers    exchange ──▶ a receiver in every worker (engine paused) ──▶ its loader; commit: the final None
 
-What is mixed into TensorRT-LLM's workers (`ray_worker_extension_cls`): standing still, and taking weights.
+`NemorlExtension` (`ray_worker_extension_cls`) has TensorRT-LLM's workers pause, and take weights.
 
 Everything that touches weights goes through the worker's own `update_weights` body, which takes handles
 `{gpu: [(name, (rebuild, arguments)), ...]}` and, when all have come, None. It is called undecorated: the
@@ -67,7 +67,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
     ) -> None:
         """Make the engine; its workers come up in `start`, in this bundle of the process's placement group.
 
-        `commit_seconds` is the most that coming to a stand for new weights may last.
+        `commit_seconds` limits how long the engine may take to pause for new weights.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -97,7 +97,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
 
         self._staging: dict[str, Tensor] = {}
         self._receiver = WeightReceiver(whole_slices(self._tensors), self._staged, commit)
-        self._update = AsyncExitStack()  # the engine stands, while workers receive
+        self._update = AsyncExitStack()  # holds the engine paused while workers receive
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -122,7 +122,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
             await self._engine.call("nemorl_prepare", parts)
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """The replica's side of a refit; with `workers` the engine stands from here to the commit."""
+        """The replica's side of a refit; with `workers` the engine is paused from here to the commit."""
         if self._config.weight_delivery == "handles":
             return (await asyncio.to_thread(self._receiver.begin(session)),)
         await self._update.enter_async_context(self._paused_for(session.version))
@@ -142,7 +142,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         await self._update.aclose()
 
     async def abandon_refit(self) -> None:
-        """Forget an update that did not finish. An engine that was written into stands until a refit."""
+        """Forget an update that did not finish. An engine that was written into is paused until a refit."""
         self._receiver.abandon()
         try:
             torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
@@ -160,13 +160,13 @@ class TrtllmHost(EngineFront[RequestDriver]):
         await self._engine.release_memory()
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        """Take `weights`, `kv_cache` or, with no tag, both back; sampling goes on once the cache is there."""
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues once the cache is back."""
         await self._engine.resume_memory(tags)
         if not tags or "kv_cache" in tags:
             await self.resume()
 
     async def close(self) -> None:
-        """End the engine; whoever still waits gets EngineFailed."""
+        """End the engine; pending requests get EngineFailed."""
         if self._watch is not None:
             self._watch.cancel()
         self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
@@ -182,7 +182,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         return self._staging
 
     async def _update_weights(self, version: int) -> None:
-        """Give the staged weights to all workers while the engine stands."""
+        """Give the staged weights to all workers while the engine is paused."""
         async with self._paused_for(version):
             try:
                 places = self._places(await self._engine.call("nemorl_device"))
@@ -291,8 +291,8 @@ class NemorlExtension(WorkerExtension):
         return str(get_device_uuid(self.device_id))
 
     def nemorl_hold(self) -> dict[int, int]:
-        """Stand between two steps; the tokens sampled so far of every request in the batch."""
-        if self._nemorl_control is None:  # else it stands since an update that never came to its end
+        """Pause between two steps; the tokens sampled so far of every request in the batch."""
+        if self._nemorl_control is None:  # else it is paused since an update that never finished
             control = self.engine.control_action(drain=False)
             control.__enter__()
             self._nemorl_control = control

@@ -1,15 +1,19 @@
-"""What a TensorRT-LLM engine cannot be started without."""
+"""What a TensorRT-LLM engine requires, and the memory of its workers."""
 
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
+from nemorl.plan.memory import ProcessMemory, buckets_bytes, sampling_bytes
+
+_RUNTIME = 600_000_000  # bytes of each worker with its imports, as measured of vLLM
 
 
-def trtllm_problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
+def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
     """Packages of an engine that this installation does not bring; a run on other machines may have them."""
     if installed and "RAY_ADDRESS" not in os.environ and find_spec("tensorrt_llm") is None:
         fix = (
@@ -17,3 +21,20 @@ def trtllm_problems(experiment: Experiment, shape: ModelShape, *, installed: boo
             "(docs/trtllm.md), or take torch or vllm"
         )
         yield Problem("generation.backend", "trtllm", fix)
+
+
+def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
+    """One worker on its GPU; the KV cache takes its fraction of what is left. `weights` in bytes."""
+    config = experiment.generation
+    assert isinstance(config, TrtllmGenerationConfig)
+    ranks = config.ranks_per_replica
+    return ProcessMemory(
+        "generation",
+        config.replicas * ranks,
+        weights=-(-weights // ranks),
+        logits=sampling_bytes(config.max_batch_size, shape),
+        staging=buckets_bytes(config, weights),
+        # gathered by the replica's process; of it each worker's share
+        staging_on_host=-(-weights // ranks) if config.weight_delivery == "handles" else 0,
+        runtime=_RUNTIME,
+    )

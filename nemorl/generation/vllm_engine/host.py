@@ -1,12 +1,8 @@
-"""What runs in the process of a vLLM replica: the engine's front, and its side of the weight exchange.
+"""The process of a vLLM replica: the engine's front, and its side of the weight exchange.
 
-staged      workers receive beside the weights in use, sampling goes on ──commit: engine stands──▶ copied over
-in place    engine stands ──▶ workers receive into the weights in use ──commit──▶ engine goes on
+staged      workers receive next to the weights in use, sampling continues ──commit: paused──▶ copied over
+in place    engine paused ──▶ workers receive into the weights in use ──commit──▶ engine resumes
 reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them
-
-What vLLM's processes said last. They write where the replica's own process writes.
-
-Messages of the weight exchange as JSON, between a replica's process and vLLM's workers.
 """
 
 import asyncio
@@ -46,13 +42,13 @@ _CONSEQUENCES = ("See root cause", "See stack trace", "EngineDeadError")
 
 
 def last_words(count: int = 12) -> str:
-    """To put after a sentence: the first error that was told, and the last lines; or where to look."""
+    """End of an error message: the first error in the log, and its last lines; or where to look."""
     if not stat.S_ISREG(os.fstat(_OUTPUT).st_mode):
         return "; its output says more"
     lines = last_lines(Path(f"/proc/self/fd/{_OUTPUT}"), _LINES)
     cause = first_error(lines)
-    told = "".join(f"\n  | {line}" for line in lines[-count:])
-    return (f": {cause}" if cause else "") + f". The last lines of its log:{told or ' none'}"
+    quoted = "".join(f"\n  | {line}" for line in lines[-count:])
+    return (f": {cause}" if cause else "") + f". The last lines of its log:{quoted or ' none'}"
 
 
 def first_error(lines: tuple[str, ...]) -> str | None:
@@ -92,9 +88,9 @@ class VllmHost(EngineFront[RequestDriver]):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Nothing runs before `start`. `commit_seconds` is the most that taking new weights may last.
+        """Nothing runs before `start`. `commit_seconds` limits how long the engine may take to pause for new weights.
 
-        `return_experts` has the experts that tokens went to told with them. With `lora` the engine keeps the
+        `return_experts` reports the experts of each token. With `lora` the engine keeps the
         weights of `model_path` and is sent adapters. `gpus` names those that the engine sees, its own first,
         where they are not this process's own.
         """
@@ -147,7 +143,7 @@ class VllmHost(EngineFront[RequestDriver]):
         self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
         for parameter, reason in answers[0]["reasons"].items():
-            logger.info("%s comes in whole tensors and is loaded anew: %s", parameter, reason)
+            logger.info("%s comes in whole tensors and is loaded again: %s", parameter, reason)
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         """What each rank of the engine needs, for the plan of the exchange."""
@@ -158,7 +154,7 @@ class VllmHost(EngineFront[RequestDriver]):
         await self._vllm.call("nemorl_prepare", PARTS.dump_json(parts).decode())
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """The engine's side of a refit; but in place it goes on sampling meanwhile. Raises `RefitFailed`."""
+        """The engine's side of a refit; unless in place it keeps sampling meanwhile. Raises `RefitFailed`."""
         if self._died.is_set():
             raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
         if self._update == "in_place":
@@ -185,9 +181,9 @@ class VllmHost(EngineFront[RequestDriver]):
         self.driver.recover()
 
     async def abandon_refit(self) -> None:
-        """Stay on the version in use; an engine that was written into stands until a refit."""
+        """Stay on the version in use; an engine that was written into stays paused until a refit."""
         if self._died.is_set():
-            return  # nothing is left to go on
+            return  # nothing is left to resume
         torn = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
         if torn:
             self.driver.mark_torn(torn[0])
@@ -197,21 +193,21 @@ class VllmHost(EngineFront[RequestDriver]):
     async def sleep(self, level: int) -> None:
         """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.
 
-        Sequences in flight stand until sampling goes on, and lose their cache; a CPU has nothing to leave.
+        Sequences in flight wait until sampling continues, and lose their cache; a CPU has nothing to leave.
         """
         await self.pause("keep")
         if self._device == "cuda":
             await self._vllm.sleep(level)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        """Take `weights`, `kv_cache` or, with no tag, both back; sampling goes on once the cache is there."""
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues once the cache is back."""
         if self._device == "cuda":
             await self._vllm.wake(tags)
         if not tags or "kv_cache" in tags:
             await self.resume()
 
     async def close(self) -> None:
-        """End the engine; whoever still waits gets EngineFailed."""
+        """End the engine; pending requests get EngineFailed."""
         self._vllm.unwatch()
         self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
         await asyncio.to_thread(self._vllm.close)
@@ -233,7 +229,7 @@ class VllmHost(EngineFront[RequestDriver]):
                 raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
             else:
                 raise RefitDeadline(
-                    f"refit to version {session.version}: {self.driver.name} heard nothing of its workers "
+                    f"refit to version {session.version}: {self.driver.name} received nothing from its workers "
                     f"{reports.missing} within {seconds:g} s"
                 )
         finally:

@@ -1,6 +1,6 @@
-"""What a vLLM engine cannot be started with: its layout of the model, its cache, its package.
+"""Settings with which a vLLM engine cannot start, and the memory of its processes.
 
-What vLLM's `AsyncEngineArgs` takes, read from its installed source: importing it takes 12 seconds.
+The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: importing it takes 12 seconds.
 """
 
 import ast
@@ -15,7 +15,9 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
+from nemorl.plan.memory import ProcessMemory, buckets_bytes, sampling_bytes
 
+_RUNTIME = 600_000_000  # bytes of each process with its imports, as measured on a CPU
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
@@ -37,7 +39,7 @@ def argument_problems(given: Mapping[str, object]) -> Iterator[Problem]:
             fix = "the installed vLLM's AsyncEngineArgs have no such argument"
             yield Problem(field, value, fix + (f"; did you mean {near[0]}?" if near else ": leave it out"))
         elif not _fits(value, known[name]):
-            yield Problem(field, value, f"vLLM wants {ast.unparse(known[name])} here")
+            yield Problem(field, value, f"vLLM expects {ast.unparse(known[name])}")
 
 
 @cache
@@ -60,9 +62,9 @@ def engine_arguments() -> Mapping[str, ast.expr]:
     }
 
 
-def _fits(value: object, wanted: ast.expr) -> bool:
+def _fits(value: object, expected: ast.expr) -> bool:
     """Whether a value may be of an annotated type; what is no plain type is left to vLLM."""
-    match wanted:
+    match expected:
         case ast.BinOp(left, ast.BitOr(), right):
             return _fits(value, left) or _fits(value, right)
         case ast.Constant(None):
@@ -89,14 +91,14 @@ def vllm_version() -> str | None:
     return None
 
 
-def vllm_problems(
+def problems(
     experiment: Experiment,
     shape: ModelShape,
     version: Callable[[], str | None] = vllm_version,
     *,
     installed: bool = True,
 ) -> Iterator[Problem]:
-    """What speaks against the engine on this model; nothing for other back ends.
+    """Problems of the engine with this model; none for other back ends.
 
     `installed` asks the package here, too: whether it is there, and for the arguments that it takes.
     """
@@ -117,6 +119,25 @@ def vllm_problems(
     yield from _cache(experiment, config, shape)
 
 
+def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
+    """One rank with its share of the engine's two processes that hold no weights. `weights` in bytes."""
+    config = experiment.generation
+    assert isinstance(config, VllmGenerationConfig)
+    ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
+    update = config.update_on("cpu" if on_cpu else "cuda")
+    staged = update == "staged" and config.adapters == "merged"  # separate adapters are as small as a bucket
+    return ProcessMemory(
+        "generation",
+        config.replicas * ranks,
+        weights=-(-weights // ranks),
+        logits=sampling_bytes(config.max_num_seqs, shape),
+        kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
+        staging=buckets_bytes(config, -(-weights // ranks)) + (-(-weights // ranks) if staged else 0),
+        staging_on_host=weights if update == "reload" else 0,
+        runtime=_RUNTIME + 2 * _RUNTIME // ranks,
+    )
+
+
 def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
     if experiment.cluster.gpus_per_node or shape.mla is not None or shape.head_dim in CPU_HEAD_DIMS:
         return
@@ -128,7 +149,7 @@ def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Adapters computed by vLLM 0.32 beside weights that it keeps in another form, or by Triton alone."""
+    """Adapters computed by vLLM 0.32 on top of weights that it keeps in another form, or by Triton alone."""
     if config.adapters == "merged":
         return
     fix = ""

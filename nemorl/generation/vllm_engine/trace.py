@@ -62,7 +62,7 @@ def placed(view: View, strides: tuple[int, ...]) -> Placed:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each axis."""
+    """Elements between neighbors along each axis."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -99,8 +99,8 @@ class LoaderTrace:
 
     def sources(self, parameters: Iterable[str]) -> tuple[str, ...]:
         """HF tensors of which some part lands in one of the parameters."""
-        wanted = set(parameters)
-        return tuple(dict.fromkeys(part.name for part in self.slices if part.param in wanted))
+        names = set(parameters)
+        return tuple(dict.fromkeys(part.name for part in self.slices if part.param in names))
 
 
 def trace_loader(
@@ -138,7 +138,7 @@ def uncovered(trace: LoaderTrace, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes copies from memory-less tensors down. Storages tell whose view a tensor is."""
+    """Writes copies from memory-less tensors down. Its storage identifies whose view a tensor is."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -1,17 +1,17 @@
-"""What one vLLM worker wants to be sent, and how it takes that into use.
+"""What one vLLM worker requires, and how it takes that into use.
 
     traced     slices, straight into the shape of its parameters   -> copied over (staged) or written there
     reloaded   whole tensors, for modules that compute with memory of their own -> vLLM's own loader
 
 The layout is learned while the model is loaded: after its weights are there, and before post-processing has
-given some of them the form that kernels want.
+given some of them the form that kernels require.
 
 Which modules compute with other memory than their parameters, as post-processing of weights left them.
 
-A kernel may want weights in an order of its own: vLLM then replaces the parameter, changes it in place, or
-keeps a copy beside it. Writing into such a parameter afterwards would not be seen, or would be wrong.
+A kernel may require weights in its own order: vLLM then replaces the parameter, changes it in place, or
+keeps a copy of it. Writing into such a parameter afterwards would not be seen, or would be wrong.
 
-A policy's adapters (LoRA) in a vLLM worker, which computes them beside weights that stay as they are.
+A policy's adapters (LoRA) in a vLLM worker, which computes them on top of weights that stay as they are.
 
 The engine has one adapter from its beginning to its end, and every request names it: new values take effect
 for sequences in flight too. Each rank holds it whole; vLLM cuts it for the rank when it is taken into use.
@@ -93,7 +93,7 @@ def _states(module: nn.Module) -> dict[str, _State]:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """What hangs on the module and on its quantisation method."""
+    """What hangs on the module and on its quantization method."""
     kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     method = getattr(module, "quant_method", None)
     if method is not None and hasattr(method, "__dict__"):
@@ -108,7 +108,7 @@ def _other_memory(value: object, own: set[int], depth: int) -> bool:
     if isinstance(value, Tensor):
         return value.numel() > 1 and _storage(value) not in own
     if isinstance(value, nn.Module):
-        return False  # it is looked at by itself
+        return False  # it is looked at separately
     if depth == 0:
         return True
     return any(_other_memory(part, own, depth - 1) for part in _parts(value))
@@ -195,7 +195,7 @@ class WorkerLayout:
 
 
 def layout_of(learned: Learned, tensors: Shapes, update: Update) -> WorkerLayout:
-    """What a worker wants. Raises Untraceable where shards cannot be written."""
+    """What a worker requires. Raises Untraceable where shards cannot be written."""
     if update == "reload":
         return WorkerLayout(_whole_slices(tensors, tensors), tuple(tensors))
     if learned.problem is not None:
@@ -261,13 +261,15 @@ def _uncovered(model: nn.Module, trace: LoaderTrace, changed: Mapping[str, str])
     """What is wrong with those that are to be written; buffers count where something of them is loaded."""
     loaded = {part.param for part in trace.slices}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in loaded}
-    wanted = {name: t for name, t in (parameters_of(model) | buffers).items() if name not in changed}
-    direct = LoaderTrace(tuple(part for part in trace.slices if part.param in wanted), {})
-    wrong = uncovered(direct, wanted)
+    direct_parameters = {
+        name: t for name, t in (parameters_of(model) | buffers).items() if name not in changed
+    }
+    direct = LoaderTrace(tuple(part for part in trace.slices if part.param in direct_parameters), {})
+    wrong = uncovered(direct, direct_parameters)
     if not wrong:
         return None
     name, reason = next(iter(wrong.items()))
-    return f"{len(wrong)} of {len(wanted)} parameters cannot be written in shards, first {name}: {reason}"
+    return f"{len(wrong)} of {len(direct_parameters)} parameters cannot be written in shards, first {name}: {reason}"
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
@@ -292,7 +294,7 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _forget_kernels(model: nn.Module) -> None:
-    """Have the loader make the kernels of experts on a CPU anew.
+    """Have the loader make the kernels of experts on a CPU again.
 
     vLLM 0.32 packs experts for a CPU when it makes their kernel, and only then: reloaded under a kernel that
     is there, they would be multiplied unpacked. Nothing on a CPU has captured where the old ones lie.

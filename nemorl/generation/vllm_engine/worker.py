@@ -1,7 +1,7 @@
-"""What is mixed into vLLM's worker class: the receiving side of the weight exchange, in every worker process.
+"""Extension of vLLM's worker class: the receiving side of the weight exchange, in every worker process.
 
 vLLM names it by `worker_extension_cls` and imports it before the model is loaded. Its methods are called by
-`collective_rpc` with texts and numbers, JSON where it is more; a refit runs in a thread beside the engine's
+`collective_rpc` with texts and numbers, JSON where it is more; a refit runs in a thread next to the engine's
 steps, and its report goes to the socket of the process that asked.
 """
 
@@ -57,10 +57,10 @@ def _die_with_parent() -> None:
 
 
 def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
-    """Kill the engine when the replica's own process is gone; nobody else would. Both are pidfds: a number
+    """Kill the engine when the replica's process has ended; no other process would. Both are pidfds: a number
     may be another process's by then, as the parent of an orphan is.
 
-    Nor would anybody remove its sockets and the file at which its ranks have met.
+    Nor would any remove its sockets and the file at which its ranks have met.
     """
     select.select([owner], [], [])
     shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
@@ -132,7 +132,7 @@ class VllmWorkerExtension:
         worker.nemorl.abandon()
         receiving: threading.Thread | None = getattr(worker, "nemorl_receiving", None)
         if receiving is not None:
-            receiving.join(_END_SECONDS)  # the next update finds a process group that nobody uses
+            receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
         torn: str | None = worker.nemorl.torn
         return torn
 
@@ -167,7 +167,7 @@ def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> N
     answer: dict[str, Any] = {"rank": rank}
     try:
         answer["report"] = REPORT.dump_python(receive(), mode="json")
-    except Exception as error:  # noqa: BLE001 - told to the process that asked
+    except Exception as error:  # noqa: BLE001 - reported to the process that asked
         answer |= {"error": type(error).__name__, "message": str(error)}
     # Who asked may have given up.
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
