@@ -160,7 +160,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         await self._engine.release_memory()
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues once the cache is back."""
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
         await self._engine.resume_memory(tags)
         if not tags or "kv_cache" in tags:
             await self.resume()

@@ -88,11 +88,11 @@ class VllmHost(EngineFront[RequestDriver]):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Nothing runs before `start`. `commit_seconds` limits how long the engine may take to pause for new weights.
+        """Nothing runs before `start`. `commit_seconds` limits how long the engine takes to pause for weights.
 
-        `return_experts` reports the experts of each token. With `lora` the engine keeps the
-        weights of `model_path` and is sent adapters. `gpus` names those that the engine sees, its own first,
-        where they are not this process's own.
+        `return_experts` reports the experts of each token. With `lora` the engine keeps the weights of
+        `model_path` and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
+        first, if they are not those of this process.
         """
         self._lora = lora
         self._sockets = tempfile.TemporaryDirectory(prefix="nemorl-vllm-", ignore_cleanup_errors=True)
@@ -200,7 +200,7 @@ class VllmHost(EngineFront[RequestDriver]):
             await self._vllm.sleep(level)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues once the cache is back."""
+        """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
         if self._device == "cuda":
             await self._vllm.wake(tags)
         if not tags or "kv_cache" in tags:
@@ -229,8 +229,8 @@ class VllmHost(EngineFront[RequestDriver]):
                 raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
             else:
                 raise RefitDeadline(
-                    f"refit to version {session.version}: {self.driver.name} received nothing from its workers "
-                    f"{reports.missing} within {seconds:g} s"
+                    f"refit to version {session.version}: {self.driver.name} received nothing from its "
+                    f"workers {reports.missing} within {seconds:g} s"
                 )
         finally:
             gathered.cancel()

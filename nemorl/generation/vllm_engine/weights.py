@@ -261,15 +261,13 @@ def _uncovered(model: nn.Module, trace: LoaderTrace, changed: Mapping[str, str])
     """What is wrong with those that are to be written; buffers count where something of them is loaded."""
     loaded = {part.param for part in trace.slices}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in loaded}
-    direct_parameters = {
-        name: t for name, t in (parameters_of(model) | buffers).items() if name not in changed
-    }
-    direct = LoaderTrace(tuple(part for part in trace.slices if part.param in direct_parameters), {})
-    wrong = uncovered(direct, direct_parameters)
+    writable = {name: t for name, t in (parameters_of(model) | buffers).items() if name not in changed}
+    direct = LoaderTrace(tuple(part for part in trace.slices if part.param in writable), {})
+    wrong = uncovered(direct, writable)
     if not wrong:
         return None
     name, reason = next(iter(wrong.items()))
-    return f"{len(wrong)} of {len(direct_parameters)} parameters cannot be written in shards, first {name}: {reason}"
+    return f"{len(wrong)} of {len(writable)} parameters cannot be written in shards, first {name}: {reason}"
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
