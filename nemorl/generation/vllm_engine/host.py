@@ -88,7 +88,7 @@ class VllmHost(EngineFront[RequestDriver]):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Nothing runs before `start`. `commit_seconds` limits how long the engine takes to pause for weights.
+        """Nothing runs before `start`. `commit_seconds` limits the pause of the engine for new weights.
 
         `return_experts` reports the experts of each token. With `lora` the engine keeps the weights of
         `model_path` and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
