@@ -1,4 +1,4 @@
-"""Write what docs/algorithms.md says of presets and parts, from the presets and the schema themselves.
+"""Generate the parts of docs/algorithms.md about presets and sections from the presets and the schema.
 
 .venv/bin/python tools/algorithms_page.py
 """
@@ -19,18 +19,18 @@ PARTS = ("advantage", "filters", "loss", "kl", "correction", "entropy", "likelih
 
 
 def written(page: str) -> str:
-    """The page with its generated stretches as the code has them now."""
+    """The page with its generated parts as the code has them now."""
     for name, lines in (("presets", _presets()), ("parts", _parts())):
         before, begin, rest = page.partition(f"<!-- {name}: written by tools/algorithms_page.py -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->\n")
         if not begin or not end:
-            raise SystemExit(f"{PAGE} has no stretch for {name}")
+            raise SystemExit(f"{PAGE} has no part for {name}")
         page = before + begin + "\n".join(lines) + "\n" + end + after
     return page
 
 
 def _presets() -> Iterator[str]:
-    yield "| `name` | | advantage | loss | aggregation | sets beside | paper |"
+    yield "| `name` | | advantage | loss | aggregation | also sets | paper |"
     yield "|---|---|---|---|---|---|---|"
     for preset in PRESETS.values():
         yield _row(preset)
@@ -40,14 +40,14 @@ def _presets() -> Iterator[str]:
 
 def _row(preset: Preset) -> str:
     config = _config(preset)
-    beside = [part for part in preset.settings if part not in ("advantage", "loss")]
+    others = [part for part in preset.settings if part not in ("advantage", "loss")]
     cells = (
         f"[`{preset.name}`](#{preset.name})",
         preset.title,
         f"`{config.advantage.name}`",
         f"`{config.loss.name}`",
         config.loss.aggregation,
-        ", ".join(f"`{part}`" for part in beside),
+        ", ".join(f"`{part}`" for part in others),
         f"[{preset.paper.rpartition('/')[2]}]({preset.paper})",
     )
     return f"| {' | '.join(cells)} |"
@@ -63,7 +63,7 @@ def _titled(preset: Preset) -> str:
 
 def _settings(preset: Preset) -> Iterator[str]:
     tree = {"algorithm": {"name": preset.name, **preset.settings}}
-    yield "What the name stands for:"
+    yield "The preset:"
     yield "```yaml"
     yield yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=108).rstrip()
     yield "```"

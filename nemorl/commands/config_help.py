@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Raises NemorlError for a section that is not there."""
+    """Raises NemorlError for an unknown section."""
     fields = describe(arguments.section)
     if not fields:
         raise NemorlError(_unknown_section(arguments.section))
@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _print_sections(fields: list[FieldHelp]) -> None:
-    """Each section under its name, with its fields by theirs."""
+    """Each section with its fields under it."""
     sections: dict[str, list[FieldHelp]] = {}
     for field in fields:
         sections.setdefault(field.path.rpartition(".")[0], []).append(field)
@@ -55,12 +55,12 @@ def _print_sections(fields: list[FieldHelp]) -> None:
 
 
 def _print(text: str, indent: str, style: str = "") -> None:
-    """A paragraph; continuation lines are indented by two more."""
+    """Print a paragraph; continuation lines of a heading are indented by two more."""
     console = output()
     if text:
         width = min(console.width, _WIDEST)
         further = indent + ("  " if style else "")
-        # Names with hyphens and commands stay whole.
+        # Names with hyphens and commands are not broken.
         lines = fill(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
         console.print(Text(lines, style=style))
 
@@ -72,7 +72,7 @@ def _head(field: FieldHelp, name: str) -> str:
 
 
 def _yaml(default: object) -> str:
-    """As people write it: texts without quotes, unless they are empty."""
+    """As in a file: strings without quotes, unless they are empty."""
     return default if isinstance(default, str) and default else json.dumps(default, default=str)
 
 
@@ -80,4 +80,4 @@ def _unknown_section(asked: str) -> str:
     known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
     close = difflib.get_close_matches(asked, known, n=1)
     fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
-    return f"an experiment has no section `{asked}`: {fix}"
+    return f"unknown section `{asked}`; {fix}"

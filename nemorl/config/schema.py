@@ -1,10 +1,9 @@
-"""The schema, looked at from outside: which sections and fields there are, and what their help says.
+"""The schema as data: sections, fields and their help; and what remains of a section whose variant changes.
 
-What becomes of a section whose variant changes: `generation.backend=vllm` over a file that says `torch`.
-
-The fields that both variants have in common, those of the class that both come from, stay: replicas,
-sampling, lengths. The old variant's own fields go, and so do the parts that a preset sets: what was said of
-GRPO's loss would turn DAPO's into another. Others stay, to be taken by the new variant or refused.
+For `generation.backend=vllm` over a file with `torch`, the fields of the class that both variants derive
+from stay: replicas, sampling, lengths. The other fields of the old variant are dropped, and so are the parts
+that a preset sets: the settings of GRPO's loss would turn DAPO's into another. Other fields stay, for the new
+variant to accept or refuse.
 """
 
 import types
@@ -25,7 +24,7 @@ from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
 _MAX_NAMES = 4  # of one variant, where it is called by them
-_KEY = "NAME"  # stands for the keys of a mapping, which are one's own
+_KEY = "NAME"  # for the keys of a mapping, which the user chooses
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class FieldHelp:
 
 
 def variants(annotation: Any) -> tuple[type[Config], ...]:
-    """The sections that a field of this type may hold: none for a plain value, several for a union."""
+    """The section classes that a field of this type may have: none for a plain value, several for a union."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
     if get_origin(annotation) is Annotated:
@@ -53,20 +52,20 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
 
 
 def tag(variant: type[Config]) -> str:
-    """The field that tells this variant of a section from others: `name`, or `backend`."""
+    """The field that selects this variant of a section: `name`, `kind` or `backend`."""
     return next((key for key in VARIANT_KEYS if key in variant.model_fields), VARIANT_KEYS[0])
 
 
 def names(variant: type[Config]) -> tuple[str, ...]:
-    """What that field may say for this variant; nothing for a section without variants."""
+    """The values of that field for this variant; none for a section without variants."""
     field = variant.model_fields.get(tag(variant))
     return get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
 
 
 def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Config], ...]]:
-    """A location as pydantic gives it: the path as people write it, and the sections that may stand there.
+    """The path, as it is written, of a location of pydantic's, and the section classes it may have.
 
-    Pydantic puts the name of a union's variant into its locations; people do not write it.
+    Pydantic puts the name of a union's variant into its locations.
     """
     sections: tuple[type[Config], ...] = (Experiment,)
     path: FieldPath = ()
@@ -89,12 +88,12 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
 
 
 def sections_at(path: FieldPath) -> tuple[type[Config], ...]:
-    """The sections that may stand at a path as people write it; several where there are variants."""
+    """The section classes at a path as it is written; several if there are variants."""
     return locate(path)[1]
 
 
 def declaration(section: type[Config], field: str) -> type:
-    """The class in which a section's field is written down: variants that share a field share its class."""
+    """The class that declares a section's field: variants that share a field share its class."""
     return next(owner for owner in reversed(section.__mro__) if field in get_annotations(owner))
 
 
@@ -108,7 +107,7 @@ def describe(prefix: str = "") -> list[FieldHelp]:
 
 
 def section_help(section: str) -> str:
-    """What a section is for; nothing for the whole experiment and for places of a list."""
+    """The help of a section; empty for the experiment itself and for items of a list."""
     *around, name = section.split(".")
     for owner in sections_at(tuple(around)) if name else ():
         if name in owner.model_fields:
@@ -137,7 +136,7 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
 
 
 def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Iterator[FieldHelp]:
-    """The field that tells the variants apart, what all of them have, and what some have, each once."""
+    """The field that selects the variant, the fields of all variants, and those of some, each once."""
     choice = _choice(sections, path)
     fields: dict[str, FieldHelp] = {}  # by all that is shown of it
     owners: dict[str, list[type[Config]]] = {}
@@ -154,43 +153,43 @@ def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Ite
 
 
 def _choice(sections: tuple[type[Config], ...], path: FieldPath) -> FieldHelp:
-    """The field that says which variant is meant, with a word on each."""
+    """The field that selects the variant, with the help of each."""
     key = tag(sections[0])
     fields = [section.model_fields[key] for section in sections]
     default = next((field.default for field in fields if not field.is_required()), ABSENT)
     kinds = [name for section in sections for name in names(section)]
-    told = [f"`{_label(section)}`: {words}" for section in sections if (words := _summary(section, key))]
-    return FieldHelp(dotted((*path, key)), "", " | ".join(kinds), default, " ".join(told))
+    described = [f"`{_label(section)}`: {words}" for section in sections if (words := _summary(section, key))]
+    return FieldHelp(dotted((*path, key)), "", " | ".join(kinds), default, " ".join(described))
 
 
 def _summary(section: type[Config], key: str) -> str:
-    """What a variant is: the help of the field that names it, or the first paragraph of its class."""
+    """The help of a variant: that of the field that selects it, or the first paragraph of its class."""
     first, *_ = (section.__doc__ or "").split("\n\n")
     return help_text(section, key) or " ".join(first.split())
 
 
 def _who(those: Sequence[type[Config]], everyone: Sequence[type[Config]]) -> str:
-    """The variants that have a field, or those that lack it where they are fewer to name."""
+    """The names of the variants that have a field, or of those that lack it if these are fewer."""
     others = [section for section in everyone if section not in those]
     shorter = f"not {'|'.join(map(_label, others))}" if len(those) > 3 * len(others) else ""
     return shorter or "|".join(map(_label, those))
 
 
 def _label(section: type[Config]) -> str:
-    """A variant by its names, or by its class where these are many: `online`."""
+    """A variant by its names, or by its class if these are many: `online`."""
     known = names(section)
     return "|".join(known) if len(known) <= _MAX_NAMES else section.__name__.removesuffix("Config").lower()
 
 
 def help_text(section: type[Config], field: str) -> str:
-    """A field's help in one line; where a variant only has another default, that of the field it changes."""
+    """A field's help in one line; a variant that only changes the default inherits it."""
     owners = (owner for owner in section.__mro__ if issubclass(owner, Config))
     texts = (owner.model_fields[field].description for owner in owners if field in owner.model_fields)
     return " ".join(next((text for text in texts if text), "").split())
 
 
 def type_text(field: FieldInfo) -> str:
-    """A field's type in words, with its bounds: `whole number >= 1 or null`."""
+    """A field's type in words, with its bounds: `integer >= 1 or null`."""
     bounds = [
         f"{sign} {bound}"
         for constraint in field.metadata
@@ -201,7 +200,7 @@ def type_text(field: FieldInfo) -> str:
     return " ".join([words, ", ".join(bounds)]).strip() + (" or null" if rest else "")
 
 
-_PLAIN_TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
+_PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
 
 
 def _words(annotation: Any) -> str:
@@ -224,12 +223,12 @@ _ALGORITHM = ("algorithm",)
 
 
 def common_fields(path: FieldPath, base: Tree, over: Tree) -> Tree:
-    """For one file over another: a section that names no variant is of the default one, if it has any."""
+    """For one file over another: a section without a variant has the default one, if there is one."""
     return _staying(path, base, over, unnamed=_default(sections_at(path)))
 
 
 def common_fields_of_named(path: FieldPath, base: Tree, over: Tree) -> Tree:
-    """For overrides among themselves, in any order: one that names no variant is of whichever is named."""
+    """For overrides among each other, in any order: one without a variant has the one that another names."""
     return _staying(path, base, over, unnamed=None)
 
 
@@ -240,7 +239,7 @@ def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | No
         return base
     old = _named(sections, base[key]) if key in base else unnamed
     new = _named(sections, over[key])
-    if old is None or new is None:  # a name that nobody knows is refused, whatever else is there
+    if old is None or new is None:  # an unknown name is refused later
         return base
     named = (base.get(key), over[key]) if path == _ALGORITHM else ()
     parts = frozenset[str]().union(*map(_preset_parts, named))

@@ -158,8 +158,7 @@ def test_config_is_a_line_for_each_field_in_a_pipe(nemorl: Nemorl) -> None:
 
     assert outcome.status == 0
     assert outcome.out == (
-        "policy.layout.pipeline_parallel_size: whole number >= 1, default 1. "
-        "Stages that share the layers (PP).\n"
+        "policy.layout.pipeline_parallel_size: integer >= 1, default 1. Stages that share the layers (PP).\n"
     )
 
 
@@ -184,7 +183,7 @@ def test_config_knows_all_fields(nemorl: Nemorl) -> None:
     out = nemorl("config").out
 
     assert "\nalgorithm.kl.estimator [online]: " in out
-    assert "\npolicy.schedule.decay_steps [linear|cosine]: whole number >= 1, required. " in out
+    assert "\npolicy.schedule.decay_steps [linear|cosine]: integer >= 1, required. " in out
 
 
 def test_config_names_a_shared_field_once(nemorl: Nemorl) -> None:

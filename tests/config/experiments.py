@@ -39,14 +39,14 @@ def write(folder: Path, text: str = GRPO, name: str = "experiment.yaml") -> Path
 
 
 def problems_of(file: Path, *overrides: str) -> list[Problem]:
-    """What is wrong with an experiment that must be refused."""
+    """The problems of an experiment that must be refused."""
     with pytest.raises(ConfigError) as refused:
         load_experiment(file, overrides)
     return list(refused.value.problems)
 
 
 def refuses(file: Path, overrides: Sequence[str], field: str, value: object, fix: str) -> None:
-    """That nothing but this is wrong with an experiment, and is told so."""
+    """Assert that this is the only problem of an experiment."""
     problems = problems_of(file, *overrides)
     assert [problem.field for problem in problems] == [field]
     assert problems[0].value == value

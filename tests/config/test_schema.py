@@ -41,7 +41,7 @@ def test_types_are_in_words() -> None:
 
     assert types["policy.max_grad_norm"] == "number > 0 or null"
     assert types["policy.model_path"] == "path"
-    assert types["algorithm.validation.pass_at_k"] == "list of whole number"
+    assert types["algorithm.validation.pass_at_k"] == "list of integer"
     assert types["algorithm.kl.estimator"] == "k1 | k2 | k3"
     assert types["rewards.0.weight"] == "number"
 
