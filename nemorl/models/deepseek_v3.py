@@ -9,7 +9,7 @@ import math
 from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, yarn_sharpening
 from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM
-from .mixtral import ROUTER, gated_experts
+from .mixture import ROUTER, gated_experts
 from .shape import Dim, MlaShape, ModelShape, MoeShape
 
 _HF_MLP = "model.layers.{layer}.mlp."

@@ -6,7 +6,7 @@ All experts of a layer lie in one tensor, input first, and gate and up take turn
 from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
-from .mixtral import EXPERT, ROUTER, router_weight, softmax_top_k
+from .mixture import EXPERT, ROUTER, router_weight, softmax_top_k
 from .qwen import QKV_BIAS
 from .shape import Dim, ModelShape, MoeShape
 

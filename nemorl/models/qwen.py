@@ -8,7 +8,7 @@ Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm on each query and key hea
 from .family import HfTensor, ModelFamily, Split, WeightRule
 from .hf_config import HfConfig, decoder_shape, refuse_windows
 from .llama import LLAMA_WEIGHTS
-from .mixtral import gated_experts, softmax_top_k
+from .mixture import gated_experts, softmax_top_k
 from .shape import Dim, ModelShape, MoeShape
 
 QKV_BIAS = WeightRule(
