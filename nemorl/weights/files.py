@@ -348,7 +348,7 @@ class VersionFolder:
             first = error.errors(include_url=False)[0]
             field = ".".join([*within, *map(str, first["loc"])])
             raise RefitFailed(
-                f"{self.path / MANIFEST} cannot be read: {field or 'the whole'}: {first['msg']}"
+                f"{self.path / MANIFEST} cannot be read: {field or 'the file'}: {first['msg']}"
             ) from error
 
     def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
@@ -362,7 +362,12 @@ class VersionFolder:
                 f"{need.shape}; both must be built from the same config.json"
             )
         by_type: dict[str, list[_StoredBox]] = {}
-        for stored in entry.boxes:
+        for number, stored in enumerate(entry.boxes):
+            if not len(stored.start) == len(stored.size) == len(entry.shape):
+                raise RefitFailed(
+                    f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}: start and size "
+                    f"must have {len(entry.shape)} numbers each, as shape has"
+                )
             by_type.setdefault(stored.dtype, []).append(stored)
         # a type that was not asked for when the version was written is made of the widest
         return by_type.get(dtype) or by_type.get("float32") or []

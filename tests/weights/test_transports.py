@@ -257,6 +257,14 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def flatten_a_box(folder: Path) -> None:
+    """Of a matrix, a box with one dimension."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["tensors"]["model.embed_tokens.weight"]["boxes"][0]["start"] = [0]
+    path.write_text(json.dumps(manifest))
+
+
 def damage(folder: Path) -> None:
     """Flip a bit of the last element of a file."""
     path = folder / "rank-00001.safetensors"
@@ -279,7 +287,11 @@ def lose(folder: Path) -> None:
             r"v00000002/manifest\.json cannot be read: tensors\.model\.norm\.weight\.boxes\.0\.fingerprint: "
             "Field required",
         ),
-        (cut, r"v00000002/manifest\.json cannot be read: the whole: Invalid JSON"),
+        (
+            flatten_a_box,
+            r"cannot be read: tensors\.model\.embed_tokens\.weight\.boxes\.0: start and size must have 2 numbers",
+        ),
+        (cut, r"v00000002/manifest\.json cannot be read: the file: Invalid JSON"),
     ],
 )
 def test_a_spoilt_file_is_found(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:

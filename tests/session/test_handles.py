@@ -1,0 +1,49 @@
+"""Remote methods are named as strings in `session/handles.py` only, and the hosted classes have them."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HANDLES = ROOT / "nemorl" / "session" / "handles.py"
+CALLS = {"call", "call_sharded", "call_background", "stream"}  # of workers and groups; all name a stage
+LOCAL = {"_call", "_to_ranks", "_compute", "_checkpoint", "_prepare"}  # of the handles
+# Folders and modules of the hosted classes.
+HOSTED = ("megatron", "generation", "rollout/worker.py", "session/policy_host.py", "session/endpoints.py")
+
+
+def remote_methods(path: Path, calls: set[str]) -> set[str]:
+    """The strings that calls of these names begin with."""
+    return {
+        node.args[0].value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in calls
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+        and (node.func.attr in LOCAL or any(keyword.arg == "stage" for keyword in node.keywords))
+    }
+
+
+def test_no_other_module_names_remote_methods() -> None:
+    folders = ("nemorl", "algorithms", "environments", "slurm")
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != HANDLES]
+    assert len(modules) > 100
+    assert {str(path): found for path in modules if (found := remote_methods(path, CALLS))} == {}
+
+
+def test_every_method_that_a_handle_names_is_one_of_a_hosted_class() -> None:
+    named = remote_methods(HANDLES, CALLS | LOCAL)
+    assert {"train_on", "generate_batches", "send_weights", "stream_groups", "listen"} <= named
+    places = [ROOT / "nemorl" / place for place in HOSTED]
+    modules = [path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))]
+    methods = {
+        function.name
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for function in node.body
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert named - methods == set()
