@@ -365,8 +365,8 @@ class VersionFolder:
         for number, stored in enumerate(entry.boxes):
             if not len(stored.start) == len(stored.size) == len(entry.shape):
                 raise RefitFailed(
-                    f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}: start and size "
-                    f"must have {len(entry.shape)} numbers each, as shape has"
+                    f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}: start and "
+                    f"size must have {len(entry.shape)} numbers each, as shape has"
                 )
             by_type.setdefault(stored.dtype, []).append(stored)
         # a type that was not asked for when the version was written is made of the widest

@@ -289,7 +289,7 @@ def lose(folder: Path) -> None:
         ),
         (
             flatten_a_box,
-            r"cannot be read: tensors\.model\.embed_tokens\.weight\.boxes\.0: start and size must have 2 numbers",
+            r"tensors\.model\.embed_tokens\.weight\.boxes\.0: start and size must have 2 numbers each",
         ),
         (cut, r"v00000002/manifest\.json cannot be read: the file: Invalid JSON"),
     ],
