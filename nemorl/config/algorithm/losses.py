@@ -40,11 +40,6 @@ class PolicyLossBase(Config):
         """True if tokens of low entropy have no loss."""
         return self.top_entropy_quantile < 1
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """True if it uses the old logprobs before the first update, so that they must be computed."""
-        return self.selects_tokens or self.selects_by_entropy
-
     @check
     def _aggregation_has_its_length(self) -> Iterator[Problem]:
         if self.aggregation == FIXED_LENGTH and self.aggregation_length is None:
