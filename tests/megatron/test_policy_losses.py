@@ -7,6 +7,7 @@ import torch
 
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.config.algorithm import (
+    CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
     GmpoLossConfig,
@@ -15,6 +16,8 @@ from nemorl.config.algorithm import (
     KLConfig,
     KlCovLossConfig,
     NoCorrectionConfig,
+    ReinforceLossConfig,
+    SapoLossConfig,
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
@@ -43,6 +46,9 @@ LOSSES = (
     PolicyLoss(ClipCovLossConfig(name="clip_cov", fraction=0.2, covariance_low=0, covariance_high=2)),
     PolicyLoss(KlCovLossConfig(name="kl_cov", fraction=0.2)),
     PolicyLoss(ClipLossConfig(top_entropy_quantile=0.3), KL, likelihood_coefficient=0.5),
+    PolicyLoss(CispoLossConfig(name="cispo", clip_low=0.1, clip_high=0.1), KL),
+    PolicyLoss(SapoLossConfig(name="sapo")),
+    PolicyLoss(ReinforceLossConfig(name="reinforce"), KL),
 )
 
 
@@ -85,13 +91,17 @@ def test_updates_equal_one_process(pool, model, batch, alone, where):
 
 def test_all_parts_have_something_to_do(alone):
     """Or the layouts would agree on nothing."""
-    clip, gspo, gspo_token, gmpo, clip_cov, kl_cov, by_entropy = (step.sums for step in alone)
+    clip, gspo, gspo_token, gmpo, clip_cov, kl_cov, by_entropy, cispo, sapo, reinforce = (
+        step.sums for step in alone
+    )
     tokens = clip["tokens"]
     assert 0 < gspo["correction/masked_sequences"] < tokens
     assert 0 < gspo["correction/truncated"] < tokens
     assert 0 < gspo_token["correction/masked_off_policy"] < tokens
-    for sums in (gspo, gspo_token, gmpo):
+    for sums in (gspo, gspo_token, gmpo, cispo):
         assert 0 < sums["clip_fraction/high"] + sums["clip_fraction/low"] < tokens
     assert clip_cov["selected_fraction"] == kl_cov["selected_fraction"] == int(0.2 * tokens)
     assert by_entropy["top_entropy_fraction"] == 1 + int(0.3 * (tokens - 1))
     assert by_entropy["loss/likelihood"] > 0
+    assert sapo["ratio/mean"] != tokens
+    assert reinforce["loss/policy"] != 0

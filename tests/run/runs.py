@@ -17,9 +17,9 @@ from nemorl.observe.metrics import StepMetrics, read_metrics
 CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second", "reward_seconds/", "reward_waiting/")
 
 
-def tiny_model(folder: Path) -> Path:
+def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:
     """An untrained model that two tensor-parallel processes can share."""
-    create_arithmetic_model(folder, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    create_arithmetic_model(folder, hidden=32, ffn=64, layers=layers, heads=4, kv_heads=2, seed=seed)
     return folder
 
 

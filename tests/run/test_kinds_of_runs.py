@@ -1,0 +1,57 @@
+"""Whole runs of algorithms that other files leave out: teachers, pairs, feedback, reward models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemorl.config.facts import metric_names
+from nemorl.config.load import load_experiment
+from nemorl.observe.metrics import StepMetrics
+from tests.run.runs import finish, lines, start, tiny_model, write_experiment
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kinds")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return tiny_model(folder / "model")
+
+
+def train(folder: Path, model: Path, name: str, **sections: Any) -> list[StepMetrics]:
+    """The steps of a run; a section replaces the one of `write_experiment`, and None removes it."""
+    path = write_experiment(folder, model, name)
+    tree = yaml.safe_load(path.read_text())
+    tree["policy"]["layout"] = {}
+    tree |= sections
+    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
+    status, output = finish(start("train", path))
+    assert status == 0, output
+    steps = lines(folder / name)
+    experiment = load_experiment(folder / name / "config.yaml")
+    known = metric_names(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
+    assert {metric for step in steps for metric in step.values} <= known
+    return steps
+
+
+SAMPLED = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "num_steps": 2}
+
+
+def test_a_teacher_that_is_the_policy_has_no_divergence_from_it(folder: Path, model: Path) -> None:
+    first, last = train(
+        folder,
+        model,
+        "teacher",
+        algorithm={"name": "on_policy_distillation", **SAMPLED},
+        teachers={"self": {"model_path": str(model)}},
+        rewards=None,
+    )
+    assert first.values["distillation/reverse_kl"] == pytest.approx(0, abs=1e-5)
+    assert first.values["logprob_gap/max"] < 1e-4
+    assert last.values["time/teachers"] > 0
