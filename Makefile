@@ -1,4 +1,4 @@
-# Every target makes its own environment in .venv; see tools/environment.sh for PYTHON= and TORCH=.
+# Every target creates the environment .venv; see tools/environment.sh for PYTHON= and TORCH=.
 BIN := .venv/bin
 export PYTHON TORCH
 
@@ -8,11 +8,11 @@ export PYTHON TORCH
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-quickstart: .venv/ready-dev  ## Teach a tiny model sums: a short SFT, then GRPO (under 5 minutes after the install)
+quickstart: .venv/ready-dev  ## Train a tiny model on sums: SFT, then GRPO (under 5 minutes after the installation)
 	@rm -rf runs/quickstart models/arithmetic
-	@printf '\n== 1/3  A model of about a million parameters, made on the spot ==\n'
+	@printf '\n== 1/3  Create a model of about a million parameters ==\n'
 	@$(BIN)/nemorl models create arithmetic models/arithmetic
-	@printf '\n== 2/3  Supervised fine-tuning to a mediocre level ==\n'
+	@printf '\n== 2/3  Supervised fine-tuning on data with errors ==\n'
 	@$(BIN)/nemorl train configs/quickstart/sft.yaml
 	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
 	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
@@ -20,13 +20,13 @@ quickstart: .venv/ready-dev  ## Teach a tiny model sums: a short SFT, then GRPO 
 test: .venv/ready-dev  ## Run the tests of every package in two processes (10 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
-test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run runs too
+test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run includes
 	@$(BIN)/pytest -m "ci and not slow" --numprocesses 2
 
-test-all: .venv/ready-dev  ## Run all tests, the slow ones too (more than an hour)
+test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than an hour)
 	@$(BIN)/pytest --numprocesses 2
 
-mutants: .venv/ready-mutants  ## Count the small errors in pure modules that the tests notice
+mutants: .venv/ready-mutants  ## Measure how many small mutations of pure modules the tests detect
 	@$(BIN)/python tools/mutants.py
 
 lint: .venv/ready-dev  ## Check style, format and types
@@ -34,18 +34,18 @@ lint: .venv/ready-dev  ## Check style, format and types
 	@$(BIN)/ruff format --check
 	@MYPY=$(CURDIR)/$(BIN)/mypy tools/types.sh
 
-format: .venv/ready-dev  ## Mend style and format
+format: .venv/ready-dev  ## Apply automatic fixes of style and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-house: .venv/ready-dev  ## Print the structure of the code in figures: size, coupling, cycles, the GRPO path
+house: .venv/ready-dev  ## Print size, coupling, cycles and the GRPO path of the code
 	@$(BIN)/python tools/house.py
 
-bench: .venv/ready-bench models/smollm2  ## Measure on SmolLM2: a GRPO step beside TRL's, a training step beside others'
+bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step against TRL and a training step against others, on SmolLM2
 	@$(BIN)/python benchmarks/step.py
 	@$(BIN)/python benchmarks/training.py
 
-bench-algorithms: .venv/ready-dev  ## Train every algorithm on the tiny model and compare its own figure (an hour)
+bench-algorithms: .venv/ready-dev  ## Train every algorithm on the tiny model and compare its metric (an hour)
 	@$(BIN)/python benchmarks/algorithms.py
 
 models/smollm2: | .venv/ready-bench

@@ -1,14 +1,14 @@
-"""Does every algorithm learn: does its own figure move the right way on the tiny arithmetic model?
+"""Does every algorithm learn: does its metric move the right way on the tiny arithmetic model?
 
 Trains an experiment for each algorithm, from where the first half of `make quickstart` ends; SFT begins with
 random weights, and the second half's model teaches distillation. (Both are made here where they are missing.)
-The figure that an algorithm is about is compared before its first step and after its last one. Held-out
-figures are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),
+The metric of an algorithm is compared before its first step and after its last one. Held-out
+metrics are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),
 else of a share of as many tasks. The tasks are the same before and after, which the errors make no use of.
-Runs that have ended are not repeated: remove runs/bench_algorithms to begin anew. A few rows of a table are
-made again with
+Completed runs are not repeated: remove runs/bench_algorithms to start over. To repeat a few rows of a
+table:
 
-    python benchmarks/algorithms.py --algorithms gdpo simpo --beside docs/results/algorithms.json
+    python benchmarks/algorithms.py --algorithms gdpo simpo --keep docs/results/algorithms.json
 """
 
 import argparse
@@ -59,17 +59,17 @@ OWN = {
     **dict.fromkeys(
         ("dpo", "cdpo", "robust_dpo", "ipo", "hinge", "cpo", "orpo", "apo_zero", "apo_down"), OF_PAIRS
     ),
-    # Without a reference nearly all pairs are told apart from the start, so the loss has to tell.
+    # Without a reference nearly all pairs are separated from the start, so the loss has to show it.
     **dict.fromkeys(("slic", "simpo"), (*OF_PAIRS, "validation/loss")),
     "kto": OF_PAIRS,
 }
-FALLING = ("loss", "kl", "jsd")  # how the names of figures end that should fall
+FALLING = ("loss", "kl", "jsd")  # endings of the names of metrics that should fall
 LONGER = {"gdpo": 4}  # times the steps of the others
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """What one run showed of one figure."""
+class Learned:
+    """One metric of one run."""
 
     algorithm: str
     metric: str
@@ -80,7 +80,7 @@ class Learnt:
     seconds_of_a_step: float  # median
     seconds: float  # all steps and validations
     commit: str | None
-    teacher: float | None = None  # the same figure of the model that teaches
+    teacher: float | None = None  # the same metric of the teacher
 
     @property
     def moved(self) -> Literal["right", "wrong", "within noise"]:
@@ -109,11 +109,11 @@ def experiments(names: Sequence[str]) -> dict[str, Path]:
     return {name: file for name, file in found.items() if not names or name in names}
 
 
-def run(name: str, file: Path, steps: int) -> list[Learnt]:
+def run(name: str, file: Path, steps: int) -> list[Learned]:
     """Train it in a process of its own, unless an earlier call has, and read what it wrote.
 
     What samples to learn from its rewards takes `steps`, others the number of their file. Raises RuntimeError
-    when the run fails or does not write its figures.
+    when the run fails or does not write its metrics.
     """
     experiment = load_experiment(file)
     algorithm = experiment.algorithm
@@ -139,7 +139,7 @@ def _train(name: str, file: Path, run_dir: Path, steps: int) -> None:
     overrides = [
         f"run_dir={run_dir}",
         f"algorithm.num_steps={steps}",
-        "policy.layout.tensor_parallel_size=1",  # no figure depends on the layout
+        "policy.layout.tensor_parallel_size=1",  # no metric depends on the layout
         "algorithm.validation.at_start=true",
         "algorithm.validation.at_end=true",
         "algorithm.validation.period=null",
@@ -160,7 +160,7 @@ def _accuracy_of(model: Path, file: Path) -> float:
 
 
 def _nemorl(what: str, *arguments: str) -> None:
-    """The command, in one thread. Raises RuntimeError with its last words."""
+    """The command, in one thread. Raises RuntimeError with the end of its output."""
     ended = subprocess.run(
         [sys.executable, "-m", "nemorl.cli", *arguments],
         stdout=subprocess.PIPE,
@@ -180,7 +180,7 @@ def _commit_of(run_dir: Path) -> str | None:
 
 def _trained(
     name: str, experiment: Experiment, lines: Sequence[StepMetrics], commit: str | None
-) -> Iterator[Learnt]:
+) -> Iterator[Learned]:
     times = [line.values["time/step"] for line in lines if "time/step" in line.values]
     for metric in OWN.get(name) or OWN.get(experiment.algorithm.name) or (ACCURACY,):
         seen = [line.values for line in lines if metric in line.values]
@@ -194,7 +194,7 @@ def _trained(
             if falls
             else (_standard_error(seen[0], metric, tasks), _standard_error(seen[-1], metric, tasks))
         )
-        yield Learnt(
+        yield Learned(
             algorithm=name,
             metric=metric.removeprefix("validation/"),
             before=before,
@@ -221,13 +221,13 @@ def _held_out(experiment: Experiment) -> int:
     return dataset.size
 
 
-def row_of(one: Learnt) -> dict[str, object]:
+def row_of(one: Learned) -> dict[str, object]:
     """How the table shows it."""
     errors = one.standard_errors
     change = one.change_in_standard_errors
     return {
         "algorithm": one.algorithm,
-        "figure": one.metric,
+        "metric": one.metric,
         "before": _with_error(one.before, errors and errors[0]),
         "after": _with_error(one.after, errors and errors[1]),
         "change in standard errors": "" if change is None else f"{change:+.1f}",
@@ -250,11 +250,11 @@ def markdown_of(rows: Sequence[dict[str, object]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def beside(earlier: Path | None, found: Sequence[Learnt]) -> list[Learnt]:
+def with_kept_rows(earlier: Path | None, found: Sequence[Learned]) -> list[Learned]:
     """What was found, and of other algorithms what an earlier JSON has, in the order of the files."""
     if earlier is None:
         return list(found)
-    rows = [Learnt(**row) for row in json.loads(earlier.read_text(encoding="utf-8"))["learnt"]]
+    rows = [Learned(**row) for row in json.loads(earlier.read_text(encoding="utf-8"))["rows"]]
     again = {one.algorithm for one in found}
     order = list(experiments([]))
     kept = [one for one in rows if one.algorithm not in again and one.algorithm in order]
@@ -262,10 +262,10 @@ def beside(earlier: Path | None, found: Sequence[Learnt]) -> list[Learnt]:
 
 
 def main() -> None:
-    """Train, compare, and print a table; exit 1 where a run failed or a figure moved the wrong way."""
+    """Train, compare, and print a table; exit 1 where a run failed or a metric moved the wrong way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algorithms", nargs="+", default=[], help="only these")
-    parser.add_argument("--beside", type=Path, help="a JSON of this benchmark, whose other rows are kept")
+    parser.add_argument("--keep", type=Path, help="a JSON of this benchmark, whose other rows are kept")
     parser.add_argument("--steps", type=int, default=30, help="of those that sample (default 30)")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -277,14 +277,14 @@ def main() -> None:
             subprocess.run([*cli, "train", f"configs/quickstart/{half}.yaml"], check=True)
     files = experiments(options.algorithms)
     for file in files.values():
-        load_experiment(file)  # what cannot run is told before the first one has run
+        load_experiment(file)  # errors of all files are reported before the first run
     found, failed = _run_all(files, options.steps)
-    found = beside(options.beside, found)
+    found = with_kept_rows(options.keep, found)
     rows = [row_of(one) for one in found]
     if rows:
         path = publish(
             "algorithms",
-            {"command": "make bench-algorithms", "learnt": [asdict(one) for one in found], "failed": failed},
+            {"command": "make bench-algorithms", "rows": [asdict(one) for one in found], "failed": failed},
             table_of(f"{options.steps} steps on sums of two digits", rows),
         )
         path.with_suffix(".md").write_text(markdown_of(rows), encoding="utf-8")
@@ -295,10 +295,10 @@ def main() -> None:
         )
 
 
-def _run_all(files: Mapping[str, Path], steps: int) -> tuple[list[Learnt], list[str]]:
-    """What was learnt, and the names of the runs that failed, which do not keep others from theirs."""
+def _run_all(files: Mapping[str, Path], steps: int) -> tuple[list[Learned], list[str]]:
+    """The results, and the names of the runs that failed, which do not keep others from theirs."""
     progress = Console(stderr=True)
-    found: list[Learnt] = []
+    found: list[Learned] = []
     failed: list[str] = []
     for number, (name, file) in enumerate(files.items(), 1):
         try:

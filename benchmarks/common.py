@@ -1,14 +1,14 @@
-"""What benchmarks share: the machine they ran on, alternatives timed in turns, JSON beside a table.
+"""Shared by the benchmarks: the machine, alternatives timed in turns, JSON output and tables.
 
 How a benchmark is written:
 
 - One file answers one question, which is the first line of its docstring; it runs as
   `python benchmarks/<name>.py` and imports this module as `common`.
 - What is compared runs in turns (`time_in_turns`), since a machine slows down and speeds up within minutes.
-  Compare by the ratio of the same round (`Timing.ratio_to`), and show the spread beside the median.
+  Compare by the ratio of the same round (`Timing.ratio_to`), and show the spread with the median.
 - Both sides do the same work with the same threads. The first run warms up and is not counted. Work that
   keeps state or memory runs in a process of its own for each round; its seconds are made a `Timing` by hand.
-- Figures say their unit in their key: `seconds`, `bytes`, `tokens_per_second`. Numbers are rounded in the
+- Metrics have their unit in their key: `seconds`, `bytes`, `tokens_per_second`. Numbers are rounded in the
   table only, not in the JSON.
 - `publish` writes `runs/bench/<name>.json` and prints the table. Results that are worth keeping are copied to
   `docs/results/`, with the machine that the file names.
@@ -34,7 +34,7 @@ OUT = Path("runs/bench")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where figures come from."""
+    """The machine that produced the metrics."""
 
     cpu: str
     cores: int  # physical ones of the machine
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one alternative, one figure for each round."""
+    """Seconds of one alternative, one value per round."""
 
     name: str
     seconds: tuple[float, ...]
@@ -110,7 +110,7 @@ def table_of(title: str, rows: Sequence[Mapping[str, object]]) -> Table:
 
 
 def publish(name: str, metrics: Mapping[str, Any], table: Table, out: Path = OUT) -> Path:
-    """Write figures and machine as JSON, print table and machine; the path of the file."""
+    """Write metrics and machine as JSON, print table and machine; the path of the file."""
     machine = describe_machine()
     path = out / f"{name}.json"
     out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def publish(name: str, metrics: Mapping[str, Any], table: Table, out: Path = OUT
     path.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     console = Console()
     console.print(table)
-    console.print(f"{machine.cpu}, {machine.cores} cores, {machine.threads} threads; figures in {path}")
+    console.print(f"{machine.cpu}, {machine.cores} cores, {machine.threads} threads; metrics in {path}")
     return path
 
 

@@ -1,10 +1,10 @@
-"""How many tokens a second does each engine sample beside transformers' `generate`?
+"""How many tokens per second does each engine sample, compared with transformers' `generate`?
 
     python benchmarks/generation.py [--model models/smollm2] [--engines torch vllm] [--rounds 3] [--json PATH]
 
 The same prompts, greedy, at several batch sizes: all completions of one length, and with stops as ragged as
-those of rollouts. Only wanted tokens count; what a padded batch computes beyond a row's stop does not. Each
-engine lives in a process of its own with all threads, and they take turns. Before anything is timed the first
+those of rollouts. Only requested tokens count; what a padded batch computes beyond a row's stop does not.
+Each engine has its own process with all threads, and they take turns. Before anything is timed the first
 tokens of every completion must be those of transformers.
 """
 
@@ -49,7 +49,7 @@ def check_agreement(seen: Mapping[str, Sampled], work: Work) -> None:
 
 
 def measure(processes: Processes, engines: Sequence[str], work: Work, rounds: int) -> list[dict[str, Any]]:
-    """A row of figures for each engine; an uncounted first round warms up and must agree."""
+    """A row of metrics for each engine; an uncounted first round warms up and must agree."""
     check_agreement({engine: processes.call(engine, work) for engine in engines}, work)
     seen: dict[str, list[float]] = {engine: [] for engine in engines}
     for number in range(rounds):
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=32, help="of a completion; the median where ragged")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds")
-    parser.add_argument("--json", type=Path, help="where the figures are written too")
+    parser.add_argument("--json", type=Path, help="also write the metrics to this file")
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").exists():
         parser.error(f"{arguments.model} is no model: nemorl models fetch smollm2 {arguments.model}")

@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and how many tokens are wanted after each; no token ends a completion earlier."""
+    """Prompts, and the number of tokens to sample after each; no token ends a completion earlier."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Wanted in all."""
+        """Number of tokens to sample."""
         return sum(self.lengths)
 
 

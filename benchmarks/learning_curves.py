@@ -70,7 +70,7 @@ def trl_rewards(seed: int, steps: int) -> list[float]:
     rewards: list[float] = []
 
     def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        return [float(text.strip() == expected) for text, expected in zip(completions, answer, strict=True)]
 
     class Listener(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **__: Any) -> None:

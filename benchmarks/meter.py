@@ -48,7 +48,7 @@ class Memory:
 
 
 def now(kind: DeviceKind) -> Span:
-    """Clocks, after the device has done what it was told."""
+    """Clocks, after the device has completed its work."""
     if kind == "cuda":
         torch.cuda.synchronize()
     return Span(time.perf_counter(), time.process_time())
@@ -82,7 +82,7 @@ def peak(kind: DeviceKind) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status names no VmHWM: peak memory wants Linux")
+    raise RuntimeError("/proc/self/status names no VmHWM: peak memory requires Linux")
 
 
 # Dense bfloat16 operations a second of one device, from NVIDIA's data sheets; the first that fits counts.

@@ -24,7 +24,7 @@ class Processes:
             self._ends[side].send(arguments)
             return self._ends[side].recv()
         except (EOFError, BrokenPipeError):
-            raise RuntimeError(f"the process of {side} ended; its reason stands above") from None
+            raise RuntimeError(f"the process of {side} ended; its error is above") from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What does a refit cost: bytes, seconds and memory beside gather-and-broadcast, by changes, and its plan?
+"""What does a refit cost: bytes, seconds and memory against a broadcast, with changes only, and the plan?
 
 Three parts:
 

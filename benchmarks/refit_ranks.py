@@ -122,7 +122,7 @@ class Ranks:
             there.close()
             self._ends.append(here)
             self._processes.append(process)
-        self.active = count  # the first so many take part
+        self.active = count  # the number of first processes that take part
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method on the first ranks, each with its own arguments."""

@@ -29,13 +29,13 @@ def metrics(steps: list[StepMetrics], key: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a run and report every reward it was paid by."""
+    """Read a run and report each of its rewards."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args().run_dir
     steps = [s for s in read_metrics(run_dir / "metrics.jsonl") if "reward/mean" in s.values]
     if len(steps) < 2 * WINDOW:
-        parser.error(f"{run_dir} has {len(steps)} steps with a reward; {2 * WINDOW} are wanted")
+        parser.error(f"{run_dir} has {len(steps)} steps with a reward; {2 * WINDOW} are required")
     keys = [k for k in steps[-1].values if k.startswith("reward/") and k != "reward/std"]
     found = {key: metrics(steps, key) for key in keys}
     rows: list[dict[str, object]] = [{"metric": key, **values} for key, values in found.items()]

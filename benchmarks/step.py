@@ -1,4 +1,4 @@
-"""How long does a GRPO step on SmolLM2 take, stage by stage, and beside TRL's?
+"""How long does a GRPO step on SmolLM2 take, stage by stage and compared with TRL's?
 
     python benchmarks/step.py [--steps 4] [--rounds 2] [--without-trl] [--model models/smollm2]
 
@@ -122,7 +122,7 @@ def median(steps: Steps, key: str) -> float:
 
 
 def report(ours: list[Steps], theirs: list[Steps]) -> None:
-    """Figures as medians over all counted steps; the ratio is that of each round's own seconds."""
+    """Metrics as medians over all counted steps; the ratio is that of each round's own seconds."""
     steps = [step for steps in ours for step in steps]
     seconds = {stage: median(steps, f"time/{stage}") for stage in STAGES}
     metrics: dict[str, Any] = {

@@ -1,12 +1,12 @@
-"""How fast is our packed training step beside raw Megatron and padded transformers, and how does it grow?
+"""How fast is our packed training step against raw Megatron and padded transformers, and how does it scale?
 
     python benchmarks/training.py [--model models/smollm2] [--rounds 5] [--json PATH]
 
-Overhead: our step beside Megatron's own forward and backward on the same tokens. Packing: our step beside
+Overhead: our step against Megatron's own forward and backward on the same tokens. Packing: our step against
 transformers with padding, on sequences whose lengths vary as those of rollouts do. Growth: our step over
-sequence lengths and batch sizes. `training_sides.py` says what each side does; loss and gradient norm of all
-must agree before anything is timed. Each side lives in a process of its own, they take turns, and their
-seconds are those of forward and backward with all that stands around them, the optimizer's left out.
+sequence lengths and batch sizes. `training_sides.py` defines the sides; loss and gradient norm of all
+must agree before anything is timed. Each side has its own process and they take turns. Times
+cover forward and backward with everything around them, without the optimizer.
 
 Without the model's folder a random one of the same width and fewer layers is made (`--layers`).
 """
@@ -27,7 +27,7 @@ from common import publish, table_of
 from meter import peak_flops
 from processes import Processes
 from rich.console import Console
-from training_figures import summary, table_row, verdict
+from training_metrics import summary, table_row, verdict
 from training_sides import Metrics, Setting, run_step, start
 from training_work import (
     COMPLETION_LIMIT,
@@ -88,7 +88,7 @@ def check_agreement(metrics: Mapping[str, Metrics], tolerance: float) -> None:
 def compare(
     processes: Processes, comparison: Comparison, rounds: int, tolerance: float
 ) -> dict[str, list[Metrics]]:
-    """Figures of every side and round; an uncounted first round warms up and must agree."""
+    """Metrics of every side and round; an uncounted first round warms up and must agree."""
     sides = comparison.sides
     check_agreement({side: step(processes, side, comparison.work) for side in sides}, tolerance)
     seen: dict[str, list[Metrics]] = {side: [] for side in sides}
@@ -116,7 +116,7 @@ def measure_comparison(
     return {
         "lengths": work.lengths,
         "tokens": work.num_tokens,
-        "learnt_tokens": work.num_trained,
+        "trained_tokens": work.num_trained,
         "micro_batches": count,
         "flops": flops,
         "padding_waste": padding_waste(work.lengths, work.chunks(count, by_length=False)),
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--length", type=int, default=128, help="of sequences of equal length")
     parser.add_argument("--growth", type=int, default=8, help="largest factor of length and batch")
-    parser.add_argument("--json", type=Path, help="where the figures are written too")
+    parser.add_argument("--json", type=Path, help="also write the metrics to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.model
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def report(setting: Setting, arguments: argparse.Namespace) -> None:
-    """All comparisons and growths in one file, and the bounds beside what was seen."""
+    """All comparisons and growths in one file, and the bounds next to the results."""
     console = Console(width=max(100, Console().width))  # a pipe counts as 80 columns
     shape = load_shape(setting.model)
     budget, length, vocabulary = arguments.micro_batch_tokens, arguments.length, shape.vocab_size

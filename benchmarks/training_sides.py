@@ -1,7 +1,7 @@
 """The sides that `training.py` compares: each trains the same weights on the same sequences in its own way.
 
-    nemorl               PolicyWorker, from examples to metrics: plan, pack, micro-batches, loss, figures
-    nemorl:grpo          the same with the policy loss and its figures: entropy, ratios, clip fractions
+    nemorl               PolicyWorker, from examples to metrics: plan, pack, micro-batches, loss, metrics
+    nemorl:grpo          the same with the policy loss and its metrics: entropy, ratios, clip fractions
     megatron             Megatron's schedule on our model and ready micro-batches, a plain loss, no worker
     megatron-stock       Megatron's GPTModel, attention, rotary embedding and cross entropy, padded
     transformers         rows padded to the longest of each micro-batch, in order of arrival
@@ -44,7 +44,7 @@ LEARNING_RATE = 1e-12
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides are told."""
+    """Configuration of all sides."""
 
     model: Path
     device: DeviceKind
@@ -245,14 +245,14 @@ class StockMegatron(_MegatronSide):
         before = int(rows.predicting[0])
         labels, weights = (F.pad(x, (before, 1)) for x in (rows.labels, rows.weights))
         positions = torch.arange(length, device=self._device).expand_as(rows.tokens)
-        # Padding stands at the end of a row, where no token looks.
+        # Padding is at the end of a row, where no token attends to it.
         hidden_from = torch.ones(length, length, dtype=torch.bool, device=self._device).triu(1)
         losses = model(rows.tokens, positions, hidden_from[None, None], labels=labels)
         return losses, lambda losses: _reported((losses * weights).sum())
 
 
 class Transformers:
-    """`AutoModelForCausalLM` on padded rows; logits of the places before any learnt token are left out."""
+    """`AutoModelForCausalLM` on padded rows; logits of the places before any trained token are omitted."""
 
     def __init__(self, setting: Setting) -> None:
         from transformers import AutoModelForCausalLM
@@ -268,7 +268,7 @@ class Transformers:
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """As many micro-batches as ours, of equally many sequences; variant `sorted` orders by length."""
         batches = list(work.padded(_chunks(work, variant, self._hidden_size), self._device))
-        self._model.zero_grad()  # forgets the gradients' memory: each step allocates it anew
+        self._model.zero_grad()  # forgets the gradients' memory: each step allocates it again
         return lambda: self._run(batches)
 
     def grad_norm(self) -> float:

@@ -26,7 +26,7 @@ class Padded:
     attention: torch.Tensor  # [B, L] int64, 0 at padding
     predicting: torch.Tensor  # [P] places
     labels: torch.Tensor  # [B, P] the token after each of them
-    weights: torch.Tensor  # [B, P] float32, 0 where the token is not learnt
+    weights: torch.Tensor  # [B, P] float32, 0 where the token is not trained
 
     def to(self, device: torch.device) -> "Padded":
         """The same on a device."""
@@ -35,7 +35,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Work:
-    """Sequences of one training step, in their order of arrival. The tokens after the prompt are learnt."""
+    """Sequences of one training step, in their order of arrival. The tokens after the prompt are trained."""
 
     prompts: tuple[int, ...]  # tokens of each prompt
     lengths: tuple[int, ...]  # tokens of each sequence, prompt included
@@ -62,7 +62,7 @@ class Work:
         ]
 
     def weights(self) -> list[float]:
-        """Of the learnt tokens of each sequence: the loss is their mean."""
+        """Of the trained tokens of each sequence: the loss is their mean."""
         return [1 / self.num_trained] * len(self.lengths)
 
     def packed(self, hidden_size: int) -> list[list[int]]:
@@ -85,7 +85,7 @@ class Work:
     def _rows(self, chunk: list[int]) -> Padded:
         examples, weights = self.examples(), self.weights()
         longest = max(self.lengths[i] for i in chunk)
-        first = min(self.prompts[i] for i in chunk)  # no token before it is learnt
+        first = min(self.prompts[i] for i in chunk)  # no token before it is trained
         tokens = torch.zeros(len(chunk), longest, dtype=torch.int64)
         attention = torch.zeros_like(tokens)
         trained = torch.zeros(len(chunk), longest)
@@ -111,7 +111,7 @@ def rollout_work(count: int, micro_batch_tokens: int, vocab_size: int, seed: int
 
 
 def equal_work(count: int, length: int, micro_batch_tokens: int, vocab_size: int) -> Work:
-    """`count` sequences of `length` tokens; all but the first token of each are learnt."""
+    """`count` sequences of `length` tokens; all but the first token of each are trained."""
     return Work((1,) * count, (length,) * count, micro_batch_tokens, vocab_size)
 
 
@@ -124,7 +124,7 @@ def padding_waste(lengths: tuple[int, ...], chunks: list[list[int]]) -> float:
 def training_flops(shape: ModelShape, work: Work) -> float:
     """Operations that forward and backward of a dense model need: no padding, no recomputation.
 
-    Two a weight and token, of the output layer for learnt tokens only; causal attention multiplies two
+    Two a weight and token, of the output layer for trained tokens only; causal attention multiplies two
     matrices of half `length²` places a head. Backward costs twice the forward.
     """
     matrices = sum(

@@ -1,4 +1,4 @@
-"""GRPO by TRL on the CPU, for the benchmarks that stand beside it. TRL is in the extra `bench`."""
+"""GRPO by TRL on the CPU, for the benchmarks that compare with it. TRL is in the extra `bench`."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How the tests are shared out among processes: `make test` runs two of them beside each other.
+"""How the tests are shared out among processes: `make test` runs two of them at the same time.
 
 Most tests wait for processes to start more than they compute, so two halves take little more than one.
 """

@@ -1,4 +1,4 @@
-"""A disk that is full when a test wants it."""
+"""A disk that a test can fill."""
 
 import resource
 from collections.abc import Iterator

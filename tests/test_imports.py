@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# algorithms/ and environments/ stand at the root and import as parts of nemorl.
+# algorithms/ and environments/ are at the root and import as parts of nemorl.
 TREES = {
     "nemorl": ROOT / "nemorl",
     "nemorl.algorithms": ROOT / "algorithms",
@@ -101,7 +101,7 @@ def imports(module: str, at_import_only: bool) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            # `from package import module` and `from module import name` look alike.
+            # `from package import module` and `from module import name` have the same form.
             found |= {
                 name if (name := f"{source}.{alias.name}") in modules() else source for alias in node.names
             }

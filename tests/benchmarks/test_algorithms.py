@@ -67,19 +67,19 @@ def test_an_accuracy_that_rises_has_moved_the_right_way(benchmark, tmp_path):
     ("after", "moved"), [(0.4, "within noise"), (0.45, "within noise"), (0.3, "wrong"), (0.48, "right")]
 )
 def test_less_than_two_standard_errors_are_noise(benchmark, after, moved):
-    one = benchmark.Learnt("gdpo", "reward", 0.4, after, (0.02, 0.03), 7, 1.0, 8.0, None)
+    one = benchmark.Learned("gdpo", "reward", 0.4, after, (0.02, 0.03), 7, 1.0, 8.0, None)
     assert one.moved == moved
 
 
 def test_rows_are_made_again_beside_those_of_an_earlier_table(benchmark, tmp_path):
     def row(algorithm: str, after: float) -> Any:
-        return benchmark.Learnt(algorithm, "accuracy", 0.4, after, (0.02, 0.02), 7, 1.0, 8.0, None)
+        return benchmark.Learned(algorithm, "accuracy", 0.4, after, (0.02, 0.02), 7, 1.0, 8.0, None)
 
     earlier = tmp_path / "algorithms.json"
     rows = [row("grpo", 0.5), row("gspo", 0.6), row("no longer there", 0.7)]
-    earlier.write_text(json.dumps({"learnt": [asdict(one) for one in rows]}), encoding="utf-8")
+    earlier.write_text(json.dumps({"rows": [asdict(one) for one in rows]}), encoding="utf-8")
 
-    found = benchmark.beside(earlier, [row("sft", 0.8), row("gspo", 0.9)])
+    found = benchmark.with_kept_rows(earlier, [row("sft", 0.8), row("gspo", 0.9)])
 
     assert [(one.algorithm, one.after) for one in found] == [("grpo", 0.5), ("sft", 0.8), ("gspo", 0.9)]
     assert found[0].change_in_standard_errors == pytest.approx(0.1 / math.hypot(0.02, 0.02))

@@ -11,7 +11,7 @@ import torch
 from meter import Memory, Span, measured
 from torch.utils.flop_counter import FlopCounterMode
 from training import check_agreement
-from training_figures import RATIOS, summary, verdict
+from training_metrics import RATIOS, summary, verdict
 from training_sides import Metrics, Setting, run_step, start
 from training_work import Work, equal_work, growth, padding_waste, rollout_work, training_flops
 from transformers import AutoModelForCausalLM

@@ -15,7 +15,7 @@ RATIOS = ("seconds_over_ours", "best_seconds_over_our_best", "cpu_seconds_over_o
 def summary(
     side: str, seen: Sequence[Metrics], ours: Sequence[Metrics], work: Work, flops: float, peak: float | None
 ) -> dict[str, Any]:
-    """One side's figures beside ours; a ratio above 1 says that we are faster."""
+    """One side's metrics compared with ours; a ratio above 1 says that we are faster."""
     seconds, mine = (Timing("", tuple(f.span.seconds for f in metrics)) for metrics in (seen, ours))
     cpu, my_cpu = (Timing("", tuple(f.span.cpu_seconds for f in metrics)) for metrics in (seen, ours))
     ratios = [a / b for a, b in zip(seconds.seconds, mine.seconds, strict=True)]
@@ -57,7 +57,7 @@ def table_row(side: Mapping[str, Any]) -> dict[str, object]:
 
 
 def verdict(ragged: Mapping[str, Any], equal: Mapping[str, Any]) -> list[dict[str, object]]:
-    """The bounds beside what was seen: by rounds, by the best rounds, and in CPU seconds."""
+    """The bounds next to the results: by rounds, by the best rounds, and in CPU seconds."""
     sides = {
         (name, side["side"]): side
         for name, measured in (("ragged", ragged), ("equal", equal))
