@@ -44,6 +44,7 @@ HOSTED = ("PolicyHost", "GenerationHost", "RayRolloutWorker")
 # Of an interface or base class with several implementations, the one that this step uses; "" for none.
 CHOSEN = {
     "Update": "PolicyGradientUpdate",
+    "OnlineBase": "OnlineConfig",
     "Loss": "PolicyLoss",
     "UpdateLoss": "PolicyLoss",
     "CandidateLoss": "",
@@ -54,11 +55,9 @@ CHOSEN = {
     "Prompts": "ChatPrompts",
     "scored:Scorer": "FunctionReward",
     "Generator": "Router",
-    "pool:Routers": "WorkerGroup",
     "SteppedEngine": "TorchEngine",
     "EngineFront": "GenerationHost",
     "Driver": "ThreadDriver",
-    "DriverT": "ThreadDriver",
     "GenerationWorker": "GenerationHost",
     "PolicyWorker": "PolicyHost",
     "PolicyHost": "PolicyHost",
@@ -73,10 +72,10 @@ CHOSEN = {
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
-    "a lost engine": ("Restarts", "HealthChecks"),
+    "a process that died": ("ReplicaSupervisor", "_death"),
     "models that share devices": ("DeviceScheduler",),
     "a critic": ("PolicyHost.estimate", "PolicyHost.share", "PolicyHost.take", "value_metrics", "ScalarHead"),
-    "a teacher": ("head:logprobs_at",),
+    "a teacher": ("head:logprobs_at", "Teachers", "PolicyHost.ask_teacher"),
     "the policy that samples by itself": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
     "a function of the user's": ("own_advantages", "policy_losses:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
