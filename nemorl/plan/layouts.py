@@ -38,7 +38,7 @@ class LayoutChoice:
 def list_layouts(
     experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
 ) -> list[LayoutChoice]:
-    """Every layout of evenly filled stages that uses all of so many GPUs, in the order of `ORDER`.
+    """Every layout of evenly filled stages that uses all GPUs, in the order of `ORDER`.
 
     Under tensor parallelism sequence parallelism is always on: it sends as much and keeps less.
     """
@@ -106,7 +106,7 @@ def _choice(
         memory,
         None if memory_bytes is None else memory.on_device <= memory_bytes,
         _bytes_per_token(shape, laid_out.policy),
-        # (stages - 1) of the time of a micro-batch's run of layers, beside four micro-batches for each stage
+        # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
         (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size),
     )
 

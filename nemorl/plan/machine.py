@@ -35,7 +35,7 @@ class Machine:
     memory_bytes: int
     shared_memory_bytes: int | None  # size of /dev/shm; None where there is none
     gpus: tuple[Gpu, ...]
-    nodes: int = 0  # of a job that this stands for; 0 for the machine at hand
+    nodes: int = 0  # of the job that this describes; 0 for this machine
     same_packages: bool = True  # that are installed here; an image has its own
 
     @property
@@ -148,7 +148,7 @@ def _gpu_problems(
 def _turn_problems(experiment: Experiment, processes: Sequence[ProcessMemory], gpu: Gpu) -> Iterator[Problem]:
     """While one of the models on the policy's devices computes, the others keep what they do not leave.
 
-    Reward models compute while something is sampled, so beside engines that are awake.
+    Reward models compute while something is sampled, while engines are awake.
     """
     residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}
     there = [process for process in processes if process.group in residents]
@@ -215,11 +215,11 @@ def _blamed(
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
-    """Field and mend for a part of a process."""
+    """Field and fix for a part of a process."""
     group = process.group
-    beside = {model.name: model for model in models_of(experiment)[1:]}
-    if group in beside:
-        return _remedy_beside(experiment, beside[group], part)
+    auxiliary = {model.name: model for model in models_of(experiment)[1:]}
+    if group in auxiliary:
+        return _auxiliary_remedy(experiment, auxiliary[group], part)
     match part, group:
         case "activations", _:
             return "policy.micro_batch_tokens", "lower it"
@@ -248,8 +248,8 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
     return _MODEL, _SPREAD
 
 
-def _remedy_beside(experiment: Experiment, spec: ModelSpec, part: str) -> tuple[str, str]:
-    """Of a model beside the policy; what its section leaves open is said by the policy's."""
+def _auxiliary_remedy(experiment: Experiment, spec: ModelSpec, part: str) -> tuple[str, str]:
+    """Of an auxiliary model; the policy's section holds for fields that its own leaves out."""
     group, model = spec.section, f"{spec.section}.model_path"
     match part:
         case "activations":

@@ -3,7 +3,7 @@
 How much a policy rank keeps for the backward pass: an estimate from the widths of the layers.
 
 Counted are the inputs of matrix products and what attention, activation functions and norms keep. What is
-small beside these (angles, masks, routing) is left out.
+small compared with these (angles, masks, routing) is left out.
 
 How many parameters a policy rank holds, counted from the family's rules without listing its slices.
 """
@@ -235,7 +235,7 @@ class ProcessMemory:
     staging: int = 0  # weights on their way to generation
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
     optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
-    checkpoint: int = 0  # the copy that is written beside training, always in the host's memory
+    checkpoint: int = 0  # the copy that is written during training, always in the host's memory
     runtime: int = 0  # libraries, and for the driver Ray and its object store
 
     @property
@@ -259,18 +259,18 @@ def estimate_memory(
     experiment: Experiment,
     shape: ModelShape,
     training: bool,
-    beside: Sequence[tuple[ModelSpec, ModelShape]] = (),
+    auxiliary: Sequence[tuple[ModelSpec, ModelShape]] = (),
 ) -> tuple[ProcessMemory, ...]:
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
-    `beside` are the models beside the policy that it starts. Layouts must divide the models (see
+    `auxiliary` are the further models that it starts. Layouts must divide the models (see
     `nemorl.plan.problems`).
     """
     store = experiment.cluster.object_store_megabytes * 2**20
     groups = [ProcessMemory("driver", 1, runtime=_DRIVER_RUNTIME + store)]
     if training or not experiment.generation.has_engines:
         groups.append(policy_memory(experiment, shape))
-    groups += [_beside_policy(experiment, *model) for model in beside]
+    groups += [_auxiliary_memory(experiment, *model) for model in auxiliary]
     if not training or experiment.algorithm.generates:
         if experiment.generation.has_engines:
             groups.append(_generation(experiment, shape))
@@ -286,7 +286,7 @@ def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     return max((_stage(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
 
 
-def _beside_policy(experiment: Experiment, model: ModelSpec, shape: ModelShape) -> ProcessMemory:
+def _auxiliary_memory(experiment: Experiment, model: ModelSpec, shape: ModelShape) -> ProcessMemory:
     """The fullest rank of another model: a policy that neither samples nor sends, and may not learn."""
     alone = experiment.model_copy(update={"policy": model.config})
     rank = policy_memory(alone, shape)
@@ -349,7 +349,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
 
 
 def _sampling_logits(experiment: Experiment, shape: ModelShape) -> int:
-    """Bytes on a leader of a policy that samples by itself."""
+    """Bytes on a leader of a policy that samples without an engine."""
     config = experiment.generation
     if not isinstance(config, MegatronGenerationConfig):
         return 0
@@ -357,7 +357,7 @@ def _sampling_logits(experiment: Experiment, shape: ModelShape) -> int:
 
 
 def _kept_experts(experiment: Experiment, shape: ModelShape) -> int:
-    """Bytes of the choices of all routers, which every rank keeps beside its keys where they are replayed."""
+    """Bytes of the choices of all routers, which every rank keeps with its keys where they are replayed."""
     config, policy = experiment.generation, experiment.policy
     if not isinstance(config, MegatronGenerationConfig) or not policy.moe.router_replay or shape.moe is None:
         return 0
@@ -366,7 +366,7 @@ def _kept_experts(experiment: Experiment, shape: ModelShape) -> int:
 
 
 def _own_cache(experiment: Experiment, shape: ModelShape, stage: int) -> int:
-    """Elements of the KV cache of a rank of a policy that samples by itself."""
+    """Elements of the KV cache of a rank of a policy that samples without an engine."""
     config, policy = experiment.generation, experiment.policy
     if not isinstance(config, MegatronGenerationConfig):
         return 0
@@ -396,7 +396,7 @@ def sampling_bytes(sequences: int, shape: ModelShape) -> int:
 
 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
-    """Of a process that sends or takes so many bytes of weights: a bucket is no larger than what it holds."""
+    """Of a process that sends or receives weights: a bucket is no larger than what it holds."""
     return _BUCKETS * min(generation.bucket_megabytes * 2**20, weights)
 
 

@@ -65,7 +65,7 @@ def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | No
 def _asking(config: OpenAIGenerationConfig) -> Iterator[Problem]:
     problem = _unknown(config.host) if config.host else None
     if problem is not None:
-        fix = f"this machine finds no address of {config.host} ({problem}): mend the name"
+        fix = f"this machine finds no address of {config.host} ({problem}); correct the name"
         yield Problem("generation.base_url", config.base_url, fix)
 
 
@@ -154,7 +154,7 @@ def node_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """A run over several nodes joins a Ray that was started on them."""
     if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         fix = (
-            "this command by itself starts the run on this machine only: on a Slurm cluster take `nemorl "
+            "this command starts the run on this machine only; on a Slurm cluster use `nemorl "
             f"slurm submit CONFIG --nodes {cluster.num_nodes}`; elsewhere start Ray on the nodes and set "
             "RAY_ADDRESS to its head (docs/slurm.md)"
         )
@@ -171,15 +171,15 @@ Header = Mapping[str, Mapping[str, Any]]
 def weight_problems(
     model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
 ) -> Iterator[str]:
-    """What is wrong with the weights; nothing where config.json is wrong, which is told of elsewhere.
+    """What is wrong with the weights; nothing where config.json is wrong, which is reported elsewhere.
 
-    A scalar head may be missing, and begins at zero, unless a `trained_head` is wanted.
+    A scalar head may be missing, and begins at zero, unless `trained_head`.
     """
     if not any((model / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        yield f"the folder holds no weights: {SINGLE_FILE} or {INDEX_FILE} is wanted"
+        yield f"the folder holds no weights; it requires {SINGLE_FILE} or {INDEX_FILE}"
         return
     try:
-        wanted = hf_tensors(load_shape(model, head))
+        expected = hf_tensors(load_shape(model, head))
     except (BrokenModelFolder, UnsupportedModel):
         return
     try:
@@ -189,23 +189,23 @@ def weight_problems(
         yield str(error)
         return
     here = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
-    missing = [name for name in wanted if name not in here and (trained_head or name != _SCALAR_HEAD)]
+    missing = [name for name in expected if name not in here and (trained_head or name != _SCALAR_HEAD)]
     if missing:
         yield (
-            f"{len(missing)} of the model's {len(wanted)} tensors are missing, first {missing[0]}: take a "
+            f"{len(missing)} of the model's {len(expected)} tensors are missing, first {missing[0]}: take a "
             "folder whose config.json and weights are of one model"
         )
-    yield from _unfit(wanted, here)
+    yield from _unfit(expected, here)
 
 
-def _unfit(wanted: Mapping[str, tuple[int, ...]], here: Header) -> Iterator[str]:
+def _unfit(expected: Mapping[str, tuple[int, ...]], here: Header) -> Iterator[str]:
     """The first tensor of another shape, and the first of a type that cannot be loaded."""
-    shapes = {name: tuple(here[name]["shape"]) for name in wanted if name in here}
+    shapes = {name: tuple(here[name]["shape"]) for name in expected if name in here}
     for name, shape in shapes.items():
-        if shape != wanted[name]:
-            says = "one label wants" if name == _SCALAR_HEAD else "config.json says"
+        if shape != expected[name]:
+            says = "one label requires" if name == _SCALAR_HEAD else "config.json says"
             yield (
-                f"{name} has the shape {list(shape)}, and {says} {list(wanted[name])}: take a "
+                f"{name} has the shape {list(shape)}, and {says} {list(expected[name])}: take a "
                 "folder where both are of one model"
             )
             break
@@ -251,7 +251,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Problem]:
-    """Everything that is missing beside the model's own config.json; `packages` looks at those here too."""
+    """Everything that is missing besides the config.json of the model; `packages` looks at those here too."""
     model = experiment.policy.model_path
     if model.is_dir():
         for problem in weight_problems(model, experiment.policy.head):
@@ -284,7 +284,7 @@ def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Ite
     """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
 
     Tokens that were added to both vocabularies may differ: models of one family often name their special
-    ones anew. A folder without a tokenizer does not tell.
+    ones differently. A folder without a tokenizer is not compared.
     """
     policy = experiment.policy.tokenizer.path or experiment.policy.model_path
     of_policy, added_here = _tokens(policy / "tokenizer.json")
@@ -300,7 +300,7 @@ def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Ite
 
 
 def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
-    """All tokens by id, and which of them were added; none where the file does not tell."""
+    """All tokens by id, and which of them were added; none where the file has none."""
     if not _is_tokenizer(file):
         return {}, set()
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -316,15 +316,15 @@ def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
 def _keys(experiment: Experiment) -> Iterator[Problem]:
     """Variables that name a key, which the processes of a Ray of our own inherit."""
     generation = experiment.generation
-    wanted = {}
+    expected = {}
     if isinstance(generation, OpenAIGenerationConfig):
-        wanted["generation.api_key_env"] = generation.api_key_env
+        expected["generation.api_key_env"] = generation.api_key_env
     if generation.endpoint is not None:
-        wanted["generation.endpoint.api_key_env"] = generation.endpoint.api_key_env
+        expected["generation.endpoint.api_key_env"] = generation.endpoint.api_key_env
     for place, reward in enumerate(experiment.rewards):
         if isinstance(reward, ServiceRewardBase):
-            wanted[f"rewards.{place}.api_key_env"] = reward.api_key_env
-    for field, variable in wanted.items():
+            expected[f"rewards.{place}.api_key_env"] = reward.api_key_env
+    for field, variable in expected.items():
         if variable and "RAY_ADDRESS" not in os.environ and not os.environ.get(variable, "").strip():
             fix = "this environment variable is not set, or empty; it holds the key: set it"
             yield Problem(field, variable, fix)
@@ -337,7 +337,7 @@ def _installed(package: str) -> bool:
 def _tokenizer(experiment: Experiment) -> Iterator[Problem]:
     config, model = experiment.policy.tokenizer, experiment.policy.model_path
     folder = config.path or model
-    # A model folder that is missing is told of once, by the check of the model.
+    # A model folder that is missing is reported once, by the check of the model.
     fix = _tokenizer_fix(folder, " in policy.tokenizer.path") if config.path or model.is_dir() else None
     if fix is not None:
         field = "policy.tokenizer.path" if config.path else "policy.model_path"
@@ -429,10 +429,10 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig)
         yield Problem(field, str(file), fix)
         return
     except ValueError:
-        yield Problem(field, str(file), "the first task is not JSON: one object a line is wanted")
+        yield Problem(field, str(file), "the first task is not JSON; write one object a line")
         return
     if line is None:
-        yield Problem(field, str(file), "the file is empty: one JSON object a line is wanted")
+        yield Problem(field, str(file), "the file is empty; write one JSON object a line")
         return
     if not isinstance(first, dict):
         yield Problem(field, str(file), "the first task is not a JSON object, with keys and values")
@@ -463,7 +463,7 @@ class Plan:
 def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
     """Look at the model folder, the files and the machine; `training=False` plans an evaluation.
 
-    There a policy is started only where it samples by itself.
+    There a policy is started only if it samples without an engine.
     """
     starts_policy = training or not experiment.generation.has_engines
     problems = [
@@ -489,10 +489,10 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         return Plan((), (*problems, *refused_layout))
     samples = experiment.algorithm.generates or not training
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
-    beside, refused_beside = models_beside(experiment, shape, started)
-    if refused_beside:
-        return Plan((), (*problems, *(v for v in refused_beside if v not in problems)))
-    processes = estimate_memory(experiment, shape, training, beside)
+    auxiliary, refused_auxiliary = auxiliary_models(experiment, shape, started)
+    if refused_auxiliary:
+        return Plan((), (*problems, *(v for v in refused_auxiliary if v not in problems)))
+    processes = estimate_memory(experiment, shape, training, auxiliary)
     problems += memory_problems(experiment, processes, machine)
     return Plan(processes, tuple(problems))
 
@@ -507,7 +507,7 @@ def _model_problem(section: str, path: Path, problem: str) -> Problem:
     return Problem(f"{section}.model_path", str(path), problem)
 
 
-def models_beside(
+def auxiliary_models(
     experiment: Experiment, of_policy: ModelShape, models: Sequence[ModelSpec]
 ) -> tuple[list[tuple[ModelSpec, ModelShape]], list[Problem]]:
     """These models with their shapes, and why one cannot be started."""
@@ -540,7 +540,7 @@ def models_beside(
 
 
 def _vocabulary_fix(experiment: Experiment, shape: ModelShape, of_policy: ModelShape) -> str | None:
-    """What to do about a model that does not speak of the policy's tokens."""
+    """What to do about a model with other tokens than the policy's."""
     if shape.vocab_size < of_policy.vocab_size:
         return (
             f"its vocabulary of {shape.vocab_size} tokens lacks some of the policy's "
@@ -548,7 +548,7 @@ def _vocabulary_fix(experiment: Experiment, shape: ModelShape, of_policy: ModelS
         )
     if experiment.algorithm.keeps_teachers and shape.vocab_size != of_policy.vocab_size:
         return (
-            f"a teacher and the policy speak of the same tokens, and it has {shape.vocab_size} and the "
+            f"a teacher and the policy must have the same tokens, and it has {shape.vocab_size} and the "
             f"policy {of_policy.vocab_size}: name a model with the policy's tokenizer"
         )
     return None
@@ -631,11 +631,11 @@ def _thread_problems(experiment: Experiment, machine: Machine) -> Iterator[Probl
     """Threads beyond the cores wait for each other, and some thousands cannot be started."""
     if not is_this_machine(experiment, machine):
         return
-    wanted = {
+    expected = {
         "generation.threads": experiment.generation.threads,
         "cluster.policy_threads": experiment.cluster.policy_threads,
     }
-    for field, threads in wanted.items():
+    for field, threads in expected.items():
         if threads is not None and threads > machine.cores:
             where = "a node of the job" if machine.nodes else "this machine"
             fix = f"{where} has {machine.cores} cores: take no more than that, or leave it out"

@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens it goes on from."""
+        """The tokens that it continues."""
         return self.work.prompts[self.index // self.request.n]
 
     def delta(self, progress: Progress) -> Json:
@@ -250,8 +250,8 @@ class Answer:
         }
 
     def _prompt_ids(self) -> Json:
-        wanted = self._chat and self._request.return_token_ids
-        return {"prompt_token_ids": self._work.prompts[0]} if wanted else {}
+        returned = self._chat and self._request.return_token_ids
+        return {"prompt_token_ids": self._work.prompts[0]} if returned else {}
 
 
 def _finish_reason(completion: Completion, calls: list[Json] | None) -> str:

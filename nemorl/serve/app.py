@@ -59,18 +59,18 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         )
 
 
-def key_wanted(api_key: str) -> Any:
+def require_key(api_key: str) -> Any:
     """Refuses who does not send `Authorization: Bearer <api_key>`, but for /health."""
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        # In constant time, so that nobody finds the key byte by byte.
+        # In constant time, so that timing does not reveal the key.
         if request.path != "/health" and not hmac.compare_digest(given, expected):
             raise ApiError(
                 401,
-                "A key is wanted: send it as `Authorization: Bearer <key>`.",
+                "A key is required. Send it as `Authorization: Bearer <key>`.",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -80,7 +80,7 @@ def key_wanted(api_key: str) -> Any:
 
 
 def at_a_time(most: int) -> Any:
-    """Tells who asks beyond so many requests under way to come again."""
+    """Answer requests beyond the limit with a request to retry."""
     running = 0
 
     @web.middleware
@@ -105,10 +105,10 @@ def at_a_time(most: int) -> Any:
 
 
 def make_app(served: Served, *, api_key: str, max_concurrent: int, max_body_bytes: int) -> web.Application:
-    """The application. Every path but /health wants `Authorization: Bearer <api_key>`."""
+    """The application. Every path but /health requires `Authorization: Bearer <api_key>`."""
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[errors_as_json, key_wanted(api_key), at_a_time(max_concurrent)],
+        middlewares=[errors_as_json, require_key(api_key), at_a_time(max_concurrent)],
     )
     endpoint = _Endpoint(served)
     app.add_routes(
@@ -147,7 +147,7 @@ class _Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Goes on from prompts."""
+        """Continue prompts."""
         asked = read_request(CompletionRequest, await request.read())
         self._check_model(asked.model)
         return await self._answer(
@@ -196,7 +196,7 @@ class _Endpoint:
             except ApiError as error:
                 if not response.prepared:
                     raise
-                await _send(response, error.body())  # the status has been sent: tell it in the stream
+                await _send(response, error.body())  # the status has been sent: report it in the stream
                 return response
         if asked.stream_options is not None and asked.stream_options.include_usage:
             await _send(response, answer.last_chunk())
@@ -214,11 +214,11 @@ AppOf = Callable[[str], web.Application]  # by the key that requests must send
 
 @dataclass(frozen=True)
 class Listening:
-    """Where an endpoint is, and what it wants to hear."""
+    """Address and key of an endpoint."""
 
-    url: str  # with /v1, as clients want it
+    url: str  # with /v1, as clients expect it
     api_key: str
-    generated: bool  # the key was made here, so somebody has to be told
+    generated: bool  # the key was generated here, so it has to be shown
 
 
 def api_key_of(config: EndpointConfig) -> str | None:
@@ -260,13 +260,13 @@ async def answering(
 ) -> AsyncIterator[Listening]:
     """Answer requests while the block runs, by the application of a key.
 
-    `inside` is an address to listen at instead, for askers of our own, who are told the key that is made.
+    `inside` is an address to listen at instead, for our own clients, which receive the generated key.
     Raises RunError when the address cannot be had.
     """
     given = api_key_of(config) if inside is None else None
     listens = inside or config.host
     key = given or secrets.token_urlsafe(32)
-    # Who goes away cancels what was asked, so that no engine samples for nobody.
+    # Who goes away cancels what was asked, so that no engine samples for a closed connection.
     runner = web.AppRunner(
         app_of(key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
     )

@@ -3,7 +3,7 @@
 A field that is not here is refused, since a setting that is silently ignored gives other samples than those
 that were asked for.
 
-What a request is told when it cannot be answered, in OpenAI's shape.
+The error of a request that cannot be answered, in OpenAI's shape.
 
 From the body of a POST to a request, or to a sentence on what is wrong with it.
 """
@@ -58,11 +58,11 @@ class SamplingRequest(Strict):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end an answer; they are not part of its text."""
     stop_token_ids: list[TokenId] = Field(default_factory=list)
-    """Tokens that end an answer, beside the model's own."""
+    """Tokens that end an answer, in addition to those of the model."""
     stream: bool = False
     """Answer by server-sent events."""
     stream_options: StreamOptions | None = None
-    """What a stream says beside the text."""
+    """What a stream contains in addition to the text."""
     return_token_ids: bool = False
     """Give the token ids of prompt and answer, and the version of the weights that sampled each."""
     user: str | None = None
@@ -139,7 +139,7 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks."""
+    """Author of the message."""
     content: str | list[TextPart] | None = None
     """What is said."""
     name: str | None = None
@@ -152,7 +152,7 @@ class ChatMessage(Strict):
     """As earlier answers have it."""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it: text in one piece, arguments of calls as an object."""
+        """As chat templates expect it: text in one piece, arguments of calls as an object."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -218,7 +218,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called, as chat templates want them."""
+        """The tools that may be called, as chat templates expect them."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -280,7 +280,7 @@ def read_request(kind: type[R], body: bytes) -> R:
         raise bad_request(f"The body is not JSON: {error}.") from error
     if not isinstance(tree, dict):
         raise bad_request("The body is not a JSON object.")
-    # null stands for what is not given, as OpenAI's own client sends it
+    # null means that it is not given, as OpenAI's own client sends it
     given = {key: value for key, value in tree.items() if value is not None}
     try:
         return kind.model_validate(given)
@@ -303,7 +303,7 @@ def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
 
 
 def _place(location: tuple[str | int, ...], given: object) -> tuple[Path, Path | None]:
-    """The path as it stands in the body, and that of the first value on it which may have several forms.
+    """The path in the body, and that of the first value on it which may have several forms.
 
     Pydantic puts the name of each form into its locations.
     """

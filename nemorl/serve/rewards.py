@@ -25,7 +25,7 @@ from nemorl.data.prompts import Prompts
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.trajectories import Message
 
-from .app import at_a_time, errors_as_json, key_wanted
+from .app import at_a_time, errors_as_json, require_key
 from .requests import ApiError, Strict, read_request
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class RewardMessage(Strict):
 
 class JudgedConversation(Strict):
     prompt: list[RewardMessage]
-    """What stands before the answer."""
+    """The messages before the answer."""
     completion: list[RewardMessage] = Field(min_length=1)
     """The answer: messages of the assistant, and what was answered to all but the last."""
 
@@ -123,10 +123,10 @@ class Batcher:
 def make_reward_app(
     served: ServedRewards, *, api_key: str, max_concurrent: int, max_body_bytes: int
 ) -> web.Application:
-    """The application. Every path but /health wants `Authorization: Bearer <api_key>`."""
+    """The application. Every path but /health requires `Authorization: Bearer <api_key>`."""
     app = web.Application(
         client_max_size=max_body_bytes,
-        middlewares=[errors_as_json, key_wanted(api_key), at_a_time(max_concurrent)],
+        middlewares=[errors_as_json, require_key(api_key), at_a_time(max_concurrent)],
     )
     batcher = Batcher(served.score, served.most_together)
 

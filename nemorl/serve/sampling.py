@@ -54,7 +54,7 @@ def tool_calls(text: str, name: str) -> list[dict[str, Any]] | None:
     return calls or None
 
 
-# A piece of a stream has one token while at most so many answers are under way, two with twice as many, and
+# A piece of a stream has one token while at most this many answers are under way, two with twice as many, and
 # so on: a message takes about a millisecond here and as much in the engine's process.
 ANSWERS_BY_TOKEN = 8
 MAX_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 100

@@ -88,7 +88,7 @@ def vocabulary(*tokens: str, special: int = 0) -> str:
     ],
     ids=["the same", "special tokens", "more", "another", "a special one", "another with scores"],
 )
-def test_models_beside_the_policy_spell_its_tokens(
+def test_auxiliary_models_spell_the_tokens_of_the_policy(
     configure: Configure, model: Path, tmp_path: Path, section: str, theirs: str, sound: bool
 ) -> None:
     other = write_model(tmp_path / "other", vocab_size=1200)  # large enough for the policy's ids
@@ -124,7 +124,7 @@ def write_reward_model(folder: Path, labels: int = 1) -> Path:
     return folder
 
 
-def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp_path: Path) -> None:
+def test_weights_of_auxiliary_models_are_complete(configure: Configure, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other")
     ppo = [*PPO, f"critic.model_path={other}", f"reference={{model_path: {other}}}"]
     assert plan_run(configure(*ppo), ROOMY).problems == ()  # a critic's head begins at zero
@@ -138,7 +138,7 @@ def test_weights_of_models_beside_the_policy_are_whole(configure: Configure, tmp
     ("labels", "spoilt", "fix"),
     [
         (1, None, ""),
-        (2, None, "score.weight has the shape [2, 128], and one label wants [1, 128]"),
+        (2, None, "score.weight has the shape [2, 128], and one label requires [1, 128]"),
         (1, "model.safetensors", "1 of the model's 57 tensors are missing, first score.weight"),
         (1, "tokenizer.json", "the folder holds no tokenizer.json: name a folder that does"),
     ],

@@ -27,7 +27,7 @@ class StandIn:
 
     async def handle(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
-            return web.json_response({"error": {"message": "A key is wanted."}}, status=401)
+            return web.json_response({"error": {"message": "A key is required."}}, status=401)
         body = await request.json()
         self.asked.append(body)
         self.paths.append(request.path)

@@ -136,7 +136,7 @@ def error_for_one(body):
         (lambda _: {"object": "list"}, {}, "expected a list `data` with one item each", 5),
         (nan_for_one, {}, "the server's score is nan: expected a finite number", 1),
         (error_for_one, {}, "reward `model`: it has 9 tokens, more than 8", 1),
-        (by_length, {"api_key_env": None}, "answered status 401: A key is wanted", 5),
+        (by_length, {"api_key_env": None}, "answered status 401: A key is required", 5),
         (by_length, {"url": "http://127.0.0.1:9/v1", "max_retries": 0}, "ClientConnectorError", 5),
     ],
     ids=[
