@@ -8,7 +8,7 @@ tokens never pass through the event loop one by one.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ from .types import (
     Report,
     RequestRefused,
 )
+
+T = TypeVar("T")
 
 PauseMode = Literal["wait", "keep", "abort"]
 """What happens to sequences in flight when an engine pauses.
@@ -59,7 +61,7 @@ class ReportStream:
             self._news.clear()
         return batch
 
-    def _call(self, method, item) -> None:  # type: ignore[no-untyped-def]
+    def _call(self, method: Callable[[T], None], item: T) -> None:
         if not self._loop.is_closed():  # a closed loop has no reader
             self._loop.call_soon_threadsafe(method, item)
 

@@ -39,7 +39,7 @@ class Engine:
         self.refuses: set[str] = set()  # ids, at their first token
         self.ends = asyncio.Event()  # else a request that is ended early goes on ending
         self.ends.set()
-        self.stops = asyncio.Event()  # else it comes to no stand
+        self.stops = asyncio.Event()  # else it does not pause
         self.stops.set()
         self.goes_on: bool | None = True  # None: a thaw never ends
 
@@ -104,7 +104,7 @@ def later(front: EngineFront[RequestDriver], one: GenerationRequest) -> asyncio.
     return asyncio.create_task(first())
 
 
-def test_progress_is_told_in_parts_and_the_answer_has_all() -> None:
+def test_progress_comes_in_parts_and_the_answer_has_all() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.allow(7)
         reports = [
@@ -112,9 +112,9 @@ def test_progress_is_told_in_parts_and_the_answer_has_all() -> None:
             async for batch in front.generate_batches([ask("a", 7, progress_tokens=3)])
             for report in batch
         ]
-        told, answer = reports[:-1], reports[-1]
-        assert [report.tokens.tolist() for report in told] == [[1, 2, 3], [4, 5, 6]]
-        assert all(isinstance(report, Progress) for report in told)
+        progress, answer = reports[:-1], reports[-1]
+        assert [report.tokens.tolist() for report in progress] == [[1, 2, 3], [4, 5, 6]]
+        assert all(isinstance(report, Progress) for report in progress)
         assert isinstance(answer, Completion)
         assert answer.tokens.tolist() == list(range(1, 8))
         assert answer.logprobs.tolist() == [-float(number) for number in range(1, 8)]
@@ -186,7 +186,7 @@ def test_a_late_refusal_ends_nobody_else() -> None:
     run(test)
 
 
-def test_the_router_tells_a_late_refusal_to_whom_it_concerns() -> None:
+def test_the_router_delivers_a_late_refusal_to_its_request() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.refuses = {"b"}
         calls = []
@@ -212,7 +212,7 @@ def test_the_router_tells_a_late_refusal_to_whom_it_concerns() -> None:
     run(test)
 
 
-def test_what_came_before_an_error_is_told() -> None:
+def test_reports_before_an_error_are_delivered() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         stream = front.generate_batches([ask("a", 1), ask("b")])
         reading = asyncio.ensure_future(anext(stream))
@@ -230,7 +230,7 @@ def test_what_came_before_an_error_is_told() -> None:
     run(test)
 
 
-def test_who_has_left_may_ask_again_by_the_same_names() -> None:
+def test_ids_are_free_again_once_their_caller_has_left() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.ends.clear()
         stream = front.generate_batches([ask("a", progress_tokens=1)])
@@ -273,7 +273,7 @@ def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
     run(test)
 
 
-def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
+def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         await front.pause("wait")
         async with front.driver.paused(drain=True):
@@ -287,7 +287,7 @@ def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
         await front.pause("keep")
         async with front.driver.paused(drain=False):
             pass
-        assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays frozen
+        assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays paused
         async with front.driver.paused(drain=False):
             await front.resume()
             assert engine.calls[-1] == "freeze"
@@ -297,12 +297,12 @@ def test_nothing_steps_while_it_stands_and_a_pause_outlasts_that() -> None:
     run(test)
 
 
-def test_an_engine_that_comes_to_no_stand_in_time_goes_on() -> None:
+def test_an_engine_that_does_not_pause_in_time_resumes() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         engine.stops.clear()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01), front.driver.paused(drain=False):
-                raise AssertionError("it does not stand")
+                raise AssertionError("it is not paused")
         assert engine.calls == ["freeze", "thaw"]
         assert not front.health().paused
         with pytest.raises(TimeoutError):
@@ -320,14 +320,14 @@ def test_an_engine_that_comes_to_no_stand_in_time_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "told"),
+    ("goes_on", "message"),
     [
         (False, "RuntimeError: it is stuck"),
         (None, "TimeoutError: the engine did not pause and could not be resumed"),
     ],
 )
 def test_an_engine_that_does_neither_has_failed(
-    goes_on: bool | None, told: str, monkeypatch: pytest.MonkeyPatch
+    goes_on: bool | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_driver, "_RESUME_SECONDS", 0.01)
 
@@ -336,14 +336,14 @@ def test_an_engine_that_does_neither_has_failed(
         engine.goes_on = goes_on
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01), front.driver.paused(drain=False):
-                raise AssertionError("it does not stand")
-        with pytest.raises(EngineFailed, match=f"engine 7 has ended: {told}"):
+                raise AssertionError("it is not paused")
+        with pytest.raises(EngineFailed, match=f"engine 7 has ended: {message}"):
             front.health()
 
     run(test)
 
 
-def test_who_stands_relies_on_no_stand_that_has_not_come() -> None:
+def test_a_second_holder_waits_until_the_engine_has_paused() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         async def update() -> None:
             async with front.driver.paused(drain=False):
@@ -382,7 +382,7 @@ def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None
     run(test)
 
 
-def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
+def test_pauses_overlap_and_the_last_one_resumes() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         running = later(front, ask("a"))
         await turns()
@@ -404,7 +404,7 @@ def test_stands_overlap_and_the_last_lets_it_go_on() -> None:
     run(test)
 
 
-def test_a_stand_is_no_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_engine_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(request_driver, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -430,7 +430,7 @@ def test_a_stand_is_no_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_an_error_is_told_to_all_and_who_comes_until_it_is_mended() -> None:
+def test_all_requests_get_an_error_until_the_engine_recovers() -> None:
     async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
         both = [later(front, ask("a")), later(front, ask("b"))]
         await turns()

@@ -1,11 +1,12 @@
-"""vLLM behind the protocol of all engines: its arguments, its requests, and what its workers know of weights.
+"""Everything about vLLM: its processes, requests, weights and plan.
 
-    arguments   our settings -> vLLM's, and the environment of its processes
+    plan        settings with which it cannot start, and the memory of its processes
+    arguments   our settings as vLLM's arguments, and the environment of its processes
     backend     requests and completions, over vLLM's asynchronous engine
-    experts     what its routers chose, for router replay
-    trace       which box of which HF tensor its loader puts where
-    processing  which of its modules compute with other memory than their parameters
-    weights     both together: what a worker requires, and how it takes that into use
+    host        the process of a replica: its front, and its side of the weight exchange
+    worker      the extension of vLLM's workers, which receive weights
+    trace       which box of which HF tensor vLLM's loader puts where
+    weights     what a worker requires, and how it takes that into use
 
-The last three run in vLLM's own worker processes. Nothing of vLLM is imported before an engine starts.
+The last three run in vLLM's worker processes. Nothing of vLLM is imported before an engine starts.
 """

@@ -303,13 +303,13 @@ def test_an_update_that_fails_leaves_the_old_version(one: Any, dense: Any) -> No
     asyncio.run(exchange.refit(version + 1))
     good = sender.send
 
-    def dying(session: RefitSession) -> Sequence[SendReport]:
+    async def dying(session: RefitSession) -> Sequence[SendReport]:
         with torch.no_grad():
             sender.parameters["model.norm.weight"].mul_(1.5)
         good_parameters = dict(sender.parameters)
         sender.parameters.pop("model.norm.weight")
         try:
-            return good(session)
+            return await good(session)
         finally:
             sender.parameters.update(good_parameters)
 
