@@ -1,4 +1,4 @@
-"""The front over engines that sample by themselves, with one that samples when it is told."""
+"""The driver of engines that sample request by request, over one that samples when it is permitted."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
