@@ -55,3 +55,25 @@ def test_a_teacher_that_is_the_policy_has_no_divergence_from_it(folder: Path, mo
     assert first.values["distillation/reverse_kl"] == pytest.approx(0, abs=1e-5)
     assert first.values["logprob_gap/max"] < 1e-4
     assert last.values["time/teachers"] > 0
+
+
+def test_interleaved_stages_update_an_engine(folder: Path) -> None:
+    """Two virtual stages on each of two processes; the engine has their weights after every step."""
+    deep = tiny_model(folder / "deep", layers=4)
+    steps = train(
+        folder,
+        deep,
+        "interleaved",
+        policy={
+            "model_path": str(deep),
+            "precision": "float32",
+            "max_sequence_length": 16,
+            "micro_batch_tokens": 64,
+            "layout": {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
+            "optimizer": {"name": "adam", "lr": 1e-3},
+        },
+        algorithm={"name": "grpo", **SAMPLED, "num_generations_per_prompt": 4},
+    )
+    assert len(steps) == 2
+    assert max(step.values["logprob_gap/max"] for step in steps) < 1e-4
+    assert all(step.values["refit/gigabytes"] > 0 for step in steps)
