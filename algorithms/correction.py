@@ -60,7 +60,7 @@ def correct(
         weight, touched = importance_weights(ratio, config)
         if bypass and has_ratio:
             weight = (weight > 0).float()
-        metrics |= {"correction/ratio_mean": ratio, _touched_name(config): touched}
+        metrics |= {"correction/ratio_mean": ratio, config.weight_metric: touched}
         largest |= {"correction/ratio_max": ratio}
     if config.sequence_mask is not None:
         mean = bounded_exp(sequence_means(token_log, batch))
@@ -128,7 +128,3 @@ def _at_level(token_log: Tensor, batch: PackedBatch, level: str) -> Tensor:
         case "geometric":
             return sequence_means(token_log, batch)
     return token_log
-
-
-def _touched_name(config: CorrectionConfig) -> str:
-    return "correction/truncated" if isinstance(config, TruncatedCorrectionConfig) else "correction/masked"

@@ -84,7 +84,7 @@ def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, exper
     assert outcome.err.splitlines()[:3] == [
         f"{experiment}: 1 configuration error",
         "  algorithm.num_steps = 0  (command line)",
-        "      a value at least 1 is wanted",
+        "      expected a value of at least 1",
     ]
     assert trainer.calls == []
 
