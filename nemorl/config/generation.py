@@ -82,6 +82,7 @@ class SamplingConfig(Config):
 class GenerationBase(Config):
     """Fields of all back ends, and facts about each."""
 
+    returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
     samples_in_policy: ClassVar[bool] = False  # without engines, in the policy's processes
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
@@ -209,6 +210,7 @@ class MegatronGenerationConfig(GenerationBase):
         """False: the policy's processes sample."""
         return False
 
+    returns_experts: ClassVar[bool] = True
     samples_in_policy: ClassVar[bool] = True
 
     @check
@@ -443,6 +445,7 @@ class VllmGenerationConfig(GenerationBase):
     cache_field = "kv_cache_gigabytes"
 
     batch_field: ClassVar[str] = "max_num_seqs"
+    returns_experts: ClassVar[bool] = True
 
     backend: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)

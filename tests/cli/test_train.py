@@ -84,7 +84,7 @@ def test_a_refused_config_starts_nothing(nemorl: Nemorl, trainer: Trainer, exper
     assert outcome.err.splitlines()[:3] == [
         f"{experiment}: 1 configuration error",
         "  algorithm.num_steps = 0  (command line)",
-        "      expected a value of at least 1",
+        "      expected a value of at least 1: Steps of the run.",
     ]
     assert trainer.calls == []
 
