@@ -77,3 +77,35 @@ def test_interleaved_stages_update_an_engine(folder: Path) -> None:
     assert len(steps) == 2
     assert max(step.values["logprob_gap/max"] for step in steps) < 1e-4
     assert all(step.values["refit/gigabytes"] > 0 for step in steps)
+
+
+PAIRS = {"name": "arithmetic", "digits": 1, "size": 60, "wrong_answers": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "metric"),
+    [("dpo", {}, "rewards/margin")],
+)
+def test_answers_are_compared(
+    folder: Path, model: Path, name: str, policy: dict[str, str], metric: str
+) -> None:
+    steps = train(
+        folder,
+        model,
+        name,
+        policy={
+            "model_path": str(model),
+            "precision": "float32",
+            "max_sequence_length": 16,
+            "micro_batch_tokens": 128,
+            "optimizer": {"name": "adam", "lr": 1e-2},
+            **policy,
+        },
+        data={"chat": False, "train": PAIRS, "validation": {**PAIRS, "offset": 60, "size": 8}},
+        algorithm={"name": name, "num_steps": 8, "batch_size": 16, "validation": {"at_end": True}},
+        rewards=None,
+        generation=None,
+    )
+    assert steps[-1].values["loss/preference"] < steps[0].values["loss/preference"]
+    assert steps[-1].values[metric] > steps[0].values[metric]
+    assert "validation/loss" in steps[-1].values
