@@ -57,6 +57,46 @@ def test_a_teacher_that_is_the_policy_has_no_divergence_from_it(folder: Path, mo
     assert last.values["time/teachers"] > 0
 
 
+def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Path) -> None:
+    """Half of the tasks have the policy itself as the teacher, the others another model."""
+    other = tiny_model(folder / "other", seed=1)
+    tasks = folder / "tasks.jsonl"
+    rows = [
+        f'{{"question": "{n}+{n}=", "answer": "{2 * n:02}", "of": "{("self", "other")[n % 2]}"}}'
+        for n in range(1, 9)
+    ]
+    tasks.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+    def run(name: str, **algorithm: Any) -> list[StepMetrics]:
+        return train(
+            folder,
+            model,
+            name,
+            data={
+                "chat": False,
+                "train": {
+                    "name": "jsonl",
+                    "path": str(tasks),
+                    "prompt_key": "question",
+                    "answer_key": "answer",
+                },
+            },
+            algorithm=algorithm,
+            teachers={
+                "self": {"model_path": str(model)},
+                "other": {"model_path": str(other), "devices": "policy", "offload": {"weights": True}},
+            },
+            rewards=None,
+        )
+
+    several = {"teacher_key": "of", "num_steps": 1}
+    (sampled,) = run("teachers", name="on_policy_distillation", **SAMPLED | several)
+    assert abs(sampled.values["distillation/reverse_kl"]) > 1e-3
+    loss = {"name": "forward_kl", "tokens": 4}
+    (data,) = run("teachers-of-data", name="distillation", batch_size=8, loss=loss, **several)
+    assert data.values["distillation/forward_kl"] > 1e-3
+
+
 def test_interleaved_stages_update_an_engine(folder: Path) -> None:
     """Two virtual stages on each of two processes; the engine has their weights after every step."""
     deep = tiny_model(folder / "deep", layers=4)
@@ -84,7 +124,11 @@ PAIRS = {"name": "arithmetic", "digits": 1, "size": 60, "wrong_answers": 0}
 
 @pytest.mark.parametrize(
     ("name", "policy", "metric"),
-    [("dpo", {}, "rewards/margin")],
+    [
+        ("dpo", {}, "rewards/margin"),
+        ("kto", {}, "rewards/margin"),
+        ("reward_model", {"head": "scalar"}, "score/margin"),
+    ],
 )
 def test_answers_are_compared(
     folder: Path, model: Path, name: str, policy: dict[str, str], metric: str
