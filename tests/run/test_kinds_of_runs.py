@@ -67,7 +67,7 @@ def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Pa
     ]
     tasks.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
-    def run(name: str, **algorithm: Any) -> list[StepMetrics]:
+    def run(name: str, algorithm: dict[str, Any]) -> list[StepMetrics]:
         return train(
             folder,
             model,
@@ -90,10 +90,10 @@ def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Pa
         )
 
     several = {"teacher_key": "of", "num_steps": 1}
-    (sampled,) = run("teachers", name="on_policy_distillation", **SAMPLED | several)
+    (sampled,) = run("teachers", {"name": "on_policy_distillation", **SAMPLED, **several})
     assert abs(sampled.values["distillation/reverse_kl"]) > 1e-3
     loss = {"name": "forward_kl", "tokens": 4}
-    (data,) = run("teachers-of-data", name="distillation", batch_size=8, loss=loss, **several)
+    (data,) = run("teachers-of-data", {"name": "distillation", "batch_size": 8, "loss": loss, **several})
     assert data.values["distillation/forward_kl"] > 1e-3
 
 
