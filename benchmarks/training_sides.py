@@ -30,7 +30,7 @@ from torch import Tensor
 from training_work import Padded, Work
 
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
-from nemorl.config.algorithm import ClipLossConfig
+from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.data.batches import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device

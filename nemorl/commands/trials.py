@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nemorl.config.algorithm import CustomLossConfig, OnlineConfig
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
+from nemorl.config.algorithm.losses import CustomLossConfig
 from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
 from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig
 from nemorl.config.experiment import Experiment

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.algorithms.policy_losses import least_entropy
-from nemorl.config.algorithm import ClipLossConfig, KLConfig, ReinforceLossConfig
+from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.losses import ClipLossConfig, ReinforceLossConfig
 from nemorl.data.batches import with_likelihood
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import MASKS, current, ragged

@@ -10,17 +10,16 @@ from torch import Tensor
 from nemorl.algorithms.correction import correct
 from nemorl.algorithms.losses import PolicyLoss, finish_metrics
 from nemorl.config.algorithm import (
-    ClipLossConfig,
     CorrectionConfig,
     IcePopCorrectionConfig,
     KLConfig,
     MaskedCorrectionConfig,
     NoCorrectionConfig,
     OnlineConfig,
-    ReinforceLossConfig,
     SequenceMaskConfig,
     TruncatedCorrectionConfig,
 )
+from nemorl.config.algorithm.losses import ClipLossConfig, ReinforceLossConfig
 from nemorl.config.environment import SingleTurnEnvConfig
 from nemorl.config.facts import metric_names
 from nemorl.data.packed import PackedBatch

@@ -5,7 +5,8 @@ import torch
 
 from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.losses import PolicyLoss
-from nemorl.config.algorithm import AdaptiveEntropyConfig, ClipLossConfig, EntropyBonusConfig
+from nemorl.config.algorithm import AdaptiveEntropyConfig, EntropyBonusConfig
+from nemorl.config.algorithm.losses import ClipLossConfig
 from tests.algorithms.packed import current, ragged
 
 

@@ -7,7 +7,8 @@ import torch
 
 from nemorl.algorithms.aggregation import sequence_weights
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics
-from nemorl.config.algorithm import ClipLossConfig, KLConfig
+from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.packed import PackedBatch
 
 KL = KLConfig(coefficient=0.05)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.algorithms.policy_losses import choose, draws, token_loss
-from nemorl.config.algorithm import (
+from nemorl.config.algorithm import NoCorrectionConfig
+from nemorl.config.algorithm.losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
@@ -17,7 +18,6 @@ from nemorl.config.algorithm import (
     GspoLossConfig,
     GspoTokenLossConfig,
     KlCovLossConfig,
-    NoCorrectionConfig,
     ReinforceLossConfig,
     SapoLossConfig,
 )

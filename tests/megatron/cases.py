@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemorl.algorithms.losses import PolicyLoss
-from nemorl.config.algorithm import ClipLossConfig, KLConfig
+from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.worker import LogprobStats, PolicyWorker, TrainStats

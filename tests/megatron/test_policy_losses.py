@@ -7,19 +7,21 @@ import torch
 
 from nemorl.algorithms.losses import PolicyLoss
 from nemorl.config.algorithm import (
+    KLConfig,
+    NoCorrectionConfig,
+    SequenceMaskConfig,
+    TruncatedCorrectionConfig,
+)
+from nemorl.config.algorithm.losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
     GmpoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,
-    KLConfig,
     KlCovLossConfig,
-    NoCorrectionConfig,
     ReinforceLossConfig,
     SapoLossConfig,
-    SequenceMaskConfig,
-    TruncatedCorrectionConfig,
 )
 from nemorl.data.batches import with_likelihood
 from nemorl.data.packed import PackedBatch

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
-from nemorl.config.algorithm import ClipLossConfig, MaskedCorrectionConfig
+from nemorl.config.algorithm import MaskedCorrectionConfig
+from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.optimizer import TooManySkippedSteps
 from tests.megatron.cases import LOSS, partition, start_worker
