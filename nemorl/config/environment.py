@@ -20,6 +20,10 @@ class EnvBase(Config):
     """Facts about all environments."""
 
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
+    dataset: ClassVar[str | None] = None  # name of the only datasets that it supports; None supports all
+    needs_answer: ClassVar[bool] = False  # of each task
+    needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
+    has_one_turn: ClassVar[bool] = False
 
     def make_factory(self) -> Any:
         """Construct the factory. Raises NotImported."""
@@ -30,6 +34,7 @@ class SingleTurnEnvConfig(EnvBase):
     """One answer, scored by `rewards` alone."""
 
     factory_path: ClassVar[str] = "nemorl.environments.single_turn:SingleTurnFactory"
+    has_one_turn: ClassVar[bool] = True
     name: Literal["single_turn"] = "single_turn"
 
     @property
@@ -42,6 +47,8 @@ class MathEnvConfig(EnvBase):
     """One answer, compared with the task's by the math-verify library."""
 
     factory_path: ClassVar[str] = "nemorl.environments.math_answers:MathFactory"
+    needs_answer: ClassVar[bool] = True
+    has_one_turn: ClassVar[bool] = True
     name: Literal["math"]
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
@@ -56,6 +63,8 @@ class ReasoningGymEnvConfig(EnvBase):
     """One answer, scored by the reasoning-gym dataset that made the task."""
 
     factory_path: ClassVar[str] = "nemorl.environments.reasoning_gym:ReasoningGymFactory"
+    dataset: ClassVar[str | None] = "reasoning_gym"
+    has_one_turn: ClassVar[bool] = True
     name: Literal["reasoning_gym"]
     answer_tag: str | None = "answer"
     """Score the text in `<answer>...</answer>`, an empty answer if missing; null scores the complete text."""
@@ -72,6 +81,8 @@ class CalculatorEnvConfig(EnvBase):
     """Several turns: the policy may call a calculator before it answers; the final answer is compared."""
 
     factory_path: ClassVar[str] = "nemorl.environments.calculator:CalculatorFactory"
+    needs_answer: ClassVar[bool] = True
+    needs_chat: ClassVar[bool] = True
     name: Literal["calculator"]
     max_turns: int = Field(4, ge=1)
     """Turns of the policy before the conversation ends without an answer."""
@@ -91,6 +102,7 @@ class ChainedSumsEnvConfig(EnvBase):
     """Several turns that a tiny model can do: sums, each of which continues from the previous answer."""
 
     factory_path: ClassVar[str] = "nemorl.environments.chained_sums:ChainedSumsFactory"
+    dataset: ClassVar[str | None] = "arithmetic"
     name: Literal["chained_sums"]
     num_sums: int = Field(2, ge=2)
     """Turns of the policy, a sum each."""

@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "data.train.name",
         "reasoning_gym",
-        "the environment `chained_sums` continues only `arithmetic` datasets; change one",
+        "the environment `chained_sums` supports `arithmetic` datasets only; change one",
     ),
     "a function that is no path": (
         ["algorithm.advantage={name: custom, function: centred}"],

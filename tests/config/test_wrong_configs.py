@@ -372,7 +372,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["env.name=reasoning_gym", "data.validation=null"],
         "data.train.name",
         "arithmetic",
-        "the environment `reasoning_gym` scores `reasoning_gym` datasets only; change one",
+        "the environment `reasoning_gym` supports `reasoning_gym` datasets only; change one",
     ),
     "no reward at all": (
         ["rewards=[]"],

@@ -7,18 +7,13 @@ from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineBase, On
 from nemorl.config.algorithm.advantages import GdpoAdvantageConfig, TurnAdvantageConfig
 from nemorl.config.base import check
 from nemorl.config.data import (
-    ArithmeticDataset,
     DataConfig,
     JsonlDataset,
     PreferenceDataset,
-    ReasoningGymDataset,
 )
 from nemorl.config.environment import (
     CalculatorEnvConfig,
-    ChainedSumsEnvConfig,
     EnvConfig,
-    MathEnvConfig,
-    ReasoningGymEnvConfig,
     RewardConfig,
     SingleTurnEnvConfig,
 )
@@ -27,7 +22,6 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import CheckpointingConfig
 from nemorl.errors import ABSENT, Problem
 
-_ONE_TURN = (SingleTurnEnvConfig, MathEnvConfig, ReasoningGymEnvConfig)
 _OF_ALL_REWARDS = ("mean", "std", "of_greedy")
 
 
@@ -76,24 +70,19 @@ def environment_fits_the_tasks(
 ) -> Iterator[Problem]:
     """Some environments need the task's answer, or tasks of one kind of dataset."""
     for path, dataset in acted_on(data, algorithm):
-        match env:
-            case MathEnvConfig() | CalculatorEnvConfig():
-                if isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
-                    fix = f"the environment `{env.name}` compares with the task's answer; set it to its key"
-                    yield Problem(f"{path}.answer_key", None, fix)
-            case ReasoningGymEnvConfig() if not isinstance(dataset, ReasoningGymDataset):
-                fix = "the environment `reasoning_gym` scores `reasoning_gym` datasets only; change one"
-                yield Problem(f"{path}.name", dataset.name, fix)
-            case ChainedSumsEnvConfig() if not isinstance(dataset, ArithmeticDataset):
-                fix = "the environment `chained_sums` continues only `arithmetic` datasets; change one"
-                yield Problem(f"{path}.name", dataset.name, fix)
+        if env.needs_answer and isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
+            fix = f"the environment `{env.name}` compares with the task's answer; set it to its key"
+            yield Problem(f"{path}.answer_key", None, fix)
+        if env.dataset is not None and dataset.name != env.dataset:
+            fix = f"the environment `{env.name}` supports `{env.dataset}` datasets only; change one"
+            yield Problem(f"{path}.name", dataset.name, fix)
 
 
 @check
-def calculator_has_messages(env: EnvConfig, data: DataConfig) -> Iterator[Problem]:
-    """The calculator answers with messages of a tool, which plain text cannot separate from the policy's."""
-    if isinstance(env, CalculatorEnvConfig) and not data.chat:
-        fix = "the environment `calculator` answers in separate messages; set data.chat to true"
+def environment_has_messages(env: EnvConfig, data: DataConfig) -> Iterator[Problem]:
+    """Messages of a tool cannot be separated from the policy's in plain text."""
+    if env.needs_chat and not data.chat:
+        fix = f"the environment `{env.name}` answers in separate messages; set data.chat to true"
         yield Problem("data.chat", False, fix)
 
 
@@ -105,7 +94,7 @@ def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterato
     if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
         fix = "no turn before the last has a reward; set env.call_weight, or use the advantage `group`"
         yield Problem("algorithm.advantage.name", "turn", fix)
-    if isinstance(env, _ONE_TURN):
+    if env.has_one_turn:
         fix = f"conversations in `{env.name}` have one turn; use another env, or the advantage `group`"
         yield Problem("algorithm.advantage.name", "turn", fix)
 
