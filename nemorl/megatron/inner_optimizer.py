@@ -236,13 +236,17 @@ def holds_weights(config: PolicyConfig) -> bool:
 
 def _replace_inner(config: PolicyConfig, distributed: Any, device: DeviceKind) -> None:
     """Megatron's distributed optimizer takes only Adam because its checkpoints know no other; ours do."""
+    optimizer = config.optimizer
     inner: torch.optim.Optimizer
-    if isinstance(config.optimizer, SgdConfig):
-        inner = torch.optim.SGD([torch.zeros(())], config.optimizer.lr, momentum=config.optimizer.momentum)
-    elif isinstance(config.optimizer, AdamConfig) and config.optimizer.on_host:
-        inner = HostAdam(config.optimizer, device)
-    else:
-        return
+    match optimizer:
+        case SgdConfig():
+            inner = torch.optim.SGD([torch.zeros(())], optimizer.lr, momentum=optimizer.momentum)
+        case AdamConfig(on_host=True):
+            inner = HostAdam(optimizer, device)
+        case AdamConfig():
+            return  # Megatron's
+        case _:  # or it would be trained by Adam
+            raise AssertionError(f"{type(optimizer).__name__} has no inner optimizer: construct it here")
     # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
     # non-leaves.
     inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
