@@ -6,17 +6,8 @@ from collections.abc import Iterator
 from nemorl.config.algorithm import AlgorithmConfig, OfflineBase, OnlineBase, OnlineConfig
 from nemorl.config.algorithm.advantages import GdpoAdvantageConfig, TurnAdvantageConfig
 from nemorl.config.base import check
-from nemorl.config.data import (
-    DataConfig,
-    JsonlDataset,
-    PreferenceDataset,
-)
-from nemorl.config.environment import (
-    CalculatorEnvConfig,
-    EnvConfig,
-    RewardConfig,
-    SingleTurnEnvConfig,
-)
+from nemorl.config.data import DataConfig, JsonlDataset, PreferenceDataset
+from nemorl.config.environment import CalculatorEnvConfig, EnvConfig, RewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import acted_on, datasets, metric_names, reward_names
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import CheckpointingConfig
