@@ -1,4 +1,4 @@
-"""Errors for the person at the command line: their text is a sentence, and no traceback is shown for them."""
+"""Errors that are shown to the user as their message alone, without a traceback."""
 
 import json
 from collections.abc import Sequence
@@ -8,23 +8,23 @@ from textwrap import indent
 
 
 class NemorlError(Exception):
-    """Something the user can mend; the message says what was wrong, where, the value and the mend."""
+    """An error that the user can fix; the message names the field, the value, the problem and the fix."""
 
 
 class UsageError(NemorlError):
-    """An option of the command line that cannot be meant; nothing was begun."""
+    """An invalid command line option; nothing was started."""
 
 
 class RunError(NemorlError):
-    """A run began and cannot go on."""
+    """A run started and cannot continue."""
 
 
 class RunStopped(RunError):
-    """A run was told to stop, and can go on from its newest checkpoint."""
+    """A run was stopped on request and can continue from its newest checkpoint."""
 
 
 class Absent(Enum):
-    """Stands for a value that was not given, which null is."""
+    """Marks a value that was not given, as opposed to null."""
 
     ABSENT = "not given"
 
@@ -34,12 +34,12 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a configuration."""
+    """One error in a configuration."""
 
     field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
-    value: object  # as it was given, or ABSENT
-    fix: str  # why it is refused and what to do
-    origin: str = ""  # `file:line`, `command line` or `default`; empty where none of these is known
+    value: object  # as given, or ABSENT
+    fix: str  # the problem and what to do
+    origin: str = ""  # `file:line`, `command line` or `default`; empty if unknown
 
     def __str__(self) -> str:
         where = f"  ({self.origin})" if self.origin else ""
@@ -52,10 +52,10 @@ class Problem:
 
 
 class ConfigError(NemorlError):
-    """A configuration that is refused, with everything found wrong in it."""
+    """An invalid configuration, with all of its problems."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
-        """`source` is the file, as the user named it."""
+        """`source` is the file as the user named it."""
         super().__init__(source, tuple(problems))
         self.source = source
         self.problems = tuple(problems)
@@ -74,7 +74,7 @@ _SHOWN_CHARACTERS = 80
 
 
 def _shown(value: object) -> str:
-    """A value as YAML users write it, cut to a line."""
+    """Return a value as written in YAML, cut to one line."""
     plain_text = isinstance(value, str) and value.isprintable() and value != ""
     text = str(value) if plain_text else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemorl.cluster.placement import wanted_bundles, with_places, worker_requests
+from nemorl.cluster.placement import required_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.errors import Problem
@@ -83,7 +83,7 @@ def demands_of(experiment: Experiment, head: str) -> list[Demand]:
             {**request.labels, **({NODE: head} if request.at_driver else {})},
             request.topology,
         )
-        for request, bundle in zip(own, wanted_bundles(requests), strict=True)
+        for request, bundle in zip(own, required_bundles(requests), strict=True)
     ]
 
 

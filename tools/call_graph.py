@@ -151,7 +151,7 @@ class CallGraph:
         return None
 
     def _module(self, module: str, name: str) -> str | None:
-        """The module that a name stands for."""
+        """Return the module that a name refers to."""
         whole = ".".join(filter(None, self._names[module].get(name, ())))
         return whole if whole in self._modules else None
 
@@ -200,8 +200,8 @@ class CallGraph:
         }
         fields = {name for ancestor in self._ancestors(cls) for name in self._fields[ancestor]}
         return all(
-            _same_parameters(wanted, methods[name]) if name in methods else name in fields
-            for name, wanted in self._methods[protocol].items()
+            _same_parameters(declared, methods[name]) if name in methods else name in fields
+            for name, declared in self._methods[protocol].items()
         )
 
     def _find(self, key: Key, name: str) -> list[tuple[Key, Function | None]]:
@@ -423,9 +423,9 @@ def _executed(function: Function) -> Iterator[ast.AST]:
                 ]
 
 
-def _same_parameters(wanted: Function, given: Function) -> bool:
-    names = [[a.arg for a in (*f.args.posonlyargs, *f.args.args)] for f in (wanted, given)]
-    return len(names[0]) == len(names[1]) and bool(wanted.args.posonlyargs or names[0] == names[1])
+def _same_parameters(declared: Function, given: Function) -> bool:
+    names = [[a.arg for a in (*f.args.posonlyargs, *f.args.args)] for f in (declared, given)]
+    return len(names[0]) == len(names[1]) and bool(declared.args.posonlyargs or names[0] == names[1])
 
 
 def _union(types: Iterable[Types]) -> Types:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.yaml"
 REQUIRED_SHARE = 0.9
-# Modules without processes, devices or files, and the tests beside each.
+# Modules without processes, devices or files, with the tests of each.
 MODULES: dict[str, Sequence[str]] = {
     "algorithms.advantages": ["algorithms/test_advantages.py"],
     "algorithms.aggregation": ["algorithms/test_losses.py", "algorithms/test_policy_losses.py"],

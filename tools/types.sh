@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# mypy over the whole library. It finds modules by folder, so algorithms/, environments/ and slurm/, which
-# stand at the root, are linked into the place where they import as nemorl.algorithms and so on.
+# Run mypy on the complete library. mypy finds modules by folder, so algorithms/, environments/ and slurm/ at the
+# root are linked to where they import as nemorl.algorithms and so on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tree=build/types

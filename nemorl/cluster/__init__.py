@@ -1,7 +1,7 @@
-"""Processes over machines: Ray's runtime, placement, and groups of workers that are called as one."""
+"""Processes on the nodes of a cluster: Ray's runtime, placement, and groups of workers."""
 
 import os
 
-# Ray reads this when it is imported. It would print its own account of a dead worker into the driver's
-# output, beside the error that we raise about it.
+# Read by Ray when it is imported. Otherwise it prints a message on a dead worker to the driver's output, in
+# addition to the error that we raise.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")

@@ -113,7 +113,7 @@ class _Running:
 
     def __init__(self, actor: "Actor", invocation: Invocation) -> None:
         self._actor, self._invocation = actor, invocation
-        self.thread: int | None = None  # that runs nothing but this invocation
+        self.thread: int | None = None  # the one that runs this invocation
 
     def __enter__(self) -> "_Running":
         self._since = time.monotonic()

@@ -1,4 +1,4 @@
-"""What can go wrong between the driver and its workers. Each error names group, rank and stage."""
+"""Errors between the driver and its workers. Each names group, rank and stage."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ class ClusterUnavailable(ClusterError):
 
 
 class PlacementFailed(ClusterError):
-    """The cluster cannot hold the workers that were asked for."""
+    """The cluster cannot hold the requested workers."""
 
 
 class NotShared(ClusterError):
-    """A node does not see a folder of the driver's."""
+    """A node cannot access a folder of the driver."""
 
 
 class WorkerFailed(ClusterError):
@@ -38,7 +38,7 @@ class WorkerFailed(ClusterError):
 
 
 class WorkerDied(ClusterError):
-    """The process of a worker is gone."""
+    """The process of a worker ended unexpectedly."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class WorkerDied(ClusterError):
         last_lines: tuple[str, ...],
         node: str = "",
     ) -> None:
-        """`reason` is Ray's account of the exit; `last_lines` the end of the worker's log.
+        """`reason` is Ray's description of the exit; `last_lines` is the end of the worker's log.
 
-        `node` is where it lived, in a run over several nodes.
+        `node` is the worker's node in a run over several nodes.
         """
         super().__init__(group, rank, stage, reason, log, last_lines, node)
         self.group, self.rank, self.stage = group, rank, stage
@@ -60,30 +60,30 @@ class WorkerDied(ClusterError):
         self.node = node
 
     def is_reported_in(self, error: BaseException | None) -> bool:
-        """Whether an error is of this death, or of what somebody made of it."""
+        """True if an error reports this death, directly or as its cause."""
         return f"{self.group} rank {self.rank} died in stage" in str(error)
 
     def __str__(self) -> str:
-        told = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
+        lines = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
         where = f" on node {self.node}" if self.node else ""
         return (
             f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}\n"
-            f"The last lines of {self.log}:\n{told}"
+            f"The last lines of {self.log}:\n{lines}"
         )
 
 
 class NodeLost(WorkerDied):
-    """A whole machine of the run is gone, and the worker with it."""
+    """A node of the run was lost, with all workers on it."""
 
     def __init__(self, group: str, rank: int, stage: str, node: str, tenants: str, log: Path) -> None:
-        """`tenants` says which ranks lived there."""
+        """`tenants` lists the ranks on the node."""
         reason = f"node {node} was lost"
         WorkerDied.__init__(self, group, rank, stage, reason, log, (), node)
         self.args = (group, rank, stage, node, tenants, log)
         self.tenants = tenants
 
     def is_reported_in(self, error: BaseException | None) -> bool:
-        """Whether an error is of the loss of this node."""
+        """True if an error reports the loss of this node."""
         return self.reason in str(error)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class DeadlineExceeded(ClusterError):
     def __init__(
         self, group: str, ranks: tuple[int, ...], stage: str, seconds: float, where: tuple[str, ...]
     ) -> None:
-        """`ranks` have not answered; `where` says for each of them what it was doing."""
+        """`ranks` have not answered; `where` describes the activity of each of them."""
         super().__init__(group, ranks, stage, seconds, where)
         self.group, self.ranks, self.stage = group, ranks, stage
         self.seconds, self.where = seconds, where
@@ -116,4 +116,4 @@ class DeadlineExceeded(ClusterError):
 
 
 class GroupEnded(ClusterError):
-    """A call to a group whose processes were ended before, after a failure or by `shutdown`."""
+    """A call to a group whose processes have already ended, after a failure or by `shutdown`."""

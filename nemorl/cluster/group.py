@@ -246,7 +246,7 @@ class WorkerGroup:
         themselves always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
         data-parallel rank (first tensor-parallel rank of the last pipeline stage). Raises `WorkerFailed`,
         `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
-        method whose failure leaves every rank able to go on.
+        method whose failure leaves every rank usable.
         """
         invocation = Invocation(method, stage, deadline_seconds, resolve)
         return await self._call(invocation, [args] * len(self.workers), kwargs, outputs, ends_group)
@@ -292,10 +292,10 @@ class WorkerGroup:
         return await answers(pending, stage, deadline_seconds)
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
-        """End the processes, after `close` of every worker that has one. May be called again.
+        """End the processes after calling `close` on every worker that has it. May be called again.
 
-        A group of which a rank is still at a call is ended at once: it may never come to `close`.
-        `after` is the error that ended the work, if any: a death that it tells of is not told again.
+        A group with a call under way on some rank is ended immediately, since it may never reach `close`.
+        `after` is the error that ended the work, if any; a death that it reports is not logged again.
         """
         if self._ended is not None:
             return

@@ -1,4 +1,4 @@
-"""Which rank stands where in the parallel layout. Pure arithmetic."""
+"""Coordinates of ranks in the parallel layout. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in Megatron's order tp-cp-ep-dp-pp: TP neighbours are adjacent, stages farthest apart."""
+    """Ranks in Megatron's order tp-cp-ep-dp-pp: TP ranks are adjacent, stages farthest apart."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -1,4 +1,4 @@
-"""The machines of the cluster as Ray knows them."""
+"""Nodes of the cluster, as Ray reports them."""
 
 import asyncio
 import time
@@ -11,19 +11,19 @@ import ray
 from .errors import ClusterUnavailable
 
 LOOPBACK = "127.0.0.1"
-NODE_LABEL = "ray.io/node-id"  # which every node has
+NODE_LABEL = "ray.io/node-id"  # set by Ray on every node
 DOMAIN_LABEL = "ray.io/gpu-domain"  # of nodes whose GPUs are joined by NVLink
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster; a machine may be several for tests."""
+    """A node of the cluster; in tests one machine may be several nodes."""
 
     id: str
-    name: str  # for people
+    name: str  # for messages
     address: str
-    cores: int  # Ray's logical CPUs
+    cores: int  # logical CPUs of Ray
     gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -33,14 +33,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Home:
-    """Where a worker of a run over several nodes lives, and who else of the run does."""
+    """Node of a worker in a run over several nodes, with all of the run's ranks on it."""
 
-    node: str  # Ray's id
+    node: str  # Ray's ID
     name: str
     tenants: tuple[tuple[str, tuple[int, ...]], ...]  # groups with their ranks
 
     def is_lost(self) -> bool:
-        """Whether the node takes part no more."""
+        """True if the node is no longer part of the cluster."""
         return all(node.id != self.node for node in alive_nodes())
 
     def __str__(self) -> str:
@@ -51,42 +51,42 @@ class Home:
 
 
 def alive_nodes() -> list[Node]:
-    """Those that take part now, by name."""
+    """Return the nodes that are part of the cluster now, sorted by name."""
     return sorted((_node(e) for e in ray.nodes() if e["Alive"]), key=lambda node: (node.name, node.id))
 
 
 def driver_node() -> str:
-    """The id of the one on which this process runs."""
+    """Return the ID of the node on which this process runs."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 async def wait_for_nodes(count: int, seconds: float) -> None:
-    """Return when so many nodes take part. Raises `ClusterUnavailable` when they do not in this time."""
+    """Wait until the cluster has `count` nodes. Raises `ClusterUnavailable` after `seconds`."""
     end = time.monotonic() + seconds
-    while len(there := alive_nodes()) < count:
+    while len(nodes := alive_nodes()) < count:
         if time.monotonic() >= end:
-            names = ", ".join(node.name for node in there)
+            names = ", ".join(node.name for node in nodes)
             raise ClusterUnavailable(
                 f"cluster.num_nodes is {count}, and after {seconds:g} s (cluster.deadlines.start) the Ray "
-                f"cluster has {len(there)} node{'s' * (len(there) != 1)} ({names}): look why `ray start` "
-                "failed on the others, or set cluster.num_nodes to what is there"
+                f"cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} ({names}): find out why `ray start` "
+                "failed on the others, or set cluster.num_nodes to the available number"
             )
-        await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))
+        await asyncio.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
 
 
 def shared_cores(nodes: Sequence[Node]) -> int:
-    """Cores for each of the processes that live on these nodes, one a process, if they share them evenly."""
+    """Return an equal share of cores for each process; `nodes` has one entry per process."""
     processes = Counter(node.id for node in nodes)
     return max(1, min(node.cores // processes[node.id] for node in nodes))
 
 
 def labels_in_use(nodes: Sequence[Node]) -> str:
-    """What labels the nodes have, for messages; those that Ray gives by itself are left out."""
-    told = [
+    """Describe the labels of the nodes for a message, without the node ID that Ray sets."""
+    described = [
         f"{node.name} ({', '.join(f'{k}={v}' for k, v in sorted(_own_labels(node).items())) or 'none'})"
         for node in nodes
     ]
-    return ", ".join(told)
+    return ", ".join(described)
 
 
 def _own_labels(node: Node) -> dict[str, str]:
@@ -94,7 +94,7 @@ def _own_labels(node: Node) -> dict[str, str]:
 
 
 def _node(entry: Mapping[str, object]) -> Node:
-    """One of `ray.nodes()`. Ray names a node by its address where nobody has named it."""
+    """Convert an entry of `ray.nodes()`. Ray uses the address as the name of a node without one."""
     address, named = str(entry["NodeManagerAddress"]), str(entry.get("NodeName", ""))
     resources, labels = entry["Resources"], entry.get("Labels")
     assert isinstance(resources, Mapping)

@@ -1,8 +1,8 @@
-"""Where workers run: on which machine of the cluster, in which of the places that were reserved.
+"""Placement of workers on the nodes of the cluster, over Ray's placement groups.
 
-Which processes an experiment wants: how many of each group, with which resources, on which nodes.
-
-Getting the places: all workers of a run at once, or none, and why they do not fit.
+`worker_requests` derives from an experiment the processes of each group with their resources and node labels.
+`reserve` gets bundles for all workers of a run at once, or none, and reports why they do not fit. `Placement`
+maps each rank to its bundle and node.
 """
 
 import asyncio
@@ -47,39 +47,38 @@ class WorkerRequest:
     group: str
     count: int
     gpus: int = 0  # that each process works on
-    for_children: bool = False  # the GPUs are for actors that each process starts in its own place
-    beside: str | None = None  # a group in the places of whose ranks, one for each GPU, they live, if it runs
-    fractional_gpu: bool = (
-        False  # of what is beside another: Ray lends it a part of the GPU; else it is told its names
-    )
-    labels: Mapping[str, str] = field(default_factory=dict)  # of its nodes, as Ray's label selectors have it
-    topology: str | None = None  # a label of which all its nodes must have the same value
+    for_children: bool = False  # the GPUs are for actors that each process starts in its own bundle
+    host_group: str | None = None  # a group whose bundles they share if it runs: one host rank for each GPU
+    # With a host group: True if Ray assigns a fraction of the GPU, False if the process gets the GPU names.
+    fractional_gpu: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its nodes, in Ray's label selector syntax
+    topology: str | None = None  # a label that must have the same value on all its nodes
     at_driver: bool = False  # on the driver's node
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Ray's resources of one process, and of its place if it has one of its own."""
+        """Ray resources of one process, and of its bundle if it does not share one."""
         return {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
 
-    def neighbours(self, rank: int) -> range:
-        """The ranks that it is beside."""
+    def host_ranks(self, rank: int) -> range:
+        """Ranks of the host group whose bundles and GPUs a rank shares."""
         size = self.gpus or 1
         return range(rank * size, (rank + 1) * size)
 
     def __str__(self) -> str:
         name = f"{self.count} {self.group} worker{'s' * (self.count > 1)}"
         each = "1 CPU" + (f" and {self.gpus} GPU" if self.gpus else "") + " each"
-        where = [f"in places of {self.beside} workers"] if self.beside else []
+        where = [f"in places of {self.host_group} workers"] if self.host_group else []
         where += [f"{key}={value}" for key, value in self.labels.items()]
         where += [f"all with the same {self.topology}"] if self.topology else []
         return f"{name} ({', '.join([each, *where])})"
 
 
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
-    """The processes of an experiment. Ranks of models and of engines get a GPU each, if any.
+    """Processes of an experiment. Each rank of a model or an engine gets one GPU if the nodes have GPUs.
 
-    Those of generation are not there where the policy samples by itself. What shares the policy's devices is
-    beside it: models rank by rank, an engine of n ranks beside n ranks of the policy.
+    There is no generation group if the policy generates its samples. Groups that share the policy's devices
+    have it as their host group: models rank by rank, an engine of n ranks with n ranks of the policy.
     """
     cluster, generation = experiment.cluster, experiment.generation
     gpus = 1 if cluster.gpus_per_node else 0
@@ -89,7 +88,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
             model.name,
             model.config.layout.world_size,
             gpus,
-            beside="policy" if model.on_policy_devices else None,
+            host_group="policy" if model.on_policy_devices else None,
             fractional_gpu=model.on_policy_devices,
         )
         for model in others
@@ -99,14 +98,14 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
         generation.replicas,
         gpus * generation.ranks_per_replica,
         for_children=generation.workers_hold_gpus,
-        beside="policy" if generation.shares_devices and gpus else None,
+        host_group="policy" if generation.shares_devices and gpus else None,
     )
     requests = (
         WorkerRequest("policy", policy.config.layout.world_size, gpus),
         *models,
         *([engines] if generation.has_engines else []),
         WorkerRequest("rollout", cluster.rollout_workers),
-        # Its address is one of the driver's machine.
+        # The endpoint's address belongs to the driver's node.
         *([WorkerRequest("endpoint", 1, at_driver=True)] if generation.endpoint is not None else []),
     )
     return tuple(
@@ -116,51 +115,51 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
 
 
 def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
-    """Those that are in nobody else's."""
-    there = {request.group for request in requests}
-    return [request for request in requests if request.beside not in there]
+    """Requests that have bundles of their own."""
+    groups = {request.group for request in requests}
+    return [request for request in requests if request.host_group not in groups]
 
 
-def wanted_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
-    """What to reserve, group by group. What is beside others has no bundles, but a CPU in each of theirs."""
-    beside = Counter(request.beside for request in requests)
+def required_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
+    """Bundles to reserve, group by group. A hosted group adds a CPU to each bundle of its host group."""
+    hosted = Counter(request.host_group for request in requests)
     return [
-        {**request.bundle, "CPU": request.bundle["CPU"] + beside[request.group]}
+        {**request.bundle, "CPU": request.bundle["CPU"] + hosted[request.group]}
         for request in with_places(requests)
         for _ in range(request.count)
     ]
 
 
 def own_gpus() -> tuple[str, ...]:
-    """The GPUs of the worker that calls this, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs of the calling worker, as named in CUDA_VISIBLE_DEVICES."""
     return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Reserved places for all workers of a run."""
+    """Reserved bundles and nodes of all workers of a run. The keys of mappings are worker groups."""
 
-    places: Mapping[str, PlacementGroup]  # by worker group, where its bundles are
-    bundles: Mapping[str, tuple[int, ...]]  # by worker group, the bundle of each rank
+    places: Mapping[str, PlacementGroup]
+    bundles: Mapping[str, tuple[int, ...]]  # of each rank
     requests: Mapping[str, WorkerRequest]
-    nodes: Mapping[str, tuple[Node, ...]]  # by worker group, of each rank
-    driver: str  # the id of the driver's node
-    environment: Mapping[str, str] = field(default_factory=dict)  # that every worker gets
+    nodes: Mapping[str, tuple[Node, ...]]  # of each rank
+    driver: str  # ID of the driver's node
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of every worker
 
-    def beside(self, group: str) -> tuple[range, ...]:
-        """For each rank of a group the ranks of another on whose GPUs it works; nothing if it has its own."""
+    def host_ranks(self, group: str) -> tuple[range, ...]:
+        """Ranks of the host group whose GPUs each rank of a group uses; empty if it is not hosted."""
         request = self.requests[group]
-        if request.beside not in self.requests:
+        if request.host_group not in self.requests:
             return ()
-        return tuple(request.neighbours(rank) for rank in range(request.count))
+        return tuple(request.host_ranks(rank) for rank in range(request.count))
 
     def on_node_of(self, group: str, rank: int, other: str) -> tuple[int, ...]:
-        """The ranks of another group that live on the node of this one."""
-        here = self.nodes[group][rank].id
-        return tuple(place for place, node in enumerate(self.nodes[other]) if node.id == here)
+        """Ranks of another group on the node of this rank."""
+        node_id = self.nodes[group][rank].id
+        return tuple(index for index, node in enumerate(self.nodes[other]) if node.id == node_id)
 
     def home(self, group: str, rank: int) -> Home | None:
-        """Where a rank lives; None in a run on one node."""
+        """Node of a rank and the ranks on it; None in a run on one node."""
         if len({node.id for nodes in self.nodes.values() for node in nodes}) <= 1:
             return None
         node = self.nodes[group][rank]
@@ -169,40 +168,42 @@ class Placement:
 
     @property
     def described(self) -> dict[str, str]:
-        """Who lives on which node, for the head of a run's log; nothing of a run on one node."""
+        """Ranks on each node, for the start of a run's log; empty in a run on one node."""
         homes = [self.home(group, rank) for group in self.nodes for rank in range(len(self.nodes[group]))]
         return {f"node {home.name}": str(home) for home in homes if home is not None}
 
     def threads(self, configured: int | None, *groups: str) -> int:
-        """CPU threads of each process of groups that work at the same time.
+        """CPU threads of each process of groups that run at the same time.
 
-        As configured, or the cores of the fullest node shared evenly.
+        Returns `configured`, or else an equal share of the cores of the fullest node.
         """
         return configured or shared_cores([node for group in groups for node in self.nodes[group]])
 
     def driver_address(self, *groups: str) -> str:
-        """Where the driver listens for these groups: loopback, unless some live on other nodes than it."""
-        there = {node.id for group in groups for node in self.nodes[group]}
-        return LOOPBACK if there <= {self.driver} else str(ray.util.get_node_ip_address())
+        """Address on which the driver listens for these groups: loopback unless some run on other nodes."""
+        node_ids = {node.id for group in groups for node in self.nodes[group]}
+        return LOOPBACK if node_ids <= {self.driver} else str(ray.util.get_node_ip_address())
 
     def options(self, group: str, rank: int) -> dict[str, Any]:
-        """Ray's options for the actor of one rank."""
+        """Ray options for the actor of one rank."""
         strategy = PlacementGroupSchedulingStrategy(
             self.places[group], placement_group_bundle_index=self.bundles[group][rank]
         )
         return {"num_cpus": 1, "num_gpus": self._gpus(self.requests[group]), "scheduling_strategy": strategy}
 
     def _gpus(self, request: WorkerRequest) -> float:
-        """What Ray gives a process: a device that is lent to several goes to them by fractions of it."""
-        beside = request.beside in self.requests
-        if request.for_children or (beside and not request.fractional_gpu):
+        """GPUs that Ray assigns to a process; processes that share a device get equal fractions of it."""
+        is_hosted = request.host_group in self.requests
+        if request.for_children or (is_hosted and not request.fractional_gpu):
             return 0
-        lender = request.beside if beside else request.group
-        borrowers = sum(other.fractional_gpu and other.beside == lender for other in self.requests.values())
-        return request.gpus / (1 + borrowers)
+        host = request.host_group if is_hosted else request.group
+        shared_with = sum(
+            other.fractional_gpu and other.host_group == host for other in self.requests.values()
+        )
+        return request.gpus / (1 + shared_with)
 
     def release(self) -> None:
-        """Give the places back; workers that still live there are ended."""
+        """Remove the reservations; Ray kills workers that still run in them."""
         for place in {place.id: place for place in self.places.values()}.values():
             remove_placement_group(place)
 
@@ -210,11 +211,11 @@ class Placement:
 def assigned_bundles(
     requests: Sequence[WorkerRequest], node_of: Mapping[int, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """Bundle of each rank, so that consecutive ranks (tensor-parallel neighbours) share a machine.
+    """Assign a bundle to each rank so that consecutive (tensor-parallel) ranks share a machine.
 
-    A process beside others is in the bundle of the first of them. `node_of` says of each bundle which machine
-    it is on, by anything that has an order: ranks fill the machines in it. Raises `PlacementFailed` if they
-    are on several.
+    A hosted process gets the bundle of the first of its host ranks. `node_of` maps each bundle to its
+    machine, as any sortable value; ranks fill the machines in that order. Raises `PlacementFailed` if the
+    host ranks of a process are on several machines.
     """
     bundles: dict[str, tuple[int, ...]] = {}
     first = 0
@@ -223,9 +224,9 @@ def assigned_bundles(
         bundles[request.group] = tuple(sorted(own, key=lambda bundle: (node_of[bundle], bundle)))
         first += request.count
     for request in requests:
-        if request.beside in bundles:
-            theirs = bundles[request.beside]
-            places = [[theirs[n] for n in request.neighbours(rank)] for rank in range(request.count)]
+        if request.host_group in bundles:
+            host_bundles = bundles[request.host_group]
+            places = [[host_bundles[n] for n in request.host_ranks(rank)] for rank in range(request.count)]
             for rank, local_positions in enumerate(places):
                 if len({node_of[bundle] for bundle in local_positions}) > 1:
                     raise _divided(request, rank)
@@ -234,19 +235,19 @@ def assigned_bundles(
 
 
 def _divided(request: WorkerRequest, rank: int) -> PlacementFailed:
-    ranks = request.neighbours(rank)
+    ranks = request.host_ranks(rank)
     return PlacementFailed(
-        f"{request.group} rank {rank} uses the GPUs of {request.beside} ranks {ranks[0]} to {ranks[-1]}, and "
-        "these are on several machines: take engines of fewer ranks, or set cluster.placement to STRICT_PACK."
+        f"{request.group} rank {rank} uses the GPUs of {request.host_group} ranks {ranks[0]} to {ranks[-1]}, "
+        "which are on several machines. Use engines of fewer ranks or set cluster.placement to STRICT_PACK."
     )
 
 
-_WAIT_SECONDS = 1.0  # at most this long does the thread of a cancelled wait live on
-_PLAIN = re.compile(r"[\w./-]*")  # a label's value, and none of the operators that selectors have
+_WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
+_PLAIN = re.compile(r"[\w./-]*")  # a label's value without selector operators
 
 
 def available_cores() -> int:
-    """Cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -258,14 +259,15 @@ async def reserve(
     can_grow: bool,
     environment: Mapping[str, str],
 ) -> Placement:
-    """Reserve places for all workers at once, or none.
+    """Reserve bundles for all workers at once, or none.
 
-    `strategy` is one of Ray's. A cluster that cannot grow is this machine alone, and is refused at once when
-    it is too small as a whole; otherwise nodes may join until the deadline. A group with a topology has a
-    reservation of its own, since it binds all that is in it. Raises `PlacementFailed`.
+    `strategy` is a placement strategy of Ray. A cluster that cannot grow is this machine alone and is refused
+    immediately if its total is too small; otherwise nodes may join until the deadline. A group with a
+    topology gets a separate reservation, because a topology applies to all bundles of one. Raises
+    `PlacementFailed`.
     """
     if not can_grow and (lacking := _lacking(requests)):
-        raise _failure(requests, strategy, f"{lacking} more than all of it")
+        raise _failure(requests, strategy, f"{lacking} more than its total")
     if unknown := _unknown_label(requests):
         raise _failure(requests, strategy, f"no node has {unknown}")
     parts = [part for part in _parts(requests) if part]
@@ -275,7 +277,7 @@ async def reserve(
         if not await _ready(groups, deadline_seconds):
             raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
         nodes = {node.id: node for node in alive_nodes()}
-        if not can_grow:  # Ray was told of as many CPUs as there are workers
+        if not can_grow:  # Ray was started with as many CPUs as there are workers
             nodes = {name: replace(node, cores=available_cores()) for name, node in nodes.items()}
         return _placement(parts, groups, nodes, environment)
     except BaseException:  # also when the wait was cancelled
@@ -285,12 +287,12 @@ async def reserve(
 
 
 def _parts(requests: Sequence[WorkerRequest]) -> Iterator[list[WorkerRequest]]:
-    """What is reserved together: every group with a topology, with what is beside it; then all the others."""
+    """Yield what is reserved together: a group with a topology and the groups it hosts; then all others."""
     apart = [request for request in with_places(requests) if request.topology is not None]
     for request in apart:
-        yield [request, *(other for other in requests if other.beside == request.group)]
+        yield [request, *(other for other in requests if other.host_group == request.group)]
     names = {request.group for request in apart}
-    yield [r for r in requests if r.group not in names and r.beside not in names]
+    yield [r for r in requests if r.group not in names and r.host_group not in names]
 
 
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
@@ -301,7 +303,7 @@ def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
         where = {"topology_strategy": {topology: "STRICT_PACK", NODE_LABEL: strategy}}
     try:
         return placement_group(
-            wanted_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
+            required_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
         )
     except ValueError as error:  # Ray's own rules for labels
         groups = ", ".join(request.group for request in part)
@@ -313,7 +315,7 @@ def _selector(request: WorkerRequest) -> dict[str, str]:
 
 
 async def _ready(groups: Sequence[PlacementGroup], seconds: float) -> bool:
-    """Whether the places are there before the deadline. Ray's wait blocks, so a thread waits, bit by bit."""
+    """True if all reservations are ready before the deadline. A thread polls, because Ray's wait blocks."""
     end, missing = time.monotonic() + seconds, list(groups)
     while missing and (left := end - time.monotonic()) > 0:
         if await asyncio.to_thread(missing[0].wait, min(_WAIT_SECONDS, left)):
@@ -327,51 +329,51 @@ def _placement(
     nodes: Mapping[str, Node],
     environment: Mapping[str, str],
 ) -> Placement:
-    """Which rank is where. Ranks fill the nodes of one domain of fast links before those of the next."""
-    places, bundles, homes = {}, {}, {}
+    """Assign ranks to bundles. Ranks fill the nodes of one fast-link domain before those of the next."""
+    places, bundles, rank_nodes = {}, {}, {}
     for part, group in zip(parts, groups, strict=True):
-        found: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
         domain = part[0].topology or DOMAIN_LABEL
         order = {
             bundle: (nodes[node].labels.get(domain, ""), nodes[node].name, node)
-            for bundle, node in found.items()
+            for bundle, node in node_ids.items()
         }
         for name, own in assigned_bundles(part, order).items():
             places[name], bundles[name] = group, own
-            homes[name] = tuple(nodes[found[bundle]] for bundle in own)
+            rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
     requests = {request.group: request for part in parts for request in part}
-    return Placement(places, bundles, requests, homes, driver_node(), environment)
+    return Placement(places, bundles, requests, rank_nodes, driver_node(), environment)
 
 
 def _lacking(requests: Sequence[WorkerRequest]) -> str:
     has = ray.cluster_resources()
-    wanted = wanted_bundles(requests)
-    cpus = sum(bundle["CPU"] for bundle in wanted) - has.get("CPU", 0.0)
-    gpus = sum(bundle.get("GPU", 0.0) for bundle in wanted) - has.get("GPU", 0.0)
+    required = required_bundles(requests)
+    cpus = sum(bundle["CPU"] for bundle in required) - has.get("CPU", 0.0)
+    gpus = sum(bundle.get("GPU", 0.0) for bundle in required) - has.get("GPU", 0.0)
     return " and ".join(f"{lack:g} {name}" for lack, name in ((cpus, "CPU"), (gpus, "GPU")) if lack > 0)
 
 
 def _unknown_label(requests: Sequence[WorkerRequest]) -> str | None:
-    """A label that is asked for and that no node has, if any; selectors with operators are left to Ray."""
+    """A required label that no node has, if any; Ray checks selectors with operators."""
     nodes = alive_nodes()
     for request in requests:
         for label, value in request.labels.items():
             if _PLAIN.fullmatch(value) and all(node.labels.get(label) != value for node in nodes):
-                return f"the label {label}={value}, which cluster.labels.{request.group} wants"
+                return f"the label {label}={value}, which cluster.labels.{request.group} requires"
         if request.topology is not None and all(request.topology not in node.labels for node in nodes):
-            return f"the label {request.topology}, which cluster.topology.{request.group} wants"
+            return f"the label {request.topology}, which cluster.topology.{request.group} requires"
     return None
 
 
 def _failure(requests: Sequence[WorkerRequest], strategy: str, verdict: str) -> PlacementFailed:
     nodes, free = alive_nodes(), ray.available_resources()
-    labelled = any(request.labels or request.topology for request in requests)
+    has_labels = any(request.labels or request.topology for request in requests)
     return PlacementFailed(
-        f"The workers do not fit into the cluster ({verdict}). Asked for, with strategy {strategy}: "
+        f"The workers do not fit into the cluster ({verdict}). Requested with strategy {strategy}: "
         f"{', '.join(map(str, requests))}. The cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} "
         f"({'; '.join(map(str, nodes))}), of which {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU "
         "are free. "
-        + (f"Labels of the nodes are: {labels_in_use(nodes)}. Mend cluster.labels. " if labelled else "")
-        + "Ask for fewer workers (policy.layout, generation.replicas, cluster.rollout_workers), set "
-        "cluster.gpus_per_node to what is there, or join a larger cluster with RAY_ADDRESS."
+        + (f"Labels of the nodes: {labels_in_use(nodes)}. Correct cluster.labels. " if has_labels else "")
+        + "Use fewer workers (policy.layout, generation.replicas, cluster.rollout_workers), set "
+        "cluster.gpus_per_node to the GPUs of a node, or join a larger cluster with RAY_ADDRESS."
     )

@@ -1,11 +1,9 @@
-"""Ray for one run: a local one that ends with it, or a cluster that is joined and left as it was.
+"""Ray for one run: a local one that ends with the run, or an existing cluster that is joined.
 
-A Ray of our own: its processes out of our process group, and ended where it does not come up.
-
-Folders of a local Ray: held by a lock as long as their driver lives, and removed when it is gone.
-
-A driver that fails keeps its folder, whose logs may tell why; one that is killed cannot remove it. The kernel
-gives a lock back however a process ends, so the next start can tell which folders nobody uses.
+The processes of a local Ray are outside of our process group, and are ended if Ray does not start. Its folder
+is locked while the driver lives. A driver that fails keeps the folder for its logs, and one that is killed
+cannot remove it. The kernel releases a lock however a process ends, so the next start recognizes and removes
+abandoned folders.
 """
 
 import fcntl
@@ -31,7 +29,7 @@ from nemorl.config.run import ClusterConfig
 
 from .errors import ClusterUnavailable
 from .nodes import wait_for_nodes
-from .placement import Placement, WorkerRequest, available_cores, reserve, wanted_bundles
+from .placement import Placement, WorkerRequest, available_cores, required_bundles, reserve
 
 logger = logging.getLogger(__name__)
 
@@ -105,22 +103,22 @@ LOCK = "driver.lock"
 
 
 def hold(folder: Path) -> IO[bytes]:
-    """Hold a folder until the file that is returned is closed, or this process ends."""
+    """Lock a folder until the returned file is closed or this process ends."""
     lock = (folder / LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders that nobody holds. One without a lock may be about to get it, and stays."""
+    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way."""
     for path in parent.glob(f"{FOLDERS}*/{LOCK}"):
         try:
             with path.open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # it is in use, another user's, or just removed by another start
+        except OSError:  # in use, another user's, or just removed by another start
             continue
-        logger.info("removed %s, which a run that has ended left behind", path.parent)
+        logger.info("removed %s, the folder of a run that has ended", path.parent)
 
 
 # A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
@@ -216,7 +214,7 @@ class ClusterRuntime:
         start_apart(
             self.config.deadlines.start,
             address="local",
-            num_cpus=max(available_cores(), sum(int(b["CPU"]) for b in wanted_bundles(self.requests))),
+            num_cpus=max(available_cores(), sum(int(b["CPU"]) for b in required_bundles(self.requests))),
             object_store_memory=self.config.object_store_megabytes * 2**20,
             include_dashboard=False,
             log_to_driver=False,
@@ -234,12 +232,12 @@ class ClusterRuntime:
 
 
 def _stay_on_this_machine() -> None:
-    """Let the Ray that starts next listen on the loopback interface only, and want our token."""
+    """Make the next Ray listen on the loopback interface only and require our token."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray has no argument for this: it replaces a loopback address by the machine's own wherever it is
-    # built for clusters, which is this switch (made for laptops with a firewall).
+    # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
+    # address. The switch exists for laptops with a firewall.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        # Else Ray writes a token into the home folder, readable for all.
+        # Otherwise Ray writes a token into the home folder, readable by all users.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

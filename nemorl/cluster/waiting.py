@@ -1,4 +1,4 @@
-"""The one way to wait for workers: with a stage, a deadline, and errors that say who and why."""
+"""Waiting for workers, with a stage, a deadline, and errors that name the rank and the cause."""
 
 import asyncio
 import re
@@ -15,24 +15,24 @@ from .logs import last_lines
 if TYPE_CHECKING:
     from .group import Worker
 
-# After the first failure of a call the other ranks get this long to answer too. The peers of a dead rank see
-# their connection break and raise before Ray reports the death, which is the cause and the one to report.
+# After the first failure of a call the other ranks get this long to answer. The peers of a dead rank see
+# their connection break and raise before Ray reports the death, which is the cause and has to be reported.
 GRACE_SECONDS = 2.0
-# Between nodes: Ray gives a connection to a node that is gone this long before it says so.
+# Across nodes: Ray reports a broken connection to a lost node only after this time.
 GRACE_SECONDS_APART = 8.0
-# After that it takes Ray about 15 s to find that a node is lost, and not the connection alone.
+# Ray then needs about 15 s to decide that the node is lost and not only the connection.
 VERDICT_SECONDS = 40.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 ACTIVITY_SECONDS = 3.0
 
 Answers = Mapping[ray.ObjectRef, "Worker"]
 
 
 async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list[Any]:
-    """The answers of all workers, in the order of `pending`.
+    """Return the answers of all workers, in the order of `pending`.
 
-    The first failure ends the waiting: it is raised as `WorkerFailed`, `WorkerDied` or the `ClusterError`
-    that the worker passed on. Raises `DeadlineExceeded` when some have not answered in time.
+    The first failure ends the wait and is raised as `WorkerFailed`, `WorkerDied` or the `ClusterError` that
+    the worker raised. Raises `DeadlineExceeded` if some have not answered in time.
     """
     futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
     end = time.monotonic() + deadline_seconds
@@ -63,32 +63,32 @@ async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list
 
 
 async def describe_activity(workers: Sequence["Worker"]) -> tuple[str, ...]:
-    """What each of these workers is doing now; their threads' stacks go to their logs."""
+    """Describe the current activity of each worker; the stacks of its threads are written to its log."""
     asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
     await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
-    told = []
+    activities = []
     for future, worker in zip(asked, workers, strict=True):
         if not future.done():
             future.cancel()
-            told.append("does not respond; its process is stopped or holds the interpreter's lock")
+            activities.append("does not respond; its process is stopped or holds the interpreter's lock")
         elif (error := future.exception()) is not None:
-            told.append(str(typed_error(worker, "describe_activity", error)))
+            activities.append(str(typed_error(worker, "describe_activity", error)))
         else:
-            told.append(f"{future.result()} (stacks in {worker.log})")
-    return tuple(told)
+            activities.append(f"{future.result()} (stacks in {worker.log})")
+    return tuple(activities)
 
 
 async def resolve_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
-    """`typed_error`, once it is known whether a worker out of reach is so because its node is lost."""
+    """Return `typed_error`; for an unreachable worker, first wait for Ray to decide if its node is lost."""
     if isinstance(error, ActorUnavailableError) and worker.home is not None:
         end = time.monotonic() + VERDICT_SECONDS
         while not worker.home.is_lost() and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
     return typed_error(worker, stage, error)
 
 
 def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
-    """Ray's error as one of ours, without Ray's traceback."""
+    """Convert an error of Ray to a `ClusterError`, without Ray's traceback."""
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, ClusterError):
             return error.cause
@@ -110,20 +110,20 @@ def _death(worker: "Worker", stage: str, reason: str) -> WorkerDied:
 
 
 def exit_reason(account: str) -> str:
-    """The sentence that matters in Ray's account of a dead actor, or all of it on one line."""
+    """Extract the exit detail from Ray's message on a dead actor, or return all of it as one line."""
     found = re.search(r"Worker exit detail: (.*)", account, re.DOTALL)
     detail = _one_line(found[1] if found else account)
-    if "connection error code 2" in detail:  # all that Ray knows when the process closed its socket by dying
+    if "connection error code 2" in detail:  # all that Ray reports of a closed socket
         return "the process vanished: it crashed, was killed, or the machine ran out of memory"
     if "killed by `ray.kill`" in detail:
-        return "the driver ended its process, and says why"
+        return "the driver ended its process and reports the reason"
     return detail
 
 
 def _cause(errors: Sequence[ClusterError]) -> ClusterError:
-    """The error that explains the others: a death before what its peers raise about it, else the first.
+    """Return the error that explains the others: a death before the errors of its peers, else the first.
 
-    Processes of a node that is being lost may die before it does.
+    A lost node comes before the deaths of its processes, which may be reported earlier.
     """
     deaths = [error for error in errors if isinstance(error, WorkerDied)]
     return next((death for death in deaths if isinstance(death, NodeLost)), [*deaths, errors[0]][0])

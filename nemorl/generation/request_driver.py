@@ -190,7 +190,7 @@ class RequestDriver:
         self._idle = asyncio.Event()  # nothing runs
         self._idle.set()
         self._failure: EngineFailed | None = None
-        self._torn: str | None = None
+        self._corruption: str | None = None
         self._last_chunk = time.monotonic()
         self._work = _Work()
 
@@ -290,22 +290,22 @@ class RequestDriver:
             sequence.abort()
 
     def fail_update(self, version: int, error: Exception) -> RefitFailed:
-        """Fail because the weights may be of no version; the error to raise for the refit."""
-        torn = f"{self.name} may have weights of no version, since it failed to take version {version}"
-        self.fail(EngineFailed(f"{torn}: {error}"))
-        return RefitFailed(f"refit to version {version}: {error}; {torn}")
+        """Fail because the weights may be corrupt; return the error to raise for the refit."""
+        problem = f"{self.name} may have corrupt weights: it did not complete the update to version {version}"
+        self.fail(EngineFailed(f"{problem}: {error}"))
+        return RefitFailed(f"refit to version {version}: {error}; {problem}")
 
-    def mark_torn(self, reason: str) -> None:
-        """Report by `health`, until `recover`, that the weights are of no version. The caller pauses it."""
-        self._torn = reason
+    def mark_corrupt(self, reason: str) -> None:
+        """Report corrupt weights in `health` until `recover`. The caller pauses the engine."""
+        self._corruption = reason
 
     def recover(self) -> None:
-        """Serve again after a failure or torn weights."""
+        """Serve again after a failure or corrupt weights."""
         self._failure = None
-        self._torn = None
+        self._corruption = None
 
     async def stats(self) -> EngineStats:
-        """What was done since the last call."""
+        """Return the work done since the last call."""
         done, self._work = self._work, _Work(peak=len(self._running))
         done.count(len(self._running))
         return EngineStats(
@@ -317,7 +317,7 @@ class RequestDriver:
         )
 
     def health(self) -> EngineHealth:
-        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
+        """Return the current state. Raises EngineFailed, with its cause, if the engine has failed."""
         if self._failure is not None:
             raise self._failure
         return EngineHealth(
@@ -326,7 +326,7 @@ class RequestDriver:
             waiting=len(self._sequences) - len(self._running),
             paused=self._paused or self._lock.held,
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
-            torn=self._torn,
+            corruption=self._corruption,
         )
 
     def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:

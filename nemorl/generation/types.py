@@ -89,8 +89,8 @@ class EngineHealth:
     running: int
     waiting: int
     paused: bool
-    seconds_since_step: float  # or since it last had nothing to do
-    torn: str | None = None  # why it answers nothing until a complete refit; its requests wait
+    seconds_since_step: float  # or since it was last idle
+    corruption: str | None = None  # why its requests wait until a complete refit
 
 
 class Generator(Protocol):

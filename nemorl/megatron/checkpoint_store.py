@@ -142,10 +142,10 @@ class CheckpointStore:
         return self.folder / f".step_{step:08d}.tmp"
 
     def latest_valid(self) -> Found | None:
-        """The newest checkpoint whose files are all as written, or None.
+        """Return the newest complete checkpoint, or None.
 
-        Corrupt ones are warned about and set aside under another name: they would count among those that
-        `prune` keeps, in place of whole ones.
+        Corrupt checkpoints are logged and renamed, since they would otherwise count among those that `prune`
+        keeps.
         """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
@@ -155,7 +155,7 @@ class CheckpointStore:
             except CorruptCheckpoint as damage:
                 logger.warning("checkpoint of step %d is not used: %s", step, damage)
                 skipped.append(str(damage))
-                aside = path.with_name(f"{path.name}.damaged")
+                aside = path.with_name(f"{path.name}.corrupt")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             else:
@@ -164,10 +164,10 @@ class CheckpointStore:
 
     def corrupt(self) -> list[str]:
         """Names of the checkpoints that `latest_valid` has set aside."""
-        return sorted(path.name for path in self.folder.glob("step_*.damaged"))
+        return sorted(path.name for path in self.folder.glob("step_*.corrupt"))
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, whole or not, ascending."""
+        """Return the steps of all committed checkpoints, complete or corrupt, ascending."""
         if not self.folder.is_dir():
             return []
         names = (_NAME.fullmatch(p.name) for p in self.folder.iterdir() if p.is_dir())

@@ -18,7 +18,7 @@ class Chart:
     """A plot with its heading."""
 
     title: str
-    plot: go.Figure
+    plot: go.Figure  # words: allow
     wide: bool = False
 
 
@@ -152,7 +152,12 @@ def _always(steps: Sequence[StepMetrics], keys: Sequence[str], holds: Callable[[
 
 
 def _add_line(
-    plot: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str = "lines"
+    plot: go.Figure,  # words: allow
+    steps: Sequence[StepMetrics],
+    key: str,
+    name: str,
+    color: str,
+    mode: str = "lines",
 ) -> None:
     plot.add_scatter(
         x=[step.step for step in steps],
@@ -164,7 +169,7 @@ def _add_line(
     )
 
 
-def _add_band(plot: go.Figure, steps: Sequence[StepMetrics]) -> None:
+def _add_band(plot: go.Figure, steps: Sequence[StepMetrics]) -> None:  # words: allow
     """The mean with one standard deviation above and below."""
     if len(steps) < 2:
         return
@@ -183,10 +188,10 @@ def _add_band(plot: go.Figure, steps: Sequence[StepMetrics]) -> None:
     )
 
 
-def _plot(steps: Sequence[StepMetrics], height: int) -> go.Figure:
+def _plot(steps: Sequence[StepMetrics], height: int) -> go.Figure:  # words: allow
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
-    return go.Figure(
+    return go.Figure(  # words: allow
         layout={
             "template": None,
             "height": height,

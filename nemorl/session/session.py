@@ -130,7 +130,7 @@ class Starter:
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle
         if gpus:
-            for kwargs, neighbours in zip(ranks, self.placement.beside("generation"), strict=True):
+            for kwargs, neighbours in zip(ranks, self.placement.host_ranks("generation"), strict=True):
                 here = self.placement.on_node_of("generation", kwargs["rank"], "policy")
                 others = [rank for rank in here if rank not in neighbours]
                 kwargs["gpus"] = tuple(name for rank in (*neighbours, *others) for name in gpus[rank])

@@ -89,13 +89,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """How weights travel."""
+    """Settings of the weight transport."""
 
     transport: Transport | Literal["auto"] = "auto"
-    folder: Path = Path("weights")  # of versions, for files
-    delta: bool = False  # bring only what changed, where the receivers hold the version before
-    check_one_in: int = 1  # of so many tensors one is checked in a refit; files are checked whole
-    share_gpus: bool = False  # receivers are on the senders' own GPUs
+    folder: Path = Path("weights")  # of the versions, for files
+    delta: bool = False  # send only changes if the receivers hold the previous version
+    check_one_in: int = 1  # a refit checks one of this number of tensors; files are checked completely
+    share_gpus: bool = False  # receivers use the senders' GPUs
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
 

@@ -19,12 +19,12 @@ from .slots import SLOTS
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """What torch's `_share_cuda_` tells of a storage, for one process to open; handles in hexadecimal."""
+    """Result of torch's `_share_cuda_` for a storage, for one process to open; handles in hexadecimal."""
 
-    device: str  # identity of the GPU, since processes number those that they see
+    device: str  # identity of the GPU, since processes number their visible GPUs
     handle: str
     num_bytes: int
-    offset: int  # bytes, in what was allocated
+    offset: int  # bytes, in the allocation
     counter_handle: str
     counter_offset: int
     event_handle: str

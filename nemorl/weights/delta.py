@@ -1,17 +1,17 @@
-"""Refits that carry only what changed.
+"""Encoding of refits that send only changes.
 
 A small optimizer step moves few weights far enough to change their bfloat16: two to four in a hundred. A
-sender keeps what it sent last, in the type that travels, and sends of each bucket the places that changed and
-how far:
+sender keeps the last version it sent, in the type on the wire, and sends for each bucket the changed
+positions and their differences:
 
-    places         gaps between them, one byte each (255: the gap goes on)
+    positions      gaps between them, one byte each (255: the gap continues)
     differences    of the bits as integers, mod 2^bits, so exact; mostly plus or minus one step of the type
-    both           the bytes of equal weight together, zlib at level 1
+    both           bytes of equal significance together, zlib at level 1
 
 Measured on Adam's steps this is 1.3 bytes for each changed element of bfloat16 (positions 0.9). zstd takes as
-many and is eight times faster, which a refit would hardly show: finding the changes costs ten times as much
-as zlib, so the standard library does. A bucket of which half has changed goes whole; in float32 that is every
-bucket.
+many and is eight times faster, but finding the changes costs ten times as much as zlib, so the standard
+library is fast enough. A bucket with half of its elements changed is sent completely; in float32 that is
+every bucket.
 """
 
 import struct
@@ -33,7 +33,7 @@ _MAX_GAP = 255
 
 
 class LastSent:
-    """What a sender sent last, in host memory. Buckets alike for several receivers are kept once."""
+    """Last version that a sender sent, in host memory. Equal buckets of several receivers are kept once."""
 
     def __init__(self, part: Part) -> None:
         self._buckets = part.buckets
@@ -41,7 +41,7 @@ class LastSent:
         self._key = [firsts.setdefault((b.dtype, b.slices), i) for i, b in enumerate(part.buckets)]
         self._last_use = {key: number for number, key in enumerate(self._key)}
         self._content: dict[int, Tensor] = {}
-        self.version: int | None = None  # of all of it
+        self.version: int | None = None  # of all buckets
 
     @property
     def num_bytes(self) -> int:
@@ -82,14 +82,14 @@ def encode(old: Tensor, new: Tensor, itemsize: int) -> bytearray | None:
 
 
 class BrokenChanges(ValueError):
-    """Bytes that `encode` has not made."""
+    """Bytes that are not an output of `encode`."""
 
 
 def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
-    """Of what `encode` made ([bytes] uint8): the places, ascending, and the differences, as integers.
+    """Decode the output of `encode` ([bytes] uint8) to ascending positions and integer differences.
 
-    Raises BrokenChanges, also for what was altered on its way: zlib has a checksum, and the header's figures
-    have to go with it.
+    Raises BrokenChanges, also for bytes that were altered in transit: zlib has a checksum, and the header's
+    numbers have to agree with the content.
     """
     encoded = content.cpu().numpy().tobytes()
     try:

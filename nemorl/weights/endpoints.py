@@ -1,6 +1,6 @@
-"""What a worker holds for the weight exchange: a sender beside a policy, a receiver beside an engine.
+"""Ends of the weight exchange: a sender on each policy rank, a receiver on each engine rank.
 
-What comes to a receiver, whichever way it comes: pieces of tensors, one after another.
+`arriving` yields pieces of tensors in sequence, independent of the transport.
 """
 
 import socket
@@ -25,16 +25,16 @@ from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLay
 from .process_group import Membership
 from .session import CorruptWeights, RefitFailed, RefitSession, receiver_name, sender_name
 
-Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements, shaped as the piece
-Change = Callable[[PartBucket, Tensor], None]  # add changes to what is held; see `delta`
+Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
+Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`
 
 
 class Arrivals:
-    """All that a layout asks for; the values of a piece are there until the next one is asked for."""
+    """All pieces of a layout. The values of a piece are valid until the next one is requested."""
 
     def __init__(self, pieces: Callable[["Arrivals"], Iterator[Piece]]) -> None:
         self._pieces = pieces
-        self.num_bytes = 0  # that have come; of files, that were read
+        self.num_bytes = 0  # received; with files, read
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces(self)
@@ -92,13 +92,13 @@ def _received(
             change(bucket, content)
         else:
             raise RefitFailed(
-                f"{receiver_name(part.rank)} got changes, and does not hold what they were taken from"
+                f"{receiver_name(part.rank)} received changes without holding the version that they apply to"
             )
         channel.taken()
 
 
 class WeightSender:
-    """Held by a policy worker. `parameters` is asked anew in each refit."""
+    """Sends the weights of a policy worker. `parameters` is called in each refit."""
 
     def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         self._slices = tuple(slices)
@@ -108,7 +108,7 @@ class WeightSender:
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        """What this rank holds, and on which machine."""
+        """Return the slices that this rank holds, and its machine."""
         return SenderLayout(self._slices, node_name())
 
     def prepare(self, part: Part) -> None:
@@ -122,7 +122,7 @@ class WeightSender:
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
         compare = session.base is not None and last.version == session.base
-        last.version = None  # until all is sent
+        last.version = None  # until all buckets are sent
         filling = _Filling(self._parameters(), session)
         with sending_channel(part, session, self._member) as channel:
             for number, bucket in enumerate(part.buckets):
@@ -141,7 +141,7 @@ class WeightSender:
 
 
 class _Filling:
-    """Buckets filled from parameters, and the fingerprints of what was filled in."""
+    """Fills buckets from parameters and computes fingerprints of the values."""
 
     def __init__(self, parameters: Mapping[str, Tensor], session: RefitSession) -> None:
         self._parameters = parameters
@@ -164,7 +164,7 @@ class _Filling:
                 self._sums[receiver, piece.name].append(self._known[key])
 
     def combined(self) -> dict[tuple[int, str], int]:
-        """By receiver and tensor."""
+        """Return the fingerprints by receiver and tensor."""
         return {key: combine(found) for key, found in self._sums.items()}
 
 
@@ -173,20 +173,20 @@ class _Update:
     """A refit at one receiver."""
 
     session: RefitSession
-    held: int | None  # version of all that `weights` held when it began
-    over: bool = False  # given up, or another has begun
+    held: int | None  # version of all of `weights` at its start
+    over: bool = False  # abandoned, or another refit has started
 
 
 class WeightReceiver:
-    """Sits in the process that owns an engine's parameters.
+    """Receives weights in the process that owns an engine's parameters.
 
-    *Staged*: `weights` are tensors beside those in use, and `commit` makes them the weights of a version; a
-    refit that fails leaves the engine as it was. They keep what was committed, so that the next refit may
-    bring only what changed.
+    *Staged*: `weights` are separate from the tensors in use, and `commit` puts them into use; a failed refit
+    leaves the engine unchanged. They keep the committed version, so that the next refit may send only
+    changes.
 
-    *In place*: `weights` are the ones in use, written while the engine is paused, with no memory but the
-    buckets. A refit that fails may leave them `torn`: the engine must answer nothing until a whole refit has
-    been committed.
+    *In place*: `weights` are the tensors in use, written while the engine is paused, without memory other
+    than the buckets. A failed refit may leave them corrupt: the engine must not answer until a complete refit
+    has been committed.
     """
 
     def __init__(
@@ -198,28 +198,28 @@ class WeightReceiver:
         in_place: bool = False,
         takes_changes: bool = True,
     ) -> None:
-        """`takes_changes`: after `commit`, `weights` still hold what was committed."""
+        """`takes_changes`: `weights` still hold the committed version after `commit`."""
         self._slices = tuple(slices)
         self._weights = weights
         self._commit = commit
         self._in_place = in_place
         self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
-        self._held: int | None = None  # version of all that `weights` hold
+        self._held: int | None = None  # version of all of `weights`
         self._part: Part | None = None
         self._member = Membership()
         self._received: int | None = None
-        self._torn: str | None = None
+        self._corruption: str | None = None
         self._update: _Update | None = None
-        self._lock = threading.Lock()  # an update that is given up has written before, or never will
+        self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
 
     @property
-    def torn(self) -> str | None:
-        """Why the weights in use are not those of any version; None where they are."""
-        return self._torn
+    def corruption(self) -> str | None:
+        """Reason why the weights in use are not of one version; None if they are."""
+        return self._corruption
 
     def describe(self) -> ReceiverLayout:
-        """What this rank needs, and on which machine."""
+        """Return the slices that this rank needs, and its machine."""
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
@@ -231,11 +231,11 @@ class WeightReceiver:
         self._part = part
 
     def receive(self, session: RefitSession) -> ReceiveReport:
-        """Write all buckets and read back what then lies there. Raises `RefitFailed`."""
+        """Write all buckets and fingerprint the result. Raises `RefitFailed`."""
         return self.begin(session)()
 
     def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
-        """`receive`, to be called in another thread; `abandon` stops it from now on."""
+        """Return `receive` for a call in another thread; `abandon` stops it from now on."""
         with self._lock:
             if self._update is not None:
                 self._update.over = True
@@ -252,15 +252,15 @@ class WeightReceiver:
         def change(bucket: PartBucket, content: Tensor) -> None:
             if held is None or held != session.base:
                 raise RefitFailed(
-                    f"{self._name} got what changed since version {session.base}, and holds "
-                    f"{'no whole version' if held is None else f'version {held}'}"
+                    f"{self._name} received the changes since version {session.base}, but holds "
+                    f"{'no complete version' if held is None else f'version {held}'}"
                 )
             self._about_to_write(update)
             try:
                 apply(bucket, content, weights)
             except BrokenChanges as error:
                 raise CorruptWeights(
-                    f"{self._name} cannot read what changed for version {session.version}, as it came from "
+                    f"{self._name} cannot decode the changes for version {session.version} from "
                     f"{sender_name(bucket.sender)}: {error}"
                 ) from error
 
@@ -269,13 +269,13 @@ class WeightReceiver:
             for piece, values in pieces:
                 self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
-                if session.transport == "files":  # no sender will tell
+                if session.transport == "files":  # no sender reports fingerprints
                     sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
         found = self._fingerprints(weights, session)
         for name, expected in sums.items():
             if combine(expected) != found[name]:
                 raise CorruptWeights(
-                    f"{self._name} read {name} for version {session.version}, and holds else"
+                    f"{self._name} read {name} for version {session.version}, but holds other values"
                 )
         with self._lock:
             self._check_not_over(update)
@@ -283,19 +283,19 @@ class WeightReceiver:
         return ReceiveReport({} if sums else found, pieces.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Make what was received the weights in use. Raises `RefitFailed` where another version was."""
+        """Put the received weights into use. Raises `RefitFailed` if they are of another version."""
         if self._received != version:
             raise RefitFailed(
-                f"{self._name} was told to use version {version}, but has "
-                f"{'nothing' if self._received is None else f'version {self._received}'} to use"
+                f"{self._name} was requested to use version {version}, but has received "
+                f"{'none' if self._received is None else f'version {self._received}'}"
             )
         self._commit(version)
-        self._held, self._received, self._torn = version, None, None
+        self._held, self._received, self._corruption = version, None, None
 
     def abandon(self) -> None:
-        """Forget an update that did not finish; weights in use that it has written to stay `torn`.
+        """Forget an update that did not finish; weights in use that it has written to stay corrupt.
 
-        It writes nothing after this, even where another thread still receives.
+        It writes nothing after this, even if another thread is still receiving.
         """
         with self._lock:
             self._received = None
@@ -309,17 +309,17 @@ class WeightReceiver:
     def _about_to_write(self, update: _Update) -> None:
         with self._lock:
             self._check_not_over(update)
-            if self._in_place and self._torn is None:
-                self._torn = (
-                    f"{self._name} was being brought to version {update.session.version} in place, and that "
-                    "did not finish: its weights are of two versions until a whole refit has been done"
+            if self._in_place and self._corruption is None:
+                self._corruption = (
+                    f"{self._name} was being brought to version {update.session.version} in place, which "
+                    "did not finish: its weights are of two versions until a complete refit"
                 )
 
     def _check_not_over(self, update: _Update) -> None:
         if update.over:
             raise RefitFailed(
                 f"refit to version {update.session.version}: {self._name} was still receiving when the refit "
-                "was given up"
+                "was abandoned"
             )
 
     def _fingerprints(self, weights: Mapping[str, Tensor], session: RefitSession) -> dict[str, int]:

@@ -135,7 +135,7 @@ class WeightExchange:
     async def _find_route(self) -> "_Route":
         held, needed = await self._senders.describe(), await self._receivers.describe()
         venue = make_venue(self._options, held, needed, self._deadline_seconds)
-        read = isinstance(venue, FileVenue)  # receivers read what they need, whoever wrote it
+        read = isinstance(venue, FileVenue)  # receivers read what they need, written by any rank
         # In a thread, since plans of large models take seconds.
         plan: TransferPlan = await asyncio.to_thread(
             plan_files if read else plan_transfers, held, needed, self._bucket_bytes

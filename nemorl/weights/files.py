@@ -162,7 +162,7 @@ class FileVenue:
                 f"refit to version {session.version}: cannot complete {whole}: {error.strerror}"
             ) from error
         there = complete_versions(self._folder)
-        # later ones are of a run that went on from here before and was resumed from an earlier checkpoint
+        # later versions were written before this run was resumed from an earlier checkpoint
         kept = [version for version in there if version <= session.version][-_KEPT_VERSIONS:]
         for other in set(there) - set(kept):
             shutil.rmtree(version_folder(self._folder, other), ignore_errors=True)
@@ -286,7 +286,7 @@ class _StoredTensor:
 @dataclass(frozen=True)
 class _Manifest:
     version: int
-    tensors: dict[str, Any]  # each checked when it is wanted
+    tensors: dict[str, Any]  # each validated when it is read
 
 
 _MANIFEST = TypeAdapter(_Manifest)
@@ -296,12 +296,12 @@ _TENSOR = TypeAdapter(_StoredTensor)
 class VersionFolder:
     """A complete version. Its files stay open until `close`.
 
-    `num_bytes` counts what was read. A box is read whole for its checksum, however little of it is needed,
-    and counts once: what else is needed of it later comes from the system's memory.
+    `num_bytes` counts the bytes read. A box is always read completely for its checksum and counts once; later
+    reads of it come from the page cache.
     """
 
     def __init__(self, folder: Path, version: int) -> None:
-        """Read the manifest. Raises `RefitFailed` where it is missing, broken or of another version."""
+        """Read the manifest. Raises `RefitFailed` if it is missing, invalid or of another version."""
         self.path = version_folder(folder, version)
         try:
             text = (self.path / MANIFEST).read_bytes()
@@ -322,10 +322,10 @@ class VersionFolder:
         self._stack.close()
 
     def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """What a slice needs, box by box, in its type: which part of the slice, and the values, shaped alike.
+        """Yield the parts of a slice, box by box, each with its values in the same shape and in `dtype`.
 
-        Raises `RefitFailed` where the version does not have all of it, `CorruptWeights` where a box is not
-        what was written.
+        Raises `RefitFailed` if the version does not contain all of the slice, `CorruptWeights` if a box fails
+        its checksum.
         """
         missing = need.num_elements
         for stored in self._boxes(need, str(dtype).removeprefix("torch.")):

@@ -1,11 +1,11 @@
-"""A checksum of a tensor that does not depend on how the tensor is cut up.
+"""A checksum of a tensor that does not depend on how the tensor is sharded.
 
     fingerprint = sum over elements of  bits(element) * weight(position)   mod 2^64
 
-where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number made
-from the element's position in the whole HF tensor. It is additive: the fingerprints of slices add up to that
-of the tensor, whoever holds them. An odd weight cannot cancel a difference in one element, so any changed bit
-shows; different weights show elements that were exchanged.
+where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number
+derived from the element's position in the full HF tensor. It is additive: the fingerprints of slices on any
+ranks add up to that of the tensor. An odd weight cannot cancel a difference in one element, so any changed
+bit is detected; different weights detect elements that were exchanged.
 
 The weight of a position is the product of one odd number per axis (products of odd numbers are odd). A row
 then costs one multiplication and one addition per element, a tenth of hashing every position: 0.2 s for
@@ -22,10 +22,10 @@ _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The fingerprint of a box, in [0, 2^64).
+    """Return the fingerprint of a box, in [0, 2^64).
 
     `values` are its elements (float32, bfloat16 or float16, any strides), `start` its first corner in the
-    whole tensor of the given `shape`. Takes half a megabyte or one row of int64 beside the values.
+    full tensor of the given `shape`. Uses half a megabyte or one row of int64 in addition to the values.
     """
     bits = values.detach().view(_INTEGERS[values.element_size()])
     weights = [

@@ -67,22 +67,22 @@ class _Rendezvous:
 
 
 class _Sending:
-    """Buckets on their way from here."""
+    """Buckets that this rank is sending."""
 
     def __init__(self, rendezvous: _Rendezvous) -> None:
         self._rendezvous = rendezvous
-        # by bucket: to whom, and each message with its work
+        # by bucket: the receiving rank, and each message with its work
         self._under_way: dict[int, tuple[int, list[tuple[Tensor, Any]]]] = {}
 
     def begin(self, number: int, content: Tensor, to: int) -> None:
-        """Let a bucket go, before which a message tells its size."""
+        """Start sending a bucket, after a message with its size."""
         group = self._rendezvous.group
         messages = (torch.tensor([content.numel()], device=group.device), content)
 
         def send() -> None:
             self._under_way[number] = to, [(message, group.send(message, to)) for message in messages]
 
-        self._rendezvous.wait(send, to, f"{self._rendezvous.name(to)} to hear of bucket {number}")
+        self._rendezvous.wait(send, to, f"{self._rendezvous.name(to)} to receive bucket {number}")
 
     def wait_gone(self, number: int) -> None:
         """Wait until a bucket's memory is of use again."""
@@ -212,7 +212,7 @@ def group_sender(part: Part, session: RefitSession, member: Membership) -> Itera
 
 @contextmanager
 def group_receiver(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupReceiver]:
-    """Join the group and wait for those to have joined from whom buckets come, or to whom they go on."""
+    """Join the group and wait until all ranks have joined that send or are forwarded buckets."""
     with _met(part, session, member, session.num_senders + part.rank) as rendezvous:
         receiver = GroupReceiver(part, rendezvous)
         try:

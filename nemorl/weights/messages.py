@@ -1,7 +1,7 @@
-"""What the driver and the ranks of an exchange tell each other: frozen, of integers, strings and tuples only.
+"""Messages between the driver and the ranks of an exchange.
 
-An engine that speaks to processes of its own may therefore send these as JSON (pydantic's `TypeAdapter`).
-Imports no torch.
+They are frozen and consist of integers, strings and tuples only, so that an engine may send them to its
+processes as JSON (pydantic's `TypeAdapter`). Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -77,13 +77,13 @@ class SendReport:
 
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
-    kept_bytes: int = 0  # host memory for what was sent, from refit to refit
+    kept_bytes: int = 0  # host memory for the last version sent, kept from refit to refit
     of_pieces: tuple[int, ...] = ()  # fingerprints in the order of the part's slices, for files
 
 
 @dataclass(frozen=True)
 class ReceiveReport:
-    """What one receiver now has, beside or in its weights."""
+    """Weights that one receiver now has, staged or in place."""
 
     fingerprints: Mapping[str, int]  # by tensor
-    num_bytes: int  # that came; of files, that were read
+    num_bytes: int  # received; with files, read

@@ -1,15 +1,15 @@
-"""Which box goes from whom to whom: a pure, deterministic function of both sides' layouts.
+"""Plan of a weight transfer: a pure, deterministic function of the senders' and receivers' layouts.
 
     slices of senders and receivers
-      -> pieces: each needed box, cut where its holders change and to at most a bucket, and all who need it
-      -> loads: pieces of one type with the same holders and the same takers, up to a bucket of them
-      -> one holder for each load and up to 16 of its takers: one on their machine if there is any, and of
-         these the least loaded; loads with the fewest holders choose first
+      -> pieces: each needed box, cut where its holders change and to at most a bucket, with its consumers
+      -> loads: pieces of one type with the same holders and consumers, up to the size of a bucket
+      -> one holder for each load and up to 16 of its consumers: on their machine if possible, and of these
+         the one with the least to send; loads with the fewest holders choose first
       -> buckets, in the order in which all ranks take part
 
-What several receivers need (replicas of an engine, attention beside divided experts) is packed and sent once
-for them; see `PartBucket`. Ranks with equal layouts (replicas, copies of a policy) are cut once, so that what
-grows with the number of ranks is only the choice of senders. Imports no torch.
+A box that several receivers need (replicas of an engine, attention next to sharded experts) is packed and
+sent once for all of them; see `PartBucket`. Ranks with equal layouts (replicas, copies of a policy) are cut
+once, so that only the choice of senders grows with the number of ranks. Imports no torch.
 """
 
 import gc
@@ -27,34 +27,34 @@ from .regions import Consumers, Holdings, Region, UnservedBox, box_of, narrow
 
 __all__ = ["Bucket", "TransferPlan", "UnservedBox", "plan_files", "plan_transfers"]
 
-_MAX_RECEIVERS = 16  # of a bucket: passed on from one to the next, it is that much later at the last one
+_MAX_RECEIVERS = 16  # of a bucket: it is forwarded from one to the next, so more would delay the last one
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Boxes on their way from one sender to all receivers that take them from it."""
+    """Boxes sent by one sender to all receivers that get them from it."""
 
     sender: int
     receivers: tuple[int, ...]
     dtype: str  # of all elements on the wire
     num_bytes: int  # that each receiver gets
-    sources: tuple[TensorSlice, ...]  # as the sender holds them
-    targets: tuple[tuple[TensorSlice, ...], ...]  # the same boxes, as each of the receivers holds them
+    sources: tuple[TensorSlice, ...]  # in the sender's layout
+    targets: tuple[tuple[TensorSlice, ...], ...]  # the same boxes, in the layout of each receiver
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All buckets, in the one order in which every rank handles its own.
+    """All buckets, in the order in which every rank handles its part of them.
 
-    The common order is what rules out a deadlock: the first bucket that has not come to all its receivers
-    waits for nobody, since its sender and its receivers have finished everything before it.
+    The common order rules out a deadlock: the first bucket that has not reached all its receivers waits for
+    no other rank, since its sender and its receivers have finished every bucket before it.
     """
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes that come, over all receivers."""
+        """Bytes received by all receivers together."""
         return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
 
     @cached_property
@@ -122,13 +122,13 @@ class _Piece:
     targets: dict[int, TensorSlice] = field(default_factory=dict)
 
     def source(self, sender_class: int) -> TensorSlice:
-        """The box as senders of a class hold it."""
+        """The box in the layout of a class of senders."""
         return narrow(self.region.sources[sender_class], box_of(next(iter(self.targets.values()))))
 
 
 @dataclass
 class _Load:
-    """Pieces with the same holders and the same takers, which travel in one bucket."""
+    """Pieces with the same holders and the same consumers, sent in one bucket."""
 
     dtype: str
     holders: Region  # one of the regions; all have the same holders
@@ -139,13 +139,13 @@ class _Load:
     _targets: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of receiver
 
     def sources(self, sender_class: int) -> tuple[TensorSlice, ...]:
-        """What travels, as senders of a class hold it."""
+        """The boxes in the layout of a class of senders."""
         if sender_class not in self._sources:
             self._sources[sender_class] = tuple(piece.source(sender_class) for piece in self.pieces)
         return self._sources[sender_class]
 
     def targets(self, receiver_class: int) -> tuple[TensorSlice, ...]:
-        """What travels, as receivers of a class hold it."""
+        """The boxes in the layout of a class of receivers."""
         if receiver_class not in self._targets:
             self._targets[receiver_class] = tuple(piece.targets[receiver_class] for piece in self.pieces)
         return self._targets[receiver_class]
@@ -154,13 +154,13 @@ class _Load:
 def plan_transfers(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan every element that a receiver needs, once, from one of its holders, in buckets of `bucket_bytes`.
+    """Plan each element that a receiver needs once, from one of its holders, in buckets of `bucket_bytes`.
 
-    Raises `UnservedBox` naming the tensor and the box that nobody holds, and ValueError for a bucket that
-    holds no element.
+    Raises `UnservedBox` with the tensor and the box that no sender holds, and ValueError for a bucket smaller
+    than one element.
     """
     if bucket_bytes < max(ITEM_BYTES.values()):
-        raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element: give more")
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element; set a larger value")
     with _nothing_is_garbage():
         return _plan(senders, receivers, bucket_bytes)
 
@@ -168,20 +168,20 @@ def plan_transfers(
 def plan_files(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan that every tensor of which some receiver needs a part is written whole, each element once.
+    """Plan to write each tensor that some receiver needs in part completely, each element once.
 
-    A tensor that is wanted in several types is written in each.
+    A tensor required in several types is written in each of them.
     """
-    wanted = {
+    required = {
         (part.name, part.shape, dtype): None
         for layout in receivers
         for part, dtype in zip(layout.slices, layout.dtypes, strict=True)
     }
     slices = tuple(
         TensorSlice(name, shape, (0,) * len(shape), shape, name, 0, (0,) * len(shape))
-        for name, shape, _ in wanted
+        for name, shape, _ in required
     )
-    folder = ReceiverLayout(slices, tuple(dtype for _, _, dtype in wanted))
+    folder = ReceiverLayout(slices, tuple(dtype for _, _, dtype in required))
     return plan_transfers(senders, [folder], bucket_bytes)
 
 
@@ -195,7 +195,7 @@ def _plan(
 
 
 def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
-    """Every needed box once, however many need it; several times if one receiver does."""
+    """Return each needed box once for all receivers; repeated if one receiver needs it repeatedly."""
     found: dict[tuple[object, ...], _Piece] = {}
     for number, (rank, layout) in consumers.layouts.items():
         times: Counter[tuple[object, ...]] = Counter()
@@ -209,7 +209,7 @@ def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iter
 
 
 def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
-    """What travels together; what has the fewest holders first."""
+    """Group pieces into loads; those with the fewest holders come first."""
     found: list[_Load] = []
     open_loads: dict[tuple[object, ...], _Load] = {}
     for piece in pieces:
@@ -226,13 +226,13 @@ def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
 
 
 def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Holdings) -> Iterator[Bucket]:
-    """A sender for each load and its takers: the holder with the least to send, the lowest rank of these."""
+    """Choose a sender for each load: the holder with the least to send, and of these the lowest rank."""
     sent = [0] * len(holdings.nodes)
     for load in loads:
         for holders, receivers in _served_together(load, consumers, holdings):
             sender = min(holders, key=sent.__getitem__)
             sent[sender] += load.num_bytes
-            first = sender % len(receivers)  # so that all pass on alike much
+            first = sender % len(receivers)  # so that all receivers forward the same amount
             order = (*receivers[first:], *receivers[:first])
             yield Bucket(
                 sender,
@@ -247,12 +247,12 @@ def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Hold
 def _served_together(
     load: _Load, consumers: Consumers, holdings: Holdings
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Who may send a load, and who may get it from the same one: takers beside a holder by machine."""
+    """Yield possible senders with the receivers of one of them; a holder on their machine is preferred."""
     far: list[int] = []
     for node, receivers in consumers.by_node(load.consumers).items():
-        beside = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else []
-        if beside:
-            yield from ((beside, some) for some in _at_most(_MAX_RECEIVERS, receivers))
+        local = load.holders.on_node(node, holdings.nodes) if holdings.are_on(node) else []
+        if local:
+            yield from ((local, some) for some in _at_most(_MAX_RECEIVERS, receivers))
         else:
             far += receivers
     yield from ((load.holders.ranks, some) for some in _at_most(_MAX_RECEIVERS, far))

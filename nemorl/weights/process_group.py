@@ -1,9 +1,9 @@
 """Process groups of an exchange: senders and receivers on any machines, connected over a store.
 
-All ranks are members of one group, made directly over a store that the driver serves, beside whatever default
-group a process has. Members stay connected from refit to refit; after a failure they meet anew.
+All ranks are members of one group, created over a store that the driver serves and independent of the default
+group of a process. Members stay connected from refit to refit; after a failure they form a new group.
 
-NCCL is the same code with another class and device. It is not run on hardware yet.
+NCCL is the same code with another class and device. It has not been run on hardware yet.
 """
 
 import socket
@@ -19,13 +19,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from .session import RefitSession
 
-ABORTED = "Application timeout caused pair closure"  # what gloo says in all waits that `abort` ends
+ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
 _GLOO_THREADS = 1
-_ABORT_TAG = 1  # of a message that nobody sends
+_ABORT_TAG = 1  # of a message that no rank sends
 
 
 class Membership:
-    """A rank's place in the group, kept by the rank from refit to refit."""
+    """Membership of a rank in the group, kept from refit to refit."""
 
     def __init__(self) -> None:
         self._rendezvous: tuple[str, int] | None = None

@@ -184,9 +184,9 @@ class Holdings:
             region.ranks += members
 
     def cut(self, need: TensorSlice, receiver: int, capacity: int) -> Iterable[tuple[Box, Region]]:
-        """A needed slice, cut where its holders change and to `capacity` elements.
+        """Cut a needed slice where its holders change and to `capacity` elements.
 
-        Raises `UnservedBox` naming the receiver and the first box that nobody holds.
+        Raises `UnservedBox` with the receiver and the first box that no sender holds.
         """
         needed = box_of(need)
         tensor = self._tensors.get(need.name)

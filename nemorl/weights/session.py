@@ -47,15 +47,15 @@ class RefitSession:
     version: int
     transport: Transport
     place: str  # where they meet: the folder of sockets or of files, or host:port of the store
-    deadline_seconds: float  # of each rank, from when it begins
+    deadline_seconds: float  # of each rank, from its start
     rendezvous: int = 0  # ranks of a process group stay connected from refit to refit of one meeting
-    attempt: int = 0  # number of this refit, among all that failed and succeeded
+    attempt: int = 0  # number of this refit, counting failed ones
     num_senders: int = 0
     num_receivers: int = 0
-    keep: bool = False  # senders keep what they send, for the next refit to bring changes only
-    base: int | None = None  # the version that all receivers hold, to bring only the changes from there
-    check_one_in: int = 1  # of so many tensors one is checked, all in turn
-    check_turn: int = 0  # number of this refit; not its version, which may go in steps
+    keep: bool = False  # senders keep what they send, so that the next refit may send only changes
+    base: int | None = None  # version that all receivers hold; only changes to it are sent
+    check_one_in: int = 1  # one of this number of tensors is checked, all in turn
+    check_turn: int = 0  # number of this refit; its version may skip numbers
 
     def checks(self, tensor: str) -> bool:
         """Whether a tensor's fingerprints are compared in this refit."""
@@ -93,10 +93,10 @@ def socket_session(
 
 
 class Waiting:
-    """The waits of one rank in one refit: all end with the deadline, or soon after the session."""
+    """The waits of one rank in one refit: all end at the deadline or soon after the session."""
 
     def __init__(self, who: str, session: RefitSession, over: Callable[[], bool]) -> None:
-        """`over` tells whether the driver has ended the session."""
+        """`over` returns True if the driver has ended the session."""
         self._who = who
         self._session = session
         self._over = over
@@ -172,25 +172,25 @@ class Waiting:
             if not self._over():
                 raise
             raise PeerClosed(
-                f"refit to version {self._session.version}: {self._who} came to listen after the driver had "
-                "ended the refit, because another rank failed"
+                f"refit to version {self._session.version}: {self._who} started to listen after the driver "
+                "had ended the refit, because another rank failed"
             ) from error
         return listener
 
     def _check(self, what: str, began: float, clock: datetime, over: bool) -> None:
-        """Raise once the wait that began at `began` (monotonic) and `clock` (wall time) is in vain."""
-        told = (
+        """Raise if a wait that began at `began` (monotonic) and `clock` (wall time) cannot succeed."""
+        wait = (
             f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S}"
         )
         seconds = f"({time.monotonic() - began:.1f} s)"
         if time.monotonic() >= self._end:
-            raise RefitDeadline(f"{told} {seconds}; the deadline is {self._session.deadline_seconds:g} s")
+            raise RefitDeadline(f"{wait} {seconds}; the deadline is {self._session.deadline_seconds:g} s")
         if over:
-            raise PeerClosed(f"{told} {seconds}; the driver ended the refit, because another rank failed")
+            raise PeerClosed(f"{wait} {seconds}; the driver ended the refit, because another rank failed")
 
 
 def refit_socket() -> socket.socket:
-    """An unconnected socket of a refit. It keeps messages apart, so that none arrives in halves."""
+    """Return an unconnected socket of a refit. It keeps message boundaries."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

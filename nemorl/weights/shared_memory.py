@@ -3,10 +3,10 @@
     sender    fill 0 | fill 1 | wait until 0 is taken, fill 2 | ...
     receiver         | take 0 | take 1                        | ...
 
-A sender fills one slot while all who need what is in the other empty that one. The memory has no name: it is
-a memfd, handed to receivers over the socket. The kernel frees it with the last process that maps it, so not
-even `kill -9` leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The
-sockets carry bucket numbers only, order the memory accesses, and tell at once when the other side has died.
+A sender fills one slot while the receivers of the other one read it. The memory has no name: it is a memfd,
+passed to receivers over the socket. The kernel frees it with the last process that maps it, so not even `kill
+-9` leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The sockets
+carry bucket numbers only, order the memory accesses, and immediately report that the other side has died.
 """
 
 import mmap
@@ -119,18 +119,21 @@ class SocketSender:
         return self._memory.num_bytes
 
     def slot(self, number: int) -> Tensor:
-        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
+        """Return the memory for bucket `number` ([bytes] uint8) once its slot is free."""
         self._wait_taken(number - SLOTS)
         return self._memory.slot(number, self._part.buckets[number].num_bytes)
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Tell the receivers that the bucket is complete."""
+        """Notify the receivers that the bucket is complete."""
         self._memory.settle()
         message = _READY.pack(number, num_bytes)
         for receiver in self._part.buckets[number].receivers:
             connection, peer = self._connections[receiver], receiver_name(receiver)
             self._waiting.call(
-                connection, partial(connection.send, message), f"{peer} to hear of bucket {number}", peer
+                connection,
+                partial(connection.send, message),
+                f"{peer} to receive the number of bucket {number}",
+                peer,
             )
         self._untaken.add(number)
 
@@ -181,14 +184,17 @@ class SocketReceiver:
         return self._memories[sender].slot(number, num_bytes)
 
     def taken(self) -> None:
-        """Give the slot of the bucket back to its sender."""
+        """Return the slot of the bucket to its sender."""
         assert self._open is not None
         sender, number = self._open
         self._memories[sender].settle()
         peer = sender_name(sender)
         connection, message = self._connections[sender], _NUMBER.pack(number)
         self._waiting.call(
-            connection, lambda: connection.send(message), f"{peer} to hear of bucket {number}", peer
+            connection,
+            lambda: connection.send(message),
+            f"{peer} to receive the number of bucket {number}",
+            peer,
         )
 
 
@@ -261,7 +267,9 @@ def _greet(
 
 def _say_rank(connection: socket.socket, waiting: Waiting, rank: int, peer: str) -> None:
     message = _NUMBER.pack(rank)
-    waiting.call(connection, lambda: connection.send(message), f"{peer} to hear of this rank", peer)
+    waiting.call(
+        connection, lambda: connection.send(message), f"{peer} to receive the number of this rank", peer
+    )
 
 
 def _receive_memory(

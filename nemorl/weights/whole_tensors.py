@@ -1,10 +1,10 @@
-"""Receiving whole HF tensors, for engines whose own loader cuts, fuses or quantises them.
+"""Receiving complete HF tensors, for engines with a loader that shards, fuses or quantizes them.
 
-    buckets ──▶ tensors that are arriving ──whole──▶ batch ──full──▶ the engine's loader
-                memory: what is under way between senders                 a bucket
+    buckets ──▶ tensors that are arriving ──complete──▶ batch ──full──▶ the engine's loader
+                memory: the incomplete tensors                 about a bucket
 
-Nothing of the model is kept: memory is a batch of about a bucket, and the tensors of which parts are missing.
-The loader writes into the weights in use, so an update that fails after the first batch leaves them torn.
+No copy of the model is kept: memory is a batch of about a bucket, and the tensors with missing parts. The
+loader writes into the weights in use, so an update that fails after the first batch leaves them corrupt.
 """
 
 import math
@@ -26,19 +26,19 @@ from .session import RefitFailed, RefitSession
 
 
 class Loader(Protocol):
-    """An engine's own way to take HF tensors, which stands still from before `receive` until `finish`."""
+    """Loads HF tensors into an engine, which is paused from before `receive` until `finish`."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take some whole tensors; they may be reused after the call."""
+        """Load some complete tensors; their memory may be reused after the call."""
         ...
 
     def finish(self) -> None:
-        """All have come: do what is done once after loading."""
+        """Finish loading after the last tensor."""
         ...
 
 
 def whole_slices(tensors: Mapping[str, tuple[int, ...]]) -> tuple[TensorSlice, ...]:
-    """Every HF tensor, by its name and shape, as a slice of a contiguous parameter of the same name."""
+    """Return each HF tensor as a slice of a contiguous parameter of the same name."""
     return tuple(
         TensorSlice(name, shape, (0,) * len(shape), shape, name, 0, _strides(shape))
         for name, shape in tensors.items()
@@ -47,7 +47,7 @@ def whole_slices(tensors: Mapping[str, tuple[int, ...]]) -> tuple[TensorSlice, .
 
 @dataclass
 class _Arriving:
-    """Tensors of which parts are here."""
+    """Tensors that have arrived in part."""
 
     device: torch.device
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Arriving:
     num_bytes: int = 0
 
     def take(self, part: TensorSlice, values: Tensor) -> Tensor | None:
-        """Put a part into its place; the tensor, once it is whole."""
+        """Store a part; return the tensor when it is complete."""
         name = part.name
         if name not in self.tensors:
             self.tensors[name] = torch.empty(part.shape, dtype=values.dtype, device=self.device)
@@ -72,7 +72,7 @@ class _Arriving:
 
 
 class WholeTensorReceiver:
-    """Sits where the engine's loader is. All it needs are names, shapes and types."""
+    """Receives weights in the process of an engine's loader. Needs only names, shapes and types."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class WholeTensorReceiver:
         device: torch.device,
         batch_bytes: int,
     ) -> None:
-        """`batch_bytes` of whole tensors are handed to the loader at once, or one that is larger."""
+        """`batch_bytes`: size of a batch of complete tensors for the loader; a larger tensor is a batch."""
         self._slices = whole_slices(tensors)
         self._dtypes = tuple(dtypes[name] for name in tensors)
         self._loader = loader
@@ -92,16 +92,16 @@ class WholeTensorReceiver:
         self._part: Part | None = None
         self._member = Membership()
         self._received: int | None = None
-        self._torn: str | None = None
-        self.peak_bytes = 0  # of tensors that were here at once, in the last update
+        self._corruption: str | None = None
+        self.peak_bytes = 0  # of tensors held at the same time in the last update
 
     @property
-    def torn(self) -> str | None:
-        """Why the weights in use are not those of any version; None where they are."""
-        return self._torn
+    def corruption(self) -> str | None:
+        """Reason why the weights in use are not of one version; None if they are."""
+        return self._corruption
 
     def describe(self) -> ReceiverLayout:
-        """All tensors, whole."""
+        """Return the layout of all complete tensors."""
         return ReceiverLayout(self._slices, self._dtypes, node_name(), takes_changes=False)
 
     def prepare(self, part: Part) -> None:
@@ -109,7 +109,7 @@ class WholeTensorReceiver:
         self._part = part
 
     def receive(self, session: RefitSession) -> ReceiveReport:
-        """Hand everything that comes to the loader, and say what that was. Raises `RefitFailed`."""
+        """Pass all tensors to the loader and return their fingerprints. Raises `RefitFailed`."""
         part = self._part
         if part is None:
             raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
@@ -128,40 +128,40 @@ class WholeTensorReceiver:
         self._load(session, part, batch)
         if under_way.missing:
             raise RefitFailed(
-                f"refit to version {session.version}: {len(under_way.missing)} tensors did not come whole to "
-                f"generation rank {part.rank}, first {min(under_way.missing)}"
+                f"refit to version {session.version}: generation rank {part.rank} received "
+                f"{len(under_way.missing)} tensors incompletely, first {min(under_way.missing)}"
             )
         self._received = session.version
         return ReceiveReport({} if session.transport == "files" else fingerprints, pieces.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Make what was loaded the weights in use. Raises `RefitFailed` where another version was."""
+        """Finish loading the received version. Raises `RefitFailed` if another one was received."""
         if self._received != version:
             raise RefitFailed(
-                f"told to use version {version}, but "
-                f"{'nothing' if self._received is None else f'version {self._received}'} was loaded whole"
+                f"requested to use version {version}, but "
+                f"{'none' if self._received is None else f'version {self._received}'} was loaded completely"
             )
         self._loader.finish()
-        self._received, self._torn = None, None
+        self._received, self._corruption = None, None
 
     def abandon(self) -> None:
-        """Forget an update that did not finish; weights that it has written to stay `torn`."""
+        """Forget an update that did not finish; weights that it has written to stay corrupt."""
         self._received = None
 
     def _load_if_full(
         self, session: RefitSession, part: Part, under_way: _Arriving, batch: dict[str, Tensor]
     ) -> None:
-        here = sum(tensor.nbytes for tensor in batch.values())
-        self.peak_bytes = max(self.peak_bytes, here + under_way.num_bytes)
-        if here >= self._batch_bytes:
+        batch_bytes = sum(tensor.nbytes for tensor in batch.values())
+        self.peak_bytes = max(self.peak_bytes, batch_bytes + under_way.num_bytes)
+        if batch_bytes >= self._batch_bytes:
             self._load(session, part, batch)
 
     def _load(self, session: RefitSession, part: Part, batch: dict[str, Tensor]) -> None:
         if not batch:
             return
-        self._torn = (
+        self._corruption = (
             f"generation rank {part.rank} was being brought to version {session.version} through its loader, "
-            "and that did not finish: its weights are of two versions until a whole refit has been done"
+            "which did not finish: its weights are of two versions until a complete refit"
         )
         self._loader.load(batch)
         batch.clear()

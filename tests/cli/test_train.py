@@ -413,7 +413,7 @@ def test_a_reward_that_scores_no_answer_is_refused(
 @pytest.mark.parametrize(
     ("folders", "place"),
     [
-        (["step_4", "step_12", "step_16.damaged"], "after step 12"),
+        (["step_4", "step_12", "step_16.corrupt"], "after step 12"),
         ([], "from the start, as there is no checkpoint yet"),
     ],
 )

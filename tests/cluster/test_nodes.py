@@ -85,13 +85,13 @@ def test_labels_and_domains_say_where_groups_live() -> None:
     # SPREAD, but for those that are to be in one domain, which here is a node.
     assert len(set(found["topology"]["policy"])) == 1
     assert found["at the driver"] == {"endpoint": ["first"]}
-    has = "Labels of the nodes are: first (ray.io/gpu-domain=west), second (ray.io/gpu-domain=east)"
+    has = "Labels of the nodes: first (ray.io/gpu-domain=west), second (ray.io/gpu-domain=east)"
     assert (
-        "no node has the label ray.io/gpu-domain=north, which cluster.labels.policy wants"
+        "no node has the label ray.io/gpu-domain=north, which cluster.labels.policy requires"
         in (found["nobody has it"])
     )
     assert has in found["nobody has it"]
-    assert "no node has the label rack, which cluster.topology.policy wants" in found["no such label"]
+    assert "no node has the label rack, which cluster.topology.policy requires" in found["no such label"]
     assert has in found["no such label"]
     assert found["not a label"].startswith("cluster.labels and cluster.topology of policy: ")
     assert found["too few nodes"].startswith(

@@ -15,8 +15,8 @@ from nemorl.cluster.placement import (
     Placement,
     WorkerRequest,
     assigned_bundles,
+    required_bundles,
     reserve,
-    wanted_bundles,
     worker_requests,
 )
 from nemorl.cluster.runtime import ClusterRuntime
@@ -50,10 +50,10 @@ def test_a_critic_has_places_of_its_own_or_shares_the_policys():
     experiment = {**EXPERIMENT, "algorithm": {"name": "ppo", **steps}, "cluster": {"gpus_per_node": 16}}
     apart = worker_requests(Experiment.model_validate(experiment))
     assert [r.group for r in apart][:2] == ["policy", "critic"]
-    assert wanted_bundles(apart[:2]) == [{"CPU": 1.0, "GPU": 1.0}] * 12
+    assert required_bundles(apart[:2]) == [{"CPU": 1.0, "GPU": 1.0}] * 12
     critic = {"devices": "policy", "layout": {"tensor_parallel_size": 2}}
     together = worker_requests(Experiment.model_validate({**experiment, "critic": critic}))
-    assert wanted_bundles(together[:2]) == [{"CPU": 2.0, "GPU": 1.0}] * 6
+    assert required_bundles(together[:2]) == [{"CPU": 2.0, "GPU": 1.0}] * 6
     requests = {request.group: request for request in together}
     bundles = assigned_bundles(together, dict(enumerate("babbaa" + "c" * 9)))
     assert [bundles["policy"][:3], bundles["critic"]] == [(1, 4, 5), (1, 4)]
@@ -88,7 +88,7 @@ SHARING = {
 
 def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
-    assert wanted_bundles(requests) == [{"CPU": 3.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
+    assert required_bundles(requests) == [{"CPU": 3.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
     three_on_each = dict(enumerate("baabba" + "a"))
     with pytest.raises(PlacementFailed, match=r"generation rank 1 uses the GPUs of policy ranks 2 to 3"):
         assigned_bundles(requests, three_on_each)
@@ -97,10 +97,10 @@ def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     assert bundles["policy"] == (0, 1, 2, 4, 3, 5)
     assert bundles["generation"] == (0, 2, 3)
     placement = on_one_node(bundles, requests)
-    assert placement.beside("generation") == (range(2), range(2, 4), range(4, 6))
+    assert placement.host_ranks("generation") == (range(2), range(2, 4), range(4, 6))
     groups = ("policy", "generation", "reward_0")  # which Ray lends a part of the policy's
     assert [placement.options(group, 0)["num_gpus"] for group in groups] == [0.5, 0, 0.5]
-    assert placement.beside("reward_0") == (range(1),)
+    assert placement.host_ranks("reward_0") == (range(1),)
 
 
 def test_engines_without_a_policy_have_their_own_gpus():
@@ -108,10 +108,10 @@ def test_engines_without_a_policy_have_their_own_gpus():
     requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
     alone = [request for request in requests if request.group != "policy"]
     own = [{"CPU": 1.0, "GPU": 1.0}] + [{"CPU": 1.0, "GPU": 2.0}] * 3 + [{"CPU": 1.0}]
-    assert wanted_bundles(alone) == own
+    assert required_bundles(alone) == own
     bundles = assigned_bundles(alone, dict.fromkeys(range(5), "a"))
     placement = on_one_node(bundles, alone)
-    assert placement.beside("generation") == ()
+    assert placement.host_ranks("generation") == ()
     assert placement.options("generation", 1)["num_gpus"] == 2
 
 
@@ -169,7 +169,7 @@ def test_a_local_ray_refuses_at_once_what_it_can_never_hold(
         "with strategy PACK: 4 policy workers (1 CPU and 1 GPU each), 1 rollout worker (1 CPU each)"
         in message
     )
-    assert "(2 GPU more than all of it)" in message
+    assert "(2 GPU more than its total)" in message
     assert "The cluster has 1 node (" in message
     assert "set cluster.gpus_per_node to what is there" in message
 
@@ -216,7 +216,10 @@ def test_the_event_loop_goes_on_while_places_are_waited_for(runtime: ClusterRunt
 
 
 def test_ray_starts_processes_beside_each_other(runtime: ClusterRuntime, tmp_path: Path):
-    requests = [WorkerRequest("policy", 2, gpus=1), WorkerRequest("generation", 1, gpus=2, beside="policy")]
+    requests = [
+        WorkerRequest("policy", 2, gpus=1),
+        WorkerRequest("generation", 1, gpus=2, host_group="policy"),
+    ]
     places = asyncio.run(
         reserve(requests, strategy="PACK", deadline_seconds=60, can_grow=False, environment={})
     )

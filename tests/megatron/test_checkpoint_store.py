@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(store):
     write(store, 4)
     truncate(write(store, 6) / "policy" / "weight_00000.safetensors")
     assert store.latest_valid().step == 4
-    assert store.corrupt() == ["step_00000006.damaged"]
+    assert store.corrupt() == ["step_00000006.corrupt"]
     write(store, 5)
     store.prune(keep=1)
     assert store.latest_valid().step == 5

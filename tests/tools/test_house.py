@@ -1,4 +1,4 @@
-"""tools/house.py on a made-up product whose figures are counted by hand, and on this repository."""
+"""tools/house.py on a made-up product whose metrics are counted by hand, and on this repository."""
 
 import importlib.util
 import sys
@@ -136,31 +136,31 @@ def product(house: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sizes(house: ModuleType, product: Path) -> None:
-    figures = house.measure(product)
-    assert (figures["files"], figures["modules"]) == (10, 7)
-    assert figures["lines"] == sum(len(text.splitlines()) for text in FILES.values())
+    metrics = house.measure(product)
+    assert (metrics["files"], metrics["modules"]) == (10, 7)
+    assert metrics["lines"] == sum(len(text.splitlines()) for text in FILES.values())
     # errors; sampler with the import inside of a function, without the docstring of `limit`; slow; host
     # without its decorator; loss; fancy_loss; online.
-    assert figures["code_lines"] == 1 + 15 + 3 + 9 + 1 + 2 + 10
-    assert figures["classes"] == 7
+    assert metrics["code_lines"] == 1 + 15 + 3 + 9 + 1 + 2 + 10
+    assert metrics["classes"] == 7
     # Of sampler 4, of slow 1, of host 4, of online 3.
-    assert figures["functions"] == 12
-    assert figures["function_median_lines"] == 2  # of 1 2 2 2 2 2 2 2 2 4 5 6
-    assert figures["module_median_lines"] == 6  # of 2 3 5 6 and three longer ones
+    assert metrics["functions"] == 12
+    assert metrics["function_median_lines"] == 2  # of 1 2 2 2 2 2 2 2 2 4 5 6
+    assert metrics["module_median_lines"] == 6  # of 2 3 5 6 and three longer ones
 
 
 def test_importers_and_private_functions(house: ModuleType, product: Path) -> None:
-    figures = house.measure(product)
+    metrics = house.measure(product)
     # Every module has at most one importer: sampler, slow, errors, host, loss, fancy_loss, online.
-    assert figures["single_importer_modules"] == 7
+    assert metrics["single_importer_modules"] == 7
     # `_first` is named once, `_word` twice, `_step` nowhere.
-    assert (figures["private_functions"], figures["private_functions_used_once"]) == (3, 1)
+    assert (metrics["private_functions"], metrics["private_functions_used_once"]) == (3, 1)
 
 
 def test_cycles(house: ModuleType, product: Path) -> None:
-    figures = house.measure(product)
-    assert (figures["package_cycles"], figures["packages_in_cycles"]) == (1, 2)  # algorithms, engine
-    assert (figures["module_cycles"], figures["modules_in_cycles"]) == (1, 2)
+    metrics = house.measure(product)
+    assert (metrics["package_cycles"], metrics["packages_in_cycles"]) == (1, 2)  # algorithms, engine
+    assert (metrics["module_cycles"], metrics["modules_in_cycles"]) == (1, 2)
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert house.cycles(graph) == [{"b", "c"}]
 
@@ -172,10 +172,10 @@ def test_the_path_follows_types_choices_and_names(house: ModuleType, product: Pa
         "nemorl.engine.sampler": "FastSampler.sample",  # through dict[str, list[Sampler]]
         "nemorl.host": "Host.train",  # by its name as a string
     }
-    figures = house.measure(product)
-    assert (figures["grpo_path_files"], figures["grpo_path_outer_files"]) == (3, 2)
+    metrics = house.measure(product)
+    assert (metrics["grpo_path_files"], metrics["grpo_path_outer_files"]) == (3, 2)
     online, sampler, host = ("algorithms/online.py", "nemorl/engine/sampler.py", "nemorl/host.py")
-    assert figures["grpo_path_lines"] == sum(
+    assert metrics["grpo_path_lines"] == sum(
         len(FILES[name].splitlines()) for name in (online, sampler, host)
     )
 
@@ -196,9 +196,9 @@ def test_a_root_that_is_not_there_is_an_error(
 
 
 def test_edits_count_files_other_than_the_examples_own(house: ModuleType, product: Path) -> None:
-    figures = house.measure(product)
-    assert figures["edits_for_loss"] == 2  # loss.py as a string, online.py as FancyLoss
-    assert figures["edits_for_engine"] == 0  # SlowSampler is in slow.py alone
+    metrics = house.measure(product)
+    assert metrics["edits_for_loss"] == 2  # loss.py as a string, online.py as FancyLoss
+    assert metrics["edits_for_engine"] == 0  # SlowSampler is in slow.py alone
 
 
 def test_limits(house: ModuleType, product: Path, capsys: pytest.CaptureFixture[str]) -> None:

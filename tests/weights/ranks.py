@@ -144,8 +144,8 @@ class EngineSide:
     def state(self) -> tuple[int, Mapping[str, Tensor]]:
         return self.version, self.weights
 
-    def torn(self) -> str | None:
-        return self.exchange.torn
+    def corruption(self) -> str | None:
+        return self.exchange.corruption
 
 
 @dataclass

@@ -175,7 +175,7 @@ def test_a_receiver_without_the_base_refuses_changes() -> None:
     setup = Setup()
     asyncio.run(setup.exchange.refit(1))
     setup.engines[0].exchange._held = None
-    with pytest.raises(RefitFailed, match="changed since version 1, and holds no whole version"):
+    with pytest.raises(RefitFailed, match="changes since version 1, but holds no complete version"):
         asyncio.run(setup.exchange.refit(2))
     stats = asyncio.run(setup.exchange.refit(3))
     assert stats.num_bytes == stats.num_bytes_whole

@@ -1,7 +1,7 @@
 """Processes that die in the middle of an update, over every transport.
 
-Whoever is written beside the weights in use stays on the old version, whoever is written in place knows that
-it is torn, and a refit with new processes mends all. CUDA IPC has a stand-in of its device.
+A staged receiver stays on the old version, one written in place reports that it is corrupt, and a refit with
+new processes repairs all. CUDA IPC has a stand-in of its device.
 """
 
 import asyncio
@@ -113,12 +113,12 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
         setup.assert_holds(1, version=1)  # nothing was read
         assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
     else:
-        assert "to version 2 in place, and that did not finish" in setup.engines[1].call("torn")
+        assert "to version 2 in place, which did not finish" in setup.engines[1].call("corruption")
     setup.replace(setup.policy, 1)
     asyncio.run(setup.exchange.refit(2))
     for engine in range(2):
         setup.assert_holds(engine, version=2)
-    assert setup.engines[1].call("torn") is None
+    assert setup.engines[1].call("corruption") is None
 
 
 @pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)

@@ -219,10 +219,14 @@ def test_an_error_of_one_rank_is_the_cause_and_ends_the_others_at_once(
 
 def test_only_what_was_received_can_be_committed() -> None:
     setup = Setup()
-    with pytest.raises(RefitFailed, match="this generation rank was told to use version 5, but has nothing"):
+    with pytest.raises(
+        RefitFailed, match="this generation rank was requested to use version 5, but has received none"
+    ):
         setup.engines[0].exchange.commit(5)
     asyncio.run(setup.exchange.refit(1))
-    with pytest.raises(RefitFailed, match="generation rank 0 was told to use version 1, but has nothing"):
+    with pytest.raises(
+        RefitFailed, match="generation rank 0 was requested to use version 1, but has received none"
+    ):
         setup.engines[0].exchange.commit(1)
 
 
@@ -303,7 +307,7 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     setup.receivers.ranks = setup.engines
     setup.train(seed=1)
     asyncio.run(setup.exchange.refit(1))
-    assert [engine.exchange.torn for engine in setup.engines] == [None, None]
+    assert [engine.exchange.corruption for engine in setup.engines] == [None, None]
     setup.train(seed=2)
 
     def fail() -> None:
@@ -314,13 +318,13 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
     with pytest.raises(RefitFailed, match="memory is full"):
         asyncio.run(setup.exchange.refit(2))
     in_place, staged = (engine.exchange for engine in setup.engines)
-    assert staged.torn is None
+    assert staged.corruption is None
     assert_holds(setup.engines[1], 1, model(seed=1))
-    assert in_place.torn is not None
-    assert "generation rank 0 was being brought to version 2 in place" in in_place.torn
+    assert in_place.corruption is not None
+    assert "generation rank 0 was being brought to version 2 in place" in in_place.corruption
     monkeypatch.undo()
     asyncio.run(setup.exchange.refit(3))
-    assert in_place.torn is None
+    assert in_place.corruption is None
     for engine in setup.engines:
         assert_holds(engine, 3, model(seed=2))
 
@@ -329,7 +333,7 @@ def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pyte
 def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
     bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever gives it up is told whether the weights are torn, and that stays true."""
+    """`abandon` reports whether the weights are corrupt, and that stays true."""
     setup = Setup()
     engine = EngineSide(torch.float32, in_place=True)
     setup.engines[:] = [engine]
@@ -343,7 +347,9 @@ def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
         content = next_bucket(receiver)
         if next(counted) == bucket:
             engine.exchange.abandon()
-            found.append((engine.exchange.torn, {name: w.clone() for name, w in engine.weights.items()}))
+            found.append(
+                (engine.exchange.corruption, {name: w.clone() for name, w in engine.weights.items()})
+            )
         return content
 
     with monkeypatch.context() as patch:
@@ -352,12 +358,12 @@ def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
             RefitFailed, match="generation rank 0 was still receiving when the refit was given"
         ):
             asyncio.run(setup.exchange.refit(2))
-    ((torn, weights),) = found
-    assert engine.exchange.torn == torn
-    assert (torn is None) == (bucket == 0)
+    ((corruption, weights),) = found
+    assert engine.exchange.corruption == corruption
+    assert (corruption is None) == (bucket == 0)
     assert_holds(engine, 1, weights)
     asyncio.run(setup.exchange.refit(2))
-    assert engine.exchange.torn is None
+    assert engine.exchange.corruption is None
     assert_holds(engine, 2, model(seed=2))
 
 
@@ -367,7 +373,7 @@ def test_an_update_can_be_given_up_before_its_thread_runs() -> None:
     receiver = setup.engines[0].exchange
     receive = receiver.begin(RefitSession(2, "shared_memory", "/nowhere", 30.0))
     receiver.abandon()
-    with pytest.raises(RefitFailed, match="was given up"):
+    with pytest.raises(RefitFailed, match="was abandoned"):
         receive()
 
 

@@ -95,11 +95,11 @@ def test_a_loader_that_fails_leaves_torn_weights_until_a_whole_refit() -> None:
     setup.engine.loader.fails_at = len(setup.engine.loader.batches) + 3
     with pytest.raises(RuntimeError, match="no such tensor"):
         setup.refit(2, seed=2)
-    assert setup.engine.exchange.torn is not None
-    assert "being brought to version 2" in setup.engine.exchange.torn
+    assert setup.engine.exchange.corruption is not None
+    assert "being brought to version 2" in setup.engine.exchange.corruption
     assert setup.engine.loader.finished == 1
-    with pytest.raises(RefitFailed, match="nothing was loaded whole"):
+    with pytest.raises(RefitFailed, match="but none was loaded completely"):
         setup.engine.exchange.commit(2)
     setup.engine.loader.fails_at = -1
     setup.refit(3, seed=3)
-    assert setup.engine.exchange.torn is None
+    assert setup.engine.exchange.corruption is None

@@ -129,7 +129,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         return tuple(await self._engine.call("nemorl_receive", session))
 
     async def commit_weights(self, version: int) -> None:
-        """Sample with what was received. Raises `RefitFailed`; where weights are torn the engine ends."""
+        """Put the received weights into use. Raises `RefitFailed`; the engine ends if weights are corrupt."""
         if self._config.weight_delivery == "handles":
             await asyncio.to_thread(self._receiver.commit, version)
             return
@@ -142,15 +142,15 @@ class TrtllmHost(EngineFront[RequestDriver]):
         await self._update.aclose()
 
     async def abandon_refit(self) -> None:
-        """Forget an update that did not finish. An engine that was written into is paused until a refit."""
+        """Forget an update that did not finish. An engine with corrupt weights stays paused until a refit."""
         self._receiver.abandon()
         try:
-            torn = [reason for reason in await self._engine.call("nemorl_give_up") if reason is not None]
-            if torn:
-                self.driver.mark_torn(torn[0])
+            reasons = [r for r in await self._engine.call("nemorl_give_up") if r is not None]
+            if reasons:
+                self.driver.mark_corrupt(reasons[0])
             else:
                 await self._update.aclose()
-        except EngineFailed as error:  # a worker is gone: then nothing can be released
+        except EngineFailed as error:  # a worker died: nothing can be released
             self._update.pop_all()
             self.driver.fail(error)
 
@@ -191,13 +191,13 @@ class TrtllmHost(EngineFront[RequestDriver]):
                     await self._engine.call("nemorl_load", _handles(copies))
                 await self._engine.call("nemorl_finish", self._config.recompute_kv_cache)
             except Exception as error:
-                torn = (
+                problem = (
                     f"{self.driver.name} did not finish its update to version {version}: its weights are "
                     "of two versions until a complete refit"
                 )
-                self.driver.fail(EngineFailed(torn))
+                self.driver.fail(EngineFailed(problem))
                 await self._engine.call("nemorl_give_up")
-                raise RefitFailed(f"refit to version {version}: {error}; {torn}") from error
+                raise RefitFailed(f"refit to version {version}: {error}; {problem}") from error
             self._engine.switch(version)
             self.driver.recover()
 
@@ -319,19 +319,19 @@ class NemorlExtension(WorkerExtension):
         _take_handles(self, handles)
 
     def nemorl_finish(self, recompute: bool) -> None:
-        """All have come. `recompute` the KV cache of sequences in flight."""
+        """End the update; `recompute` the KV cache of sequences in flight."""
         _take_handles(self, None)
         if recompute:
             self.engine.recompute_active_requests()
         self._nemorl_unfinished = False
 
     def nemorl_give_up(self) -> str | None:
-        """Forget an update; why the weights are of two versions, if they are."""
+        """Forget an update; return the reason if the weights are of two versions."""
         self._nemorl_unfinished = False
         if self._nemorl_receiver is None:
             return None
         self._nemorl_receiver.abandon()
-        return self._nemorl_receiver.torn
+        return self._nemorl_receiver.corruption
 
     def nemorl_describe(
         self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], kind: str, batch_bytes: int

@@ -181,12 +181,12 @@ class VllmHost(EngineFront[RequestDriver]):
         self.driver.recover()
 
     async def abandon_refit(self) -> None:
-        """Stay on the version in use; an engine that was written into stays paused until a refit."""
+        """Keep the version in use; an engine with corrupt weights stays paused until a refit."""
         if self._died.is_set():
             return  # nothing is left to resume
-        torn = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
-        if torn:
-            self.driver.mark_torn(torn[0])
+        reasons = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
+        if reasons:
+            self.driver.mark_corrupt(reasons[0])
         else:
             await self._pause.aclose()
 

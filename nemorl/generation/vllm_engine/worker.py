@@ -122,19 +122,19 @@ class VllmWorkerExtension:
         worker.nemorl_receiving.start()
 
     def nemorl_commit(self, version: int) -> None:
-        """Sample with what was received, from the next step on."""
+        """Put the received weights into use from the next step on."""
         worker: Any = self
         worker.nemorl.commit(version)
 
     def nemorl_abandon(self) -> str | None:
-        """Forget an update that did not finish; why the weights in use are of no version, if they are."""
+        """Forget an update that did not finish; return the reason if the weights in use are corrupt."""
         worker: Any = self
         worker.nemorl.abandon()
         receiving: threading.Thread | None = getattr(worker, "nemorl_receiving", None)
         if receiving is not None:
             receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
-        torn: str | None = worker.nemorl.torn
-        return torn
+        reason: str | None = worker.nemorl.corruption
+        return reason
 
 
 def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:

@@ -205,13 +205,13 @@ def test_workers_that_were_written_to_answer_nothing_until_a_whole_refit(replica
         patch.setattr("nemorl.weights.exchange._compare", lose_one_rank)
         with pytest.raises(RefitFailed, match="did not arrive"):
             replica.refit(replica.weights(11))
-    torn = "generation rank . was being brought to version .* two versions until a (whole|complete) refit"
-    assert re.match(torn, replica.host.health().torn)
+    reason = "generation rank . was being brought to version .* two versions until a (whole|complete) refit"
+    assert re.match(reason, replica.host.health().corruption)
     waiting = replica.submit(group("torn"))
     tensors = replica.weights(12)
     assert not waiting.done()
     replica.refit(tensors)
-    assert replica.host.health().torn is None
+    assert replica.host.health().corruption is None
     for answer in waiting.result(60).values():
         assert set(answer.versions.tolist()) == {replica.version}
     assert_samples_with(replica, network_of(tensors), replica.version, "mended")

@@ -111,7 +111,7 @@ class Engine:
 
     def nemorl_abandon(self) -> str | None:
         self.side.exchange.abandon()
-        return self.side.exchange.torn
+        return self.side.exchange.corruption
 
     def watch(self, processes: Mapping[int, str], on_death: Callable[[str], None]) -> None:
         self._on_death = on_death
@@ -292,7 +292,7 @@ def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
 
         def kill_once_both_are_written_to(receiver: SocketReceiver) -> None:
             its_own = not killed.failure() and receiver._waiting._who == receiver_name(killed.rank)
-            if its_own and other.side.exchange.torn is not None:
+            if its_own and other.side.exchange.corruption is not None:
                 loop.call_soon_threadsafe(killed.die)
                 raise RefitFailed("this process was killed")
             taken(receiver)
@@ -324,10 +324,10 @@ def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
         assert [name for name, _ in pool.losses] == ["generation replica 0"]
         assert [worker.rank for worker in group.workers] == [1]
         (health,) = told
-        assert health.torn is not None
-        assert "was being brought to version 2 in place" in health.torn
+        assert health.corruption is not None
+        assert "was being brought to version 2 in place" in health.corruption
         assert (health.version, health.running, hanging(health, 0.0)) == (1, 1, None)
-        assert hosts[1].health().torn is None
+        assert hosts[1].health().corruption is None
         expected = {version: float(model(version)[WATCHED][0]) for version in (1, 2)}
         for answer in (await in_flight, await sample(hosts[1], "after")):
             for version, logprob in zip(answer.versions.tolist(), answer.logprobs.tolist(), strict=True):

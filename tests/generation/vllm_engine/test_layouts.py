@@ -90,7 +90,7 @@ def test_a_policy_of_any_layout_brings_every_bit(reports: Any, family: str, rank
 @pytest.mark.parametrize(("family", "rank", "update"), SHARDED)
 def test_changes_onto_another_base_are_refused(reports: Any, family: str, rank: int, update: str) -> None:
     found = reports[family, 2, rank]["refits"][update]["without base"]
-    assert "got what changed since version 100, and holds version 200" in found["error"]
+    assert "received the changes since version 100, but holds version 200" in found["error"]
     assert found["share"] == 1
     assert found["different"] == []
 

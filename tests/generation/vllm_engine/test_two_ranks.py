@@ -104,12 +104,12 @@ def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: A
     last = parameters.popitem()  # found missing after others were sent
     with pytest.raises((RefitFailed, ValueError)):
         asyncio.run(exchange.refit(version))
-    assert "its weights are of two versions" in two.host.health().torn
+    assert "its weights are of two versions" in two.host.health().corruption
     waiting = two.submit(collect(two.host, group("torn", 1)))
     parameters.update([last])
     assert not waiting.done()
     asyncio.run(exchange.refit(version))
-    assert two.host.health().torn is None
+    assert two.host.health().corruption is None
     for answer in waiting.result(60).values():
         assert set(answer.versions.tolist()) == {version}
     with torch.no_grad():
