@@ -171,7 +171,7 @@ def test_a_local_ray_refuses_at_once_what_it_can_never_hold(
     )
     assert "(2 GPU more than its total)" in message
     assert "The cluster has 1 node (" in message
-    assert "set cluster.gpus_per_node to what is there" in message
+    assert "set cluster.gpus_per_node to the GPUs of a node" in message
 
 
 def test_a_cluster_that_may_grow_is_given_until_the_deadline(runtime: ClusterRuntime, placement: Placement):

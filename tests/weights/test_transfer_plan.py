@@ -241,7 +241,7 @@ def test_different_shapes_of_one_tensor_are_named() -> None:
 
 
 def test_a_bucket_holds_at_least_one_element() -> None:
-    with pytest.raises(ValueError, match="bucket_bytes is 3, less than one element: give more"):
+    with pytest.raises(ValueError, match="bucket_bytes is 3, less than one element; set a larger value"):
         plan_of([[whole("w", (2,))]], [[whole("w", (2,))]], bucket_bytes=3)
 
 

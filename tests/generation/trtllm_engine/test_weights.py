@@ -233,7 +233,7 @@ def test_workers_that_took_the_weights_and_failed_then_answer_nothing(replica, n
         patch.setattr(engine, "call", fail_late)
         with pytest.raises(RefitFailed, match="the cache could not be read anew"):
             replica.refit(replica.weights(23))
-    with pytest.raises(EngineFailed, match="failed to take version"):
+    with pytest.raises(EngineFailed, match="did not complete the update to version"):
         replica.serve(group("late"))
     tensors = replica.weights(24)
     replica.refit(tensors)

@@ -81,7 +81,7 @@ def test_changes_onto_another_base_are_refused_and_all_is_sent(setup: Setup) -> 
     version = setup.engine.host.version
     asyncio.run(exchange_of(Policy(setup.folders[1]), setup.receivers).refit(version + 1))
     setup.policy.load(setup.folders[0])
-    message = f"changed since version {version}, and holds version {version + 1}"
+    message = f"changes since version {version}, but holds version {version + 1}"
     with pytest.raises(RefitFailed, match=message):
         asyncio.run(setup.exchange.refit(version + 2))
     assert setup.engine.host.version == version + 1
@@ -105,7 +105,7 @@ def test_changes_that_break_on_their_way_leave_the_old_version(
         return found
 
     monkeypatch.setattr(LastSent, "changes", broken)
-    with pytest.raises(CorruptWeights, match="generation rank 0 cannot read what changed"):
+    with pytest.raises(CorruptWeights, match="generation rank 0 cannot decode the changes"):
         setup.refit(1)
     monkeypatch.undo()
     assert setup.engine.host.version == version

@@ -213,11 +213,11 @@ def test_an_engine_that_fails_to_switch_answers_nothing(folder: Path) -> None:
         engine.broken = "switch"
         with pytest.raises(RefitFailed, match="version 2: the prefix cache could not be reset"):
             await host.commit_weights(2)
-        with pytest.raises(EngineFailed, match="failed to take version 2"):
+        with pytest.raises(EngineFailed, match="did not complete the update to version 2"):
             await in_flight
-        with pytest.raises(EngineFailed, match="failed to take version 2"):
+        with pytest.raises(EngineFailed, match="did not complete the update to version 2"):
             await sample(host, "after")
-        with pytest.raises(EngineFailed, match="failed to take version 2"):
+        with pytest.raises(EngineFailed, match="did not complete the update to version 2"):
             host.health()
 
     asyncio.run(asyncio.wait_for(main(), 60))
