@@ -242,7 +242,7 @@ def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
         PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
     ):
         setup.engines[0].exchange.receive(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
-    with pytest.raises(PeerClosed, match="policy rank 0 came to listen after the driver had ended the refit"):
+    with pytest.raises(PeerClosed, match="policy rank 0 started to listen after the driver had ended the refit"):
         setup.policy[0].exchange.send(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
 
 
