@@ -242,7 +242,9 @@ def test_a_session_that_is_over_is_not_waited_for(tmp_path: Path) -> None:
         PeerClosed, match=r"generation rank 0 waits for policy rank 0 to listen .*the driver ended the refit"
     ):
         setup.engines[0].exchange.receive(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
-    with pytest.raises(PeerClosed, match="policy rank 0 started to listen after the driver had ended the refit"):
+    with pytest.raises(
+        PeerClosed, match="policy rank 0 started to listen after the driver had ended the refit"
+    ):
         setup.policy[0].exchange.send(RefitSession(2, "shared_memory", str(tmp_path / "gone"), 30.0))
 
 
@@ -355,7 +357,7 @@ def test_an_update_that_is_given_up_writes_no_more_though_its_senders_live(
     with monkeypatch.context() as patch:
         patch.setattr(SocketReceiver, "next_bucket", give_up)
         with pytest.raises(
-            RefitFailed, match="generation rank 0 was still receiving when the refit was given"
+            RefitFailed, match="generation rank 0 was still receiving when the refit was abandoned"
         ):
             asyncio.run(setup.exchange.refit(2))
     ((corruption, weights),) = found
