@@ -84,7 +84,5 @@ def test_a_node_that_does_not_see_the_folder_of_the_run_is_named(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Path, "cwd", lambda: Path("/on/the/driver/alone"))
-    with pytest.raises(
-        NotShared, match=r"fragile rank 0 runs on .*, which has no /on/the/driver/alone: "
-    ):
+    with pytest.raises(NotShared, match=r"fragile rank 0 runs on .*, which has no /on/the/driver/alone: "):
         start_fragile(ranks=1)
