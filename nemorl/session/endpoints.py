@@ -1,13 +1,7 @@
-"""A teacher behind an endpoint: it is sent token ids and tells logprobs of the prompt, as vLLM's server does.
+"""HTTP endpoints: over a run's engines, over engines alone, and over a reward model; and teachers behind one.
 
-`prompt_logprobs: k` of a request gives at each token its own logprob and the k likeliest tokens with theirs.
-
-The OpenAI-compatible endpoint over the engines of a session: beside a run, or as all there is to do.
-
-A reward model of its own: the processes that hold it, and the HTTP endpoint over them.
-
-The model runs in the same worker as policies and critics do (`PolicyHost`), so every family and layout can be
-served, and an answer's score is the one that training a policy or the reward model itself computes. It holds
+A reward model runs in the same worker as policies and critics (`PolicyHost`), so every family and layout can
+be served, and an answer's score is the one that training a policy or the reward model itself computes. It has
 no optimizer.
 """
 
@@ -42,7 +36,7 @@ from .handles import ModelHandle
 from .scoring import RewardScorer, reward_app
 from .session import Starter, open_engines
 
-_POLL_SECONDS = 1.0  # between two looks whether an engine is left
+_POLL_SECONDS = 1.0  # between two checks whether an engine is left
 
 
 def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> Served:
@@ -57,7 +51,7 @@ def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> 
 
 
 class EndpointHost(PooledRouter):
-    """What runs in the process of an endpoint beside a run. Lives in an event loop."""
+    """The endpoint of a run, in its own process. Belongs to one event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         endpoint = experiment.generation.endpoint
@@ -68,11 +62,11 @@ class EndpointHost(PooledRouter):
         self._open = AsyncExitStack()
 
     async def listen(self) -> Listening:
-        """Answer from now on. Raises RunError when the address cannot be had."""
+        """Answer from now on. Raises RunError when the address is not available."""
         return await self._open.enter_async_context(listening(self._config, self._served))
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         await self._open.aclose()
 
 
@@ -92,15 +86,15 @@ class _LocalRouter:
         self._router.add(replica)
 
 
-def serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
-    """Start the engines of an experiment and answer over HTTP until the process is told to end.
+def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
+    """Start the engines of an experiment and answer over HTTP until the process receives SIGINT or SIGTERM.
 
-    `tell` hears where, once that works. Raises NemorlError, among them NoReplicaLeft.
+    `announce` receives the address once the endpoint answers. Raises NemorlError, among them NoReplicaLeft.
     """
-    asyncio.run(_serve(experiment, tell))
+    asyncio.run(_serve(experiment, announce))
 
 
-async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+async def _serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     endpoint = experiment.generation.endpoint or EndpointConfig()
     engines = [request for request in worker_requests(experiment) if request.group == "generation"]
     async with AsyncExitStack() as stack:
@@ -114,7 +108,7 @@ async def _serve(experiment: Experiment, tell: Callable[[Listening], None]) -> N
         # After Ray's start, which takes the signals for itself.
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end.set)
-        tell(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
+        announce(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
         while not await _set_within(end, _POLL_SECONDS):
             replicas.check_watch()
             if replicas.exhausted:
@@ -234,15 +228,15 @@ def _kept(field: Tensor | None, size: tuple[int, ...], dtype: torch.dtype = torc
     return torch.zeros(size, dtype=dtype) if field is None else field.clone()
 
 
-def serve_rewards(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
-    """Start the reward model of an experiment and answer over HTTP until the process is told to end.
+def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
+    """Start an experiment's reward model and answer over HTTP until the process receives SIGINT or SIGTERM.
 
-    `tell` hears where, once that works. Raises NemorlError.
+    `announce` receives the address once the endpoint answers. Raises NemorlError.
     """
-    asyncio.run(_serve_rewards(experiment, tell))
+    asyncio.run(_serve_rewards(experiment, announce))
 
 
-async def _serve_rewards(experiment: Experiment, tell: Callable[[Listening], None]) -> None:
+async def _serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     endpoint = experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
         scorer = await _open(experiment, stack)
@@ -251,7 +245,7 @@ async def _serve_rewards(experiment: Experiment, tell: Callable[[Listening], Non
         async def score(examples: Sequence[Example]) -> list[float]:
             try:
                 return await scorer.score(examples)
-            except ClusterError as error:  # without its processes there is nothing to serve
+            except ClusterError as error:  # nothing can be served without its processes
                 failures.append(error)
                 end.set()
                 raise
@@ -261,7 +255,7 @@ async def _serve_rewards(experiment: Experiment, tell: Callable[[Listening], Non
         # After Ray's start, which takes the signals for itself.
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end.set)
-        tell(await stack.enter_async_context(answering(endpoint, app_of)))
+        announce(await stack.enter_async_context(answering(endpoint, app_of)))
         await end.wait()
         if failures:
             raise failures[0]

@@ -345,7 +345,7 @@ class TrainedModels:
     models: Mapping[str, ModelHandle]
 
     async def save(self, folder: Path) -> "list[FileRecord]":
-        """Write all of them, one after the other: they may share devices."""
+        """Write all of them, in sequence: they may share devices."""
         return [
             record
             for name, model in self.models.items()
@@ -353,7 +353,7 @@ class TrainedModels:
         ]
 
     async def copy_for_checkpoint(self) -> None:
-        """Copy all of them aside, one after the other."""
+        """Copy all of them, in sequence."""
         for model in self.models.values():
             await model.copy_for_checkpoint()
 
@@ -433,7 +433,7 @@ class EngineHandle:
             raise ReplicaLost(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more."""
+        """End requests whose callers no longer wait."""
         await self.worker.call("abort", request_ids, stage="abort", deadline_seconds=_ABORT_SECONDS)
 
     async def health(self, deadline_seconds: float) -> EngineHealth:
@@ -507,7 +507,7 @@ class GenerationReceivers(_WeightSide):
     """All generation ranks (`ReceiverGroup`).
 
     A process of the group is a replica, which may have several ranks (tensor parallel and so on). Here ranks
-    are numbered through all replicas, one after another.
+    are numbered through all replicas, in sequence.
     """
 
     _ranks: list[int] = field(default_factory=list)  # of each replica, after `describe`

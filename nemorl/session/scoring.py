@@ -1,9 +1,9 @@
-"""Reward models of a run's own: groups of processes that hold them, and how rollout workers ask.
+"""Reward models in processes of the run, and the endpoints by which rollout workers call them.
 
-Rollout workers score while they sample, each at its own time, and a group of processes takes one call at a
-time. Between them stands what `nemorl serve reward` is: an endpoint in the driver's process, on this machine
-(or at its address in the cluster, where some ask from other nodes) and with a key of its own, which puts
-together what is asked at the same time.
+Rollout workers score while they sample, at any time, and a group of processes takes one call at a time.
+Between them is the endpoint of `nemorl serve reward`: in the driver's process, at an address of this machine
+(or of the cluster, if workers on other nodes call it) and with a separate key. It batches simultaneous
+requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from .shard import SequencePlace
 
 @dataclass(frozen=True)
 class Scoring:
-    """What rollout workers are told of rewards."""
+    """The rewards as rollout workers receive them."""
 
     rewards: tuple[RewardConfig, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # with the keys of endpoints
@@ -42,11 +42,11 @@ class Scoring:
 
 @dataclass(frozen=True)
 class LastValue:
-    """What a scalar head says after the last token of each sequence."""
+    """The scalar head's value after the last token of each sequence."""
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """[S]"""
-        assert batch.values is not None, "values are computed first"
+        assert batch.values is not None, "compute the values first"
         return batch.values[batch.cu_seqlens[1:].long() - 1]
 
 
@@ -55,7 +55,7 @@ class RewardScorer:
     """Scores of examples by a group that holds a reward model. Belongs to one event loop."""
 
     model: ModelHandle
-    units: int  # a batch of a multiple of so many divides over the group
+    units: int  # a batch whose size is a multiple of this divides over the group
     devices: DeviceScheduler | None = None  # if the group shares the policy's
 
     async def score(self, examples: Sequence[Example]) -> list[float]:
@@ -71,8 +71,8 @@ class RewardScorer:
             return (await self.model.sequence_metrics(LastValue()))[: len(examples)]
 
 
-def telling(scorer: RewardScorer) -> Score:
-    """For rollout workers of the same run, who are told what became of the processes."""
+def reporting_failures(scorer: RewardScorer) -> Score:
+    """The scorer for an endpoint, which reports the failure of its processes to rollout workers."""
 
     async def score(examples: Sequence[Example]) -> list[float]:
         try:
@@ -106,20 +106,20 @@ def reward_app(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool, sc
     return app_of
 
 
-def asked_by_url(
+def scored_by_url(
     rewards: Sequence[RewardConfig], listening: Mapping[str, Listening], endpoint: EndpointConfig
 ) -> Scoring:
-    """The rewards with an address in place of every group that listens, and the keys of these."""
-    told: list[RewardConfig] = []
+    """The rewards with an address in place of each group that has an endpoint, and the keys of these."""
+    by_url: list[RewardConfig] = []
     environment = {}
     for place, reward in enumerate(rewards):
         if isinstance(reward, LocalModelRewardConfig):
             at, variable = listening[reward_group(place)], f"NEMORL_REWARD_KEY_{place}"
             environment[variable] = at.api_key
-            told.append(_by_url(reward, at.url, variable, endpoint))
+            by_url.append(_by_url(reward, at.url, variable, endpoint))
         else:
-            told.append(reward)
-    return Scoring(tuple(told), environment)
+            by_url.append(reward)
+    return Scoring(tuple(by_url), environment)
 
 
 def _by_url(

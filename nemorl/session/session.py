@@ -37,7 +37,7 @@ from .handles import (
     RouterHandle,
     TrainedModels,
 )
-from .scoring import RewardScorer, Scoring, asked_by_url, reward_app, telling
+from .scoring import RewardScorer, Scoring, reporting_failures, reward_app, scored_by_url
 from .supervisor import ReplicaSupervisor
 
 # Of a process whose workers hold its GPUs, which it must see nevertheless.
@@ -106,7 +106,7 @@ class Starter:
         )
 
     async def generation(self, gpus: Sequence[tuple[str, ...]] = ()) -> WorkerGroup:
-        """The engines; `gpus` are those of the ranks that they are beside, if they are.
+        """The engines; `gpus` are those of the policy's ranks whose devices they share, if any.
 
         An engine sees those of its own ranks first, and the others on its node, from which weights come too.
         """
@@ -130,10 +130,10 @@ class Starter:
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle
         if gpus:
-            for kwargs, neighbours in zip(ranks, self.placement.host_ranks("generation"), strict=True):
+            for kwargs, shared_with in zip(ranks, self.placement.host_ranks("generation"), strict=True):
                 here = self.placement.on_node_of("generation", kwargs["rank"], "policy")
-                others = [rank for rank in here if rank not in neighbours]
-                kwargs["gpus"] = tuple(name for rank in (*neighbours, *others) for name in gpus[rank])
+                others = [rank for rank in here if rank not in shared_with]
+                kwargs["gpus"] = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
         return await self._start("generation", config.host_class, ranks, **options)
 
     async def endpoint(self, engines: Sequence[EngineHandle]) -> WorkerGroup:
@@ -202,17 +202,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """The started processes. A part that the run does not need is not there."""
+    """The started processes. Parts that the run does not need are missing."""
 
     policy: ModelHandle | None = None
     models: dict[str, ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
-    version: int = 0  # of the weights that generation samples with; it loads the model's own as 0
-    policy_samples: bool = False  # by itself, without engines
-    engines_sleep: bool = False  # but while they sample
-    nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: who lives on which
+    version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
+    policy_samples: bool = False  # without engines
+    engines_sleep: bool = False  # while they do not sample
+    nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
 
     @property
     def engines(self) -> ReplicaSupervisor:
@@ -242,7 +242,7 @@ class Session:
         return self.models[name]
 
     async def update_weights(self, version: int) -> dict[str, float]:
-        """Bring generation to the policy's weights, which are of `version`; figures of the refit, if any."""
+        """Bring generation to the policy's weights, which are of `version`; metrics of the refit, if any."""
         if self.policy_samples:
             self.version = version
         if self.exchange is None or version == self.version:
@@ -258,16 +258,16 @@ class Session:
         }
 
     async def _refit(self, exchange: WeightExchange, replicas: ReplicaSupervisor, version: int) -> RefitStats:
-        """A refit that a lost engine broke off is done again with the others."""
+        """Refit; after the loss of an engine, again with the others."""
         while True:
             try:
                 return await exchange.refit(version)
             except NemorlError as error:
                 try:
                     lost = await replicas.lost_in_refit()
-                except NoReplicaLeft as nobody:  # maybe a consequence
-                    if not (isinstance(error, WorkerDied) and error.is_reported_in(nobody)):
-                        nobody.add_note(f"The refit to version {version} ended with: {error}")
+                except NoReplicaLeft as exhausted:  # maybe a consequence
+                    if not (isinstance(error, WorkerDied) and error.is_reported_in(exhausted)):
+                        exhausted.add_note(f"The refit to version {version} ended with: {error}")
                     raise
                 if not lost:
                     raise
@@ -286,11 +286,11 @@ class Session:
             yield
 
     async def generation_metrics(self) -> dict[str, float]:
-        """How the engines are; nothing of a session that samples nothing."""
+        """State of the engines; empty for a session without engines."""
         return await self.replicas.metrics() if self.replicas is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
-        """A reference by which workers find these sequences, for as long as somebody holds it.
+        """A reference by which workers find these sequences, for as long as a process holds it.
 
         A worker that needs one sequence reads the whole list, so store what is used together.
         """
@@ -301,7 +301,7 @@ class Session:
 async def open_session(
     experiment: Experiment, placement: Placement, *, policy: bool, sampling: bool
 ) -> AsyncIterator[Session]:
-    """Start the parts that are asked for, each group as soon as it can; end them all when the block ends."""
+    """Start the requested parts, each group as early as possible; end all of them when the block ends."""
     async with AsyncExitStack() as stack:
         opening = _Opening(experiment, Starter(experiment, placement), stack)
         session = opening.session
@@ -310,14 +310,14 @@ async def open_session(
         learns, asks = policy or session.policy_samples, sampling and not session.policy_samples
         if learns and asks and experiment.generation.shares_devices:
             await opening.models(training=policy)
-            await opening.engines_beside(session.learner)
+            await opening.engines_on_policy_devices(session.learner)
         else:
             await asyncio.gather(
                 opening.models(training=policy) if learns else _nothing(),
                 opening.engines() if asks else _nothing(),
             )
         if asks:
-            await opening.askers(session.engines)
+            await opening.callers(session.engines)
         elif session.policy_samples:
             await opening.rollout(session.learner.samplers)
         takes_weights = experiment.generation.takes_weights
@@ -337,7 +337,7 @@ class _Opening:
     session: Session = field(default_factory=Session)
 
     async def models(self, *, training: bool) -> None:
-        """The policy and, for training, the models beside it."""
+        """The policy and, for training, the auxiliary models."""
         groups = await self.stack.enter_async_context(self.starter.models(training=training))
         for group in groups.values():
             self._ends(group)
@@ -357,15 +357,15 @@ class _Opening:
         self.stack.push_async_callback(replicas.close)
         self.session.replicas, self.session.engines_sleep = replicas, shares
 
-    async def engines_beside(self, policy: ModelHandle) -> None:
+    async def engines_on_policy_devices(self, policy: ModelHandle) -> None:
         """Engines on the policy's devices, which models may take back when they sleep."""
         gpus = await policy.gpus() if self.starter.device == "cuda" else []
         await policy.release_devices()
         await self.engines(gpus)
         await self.session.engines.sleep()
 
-    async def askers(self, replicas: ReplicaSupervisor) -> None:
-        """What sends requests to the engines: the endpoint, if any, and the rollout workers."""
+    async def callers(self, replicas: ReplicaSupervisor) -> None:
+        """The processes that send requests to the engines: the endpoint, if any, and the rollout workers."""
         if self.experiment.generation.endpoint is not None:
             endpoint = RouterHandle(self._ends(await self.starter.endpoint(replicas.engines)))
             replicas.connect(endpoint)
@@ -386,10 +386,10 @@ class _Opening:
             handle = ModelHandle(self._ends(group), model.config, deadlines, trains=False)
             devices = self._devices_of(handle) if model.on_policy_devices else None
             scorer = RewardScorer(handle, model.config.layout.fewest_units, devices)
-            app_of = reward_app(model.config, endpoint, chat=chat, score=telling(scorer))
+            app_of = reward_app(model.config, endpoint, chat=chat, score=reporting_failures(scorer))
             at = await self.stack.enter_async_context(answering(endpoint, app_of, address))
             listening[model.name] = at
-        return asked_by_url(self.experiment.rewards, listening, endpoint)
+        return scored_by_url(self.experiment.rewards, listening, endpoint)
 
     def _devices_of(self, reward_model: ModelHandle) -> DeviceScheduler | None:
         """The scheduler of the policy's devices, which it joins; without a policy none is needed."""
@@ -428,7 +428,7 @@ async def open_engines(experiment: Experiment, placement: Placement) -> AsyncIte
 
 
 async def _open_endpoint(endpoint: RouterHandle, experiment: Experiment) -> None:
-    """Let it listen, and log its address. A key generated for this run is in its folder and in no log."""
+    """Start the endpoint and log its address. A key generated for this run is in its folder and in no log."""
     at = await endpoint.listen(experiment.cluster.deadlines.start)
     if not at.generated:
         logger.warning("the engines answer at %s", at.url)
@@ -446,4 +446,4 @@ def serve_rendezvous(host: str) -> Iterator[str]:
 
 
 async def _nothing() -> None:
-    """In place of a group that is not started."""
+    """Replaces the start of a group that is not started."""

@@ -1,8 +1,8 @@
-"""How a batch is laid over the data-parallel ranks of a model: sequences and fields, by object reference.
+"""Layout of a batch over the data-parallel ranks of a model: sequences and fields, by object reference.
 
-Models lay the same sequences out differently, so a field travels sequence by sequence and not through the
-driver: each data-parallel rank of the one side stores a list of arrays, and a rank of the other reads those
-of its sequences.
+Layouts of the same sequences differ between models, so a field is transferred by sequence and not through the
+driver: each data-parallel rank of the one model stores a list of arrays, and a rank of the other reads
+those of its sequences.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """One sequence: a list that an object reference stands for, and the row in it."""
+    """One sequence: a reference to a list, and the row in it."""
 
     store: Any  # reference to a list of trajectories or examples
     row: int
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
-    likelihood: float | None = None  # the same of its negative logprob, of losses that imitate some sequences
+    likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
     rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
-    compared: Compared | None = None  # of a sequence that a loss holds against others
+    compared: Compared | None = None  # of a sequence that a loss compares with others
 
 
 @dataclass(frozen=True)

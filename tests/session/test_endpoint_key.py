@@ -1,4 +1,4 @@
-"""Where the key to a run's endpoint is told, and where not; the endpoint is a stand-in."""
+"""A generated key of a run's endpoint is in its file, and no key is in a log; the endpoint is a stand-in."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class Endpoint:
         return Listening(URL, self.api_key, self.generated)
 
 
-def tell(run_dir: Path, endpoint: Endpoint) -> None:
+def open_endpoint(run_dir: Path, endpoint: Endpoint) -> None:
     cluster = SimpleNamespace(deadlines=SimpleNamespace(start=7.0))
     experiment = SimpleNamespace(run_dir=run_dir, cluster=cluster)
     asyncio.run(_open_endpoint(endpoint, experiment))  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def test_a_made_key_is_for_its_owner_and_in_no_log(tmp_path: Path, caplog: pytes
     for key in ("made-first", "made-again"):
         left.touch(mode=0o644)
         with caplog.at_level(logging.DEBUG):
-            tell(tmp_path, Endpoint(key, generated=True))
+            open_endpoint(tmp_path, Endpoint(key, generated=True))
         assert file.read_text() == key + "\n"
         assert file.stat().st_mode & 0o777 == 0o600
         assert list(tmp_path.iterdir()) == [file]
@@ -46,9 +46,9 @@ def test_a_made_key_is_for_its_owner_and_in_no_log(tmp_path: Path, caplog: pytes
     assert "made-" not in caplog.text
 
 
-def test_a_key_of_the_environment_is_told_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_of_the_environment_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        tell(tmp_path, Endpoint("from-outside", generated=False))
+        open_endpoint(tmp_path, Endpoint("from-outside", generated=False))
     assert f"the engines answer at {URL}" in caplog.text
     assert "from-outside" not in caplog.text
     assert list(tmp_path.iterdir()) == []

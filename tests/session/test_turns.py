@@ -121,7 +121,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
     monkeypatch.setattr(session, "WorkerGroup", started)
     monkeypatch.setattr(session_module, "answering", answering)
     monkeypatch.setattr(session_module, "reward_app", lambda *_, **__: None)
-    monkeypatch.setattr(session_module, "telling", scorers.append)
+    monkeypatch.setattr(session_module, "reporting_failures", scorers.append)
     asked = experiment(tmp_path)
     requests = worker_requests(asked)
     bundles = assigned_bundles(requests, dict.fromkeys(range(20), "node"))
@@ -132,7 +132,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
             opening = _Opening(asked, Starter(asked, placement), stack)
             session: Session = opening.session
             await opening.models(training=True)
-            await opening.engines_beside(session.learner)
+            await opening.engines_on_policy_devices(session.learner)
             gpus = [rank["gpus"] for rank in started.kwargs["generation"]]
             assert gpus == [("4", "5", "6", "7"), ("6", "7", "4", "5")]  # their own come first
             # Engines measure what is free when they start.
