@@ -8,9 +8,9 @@ from typing import Any
 
 from .control import ControlClient, Over
 from .errors import SlurmError
-from .meeting import Card, Meeting
 from .network import reachable
 from .ray_node import TOGETHER_SECONDS, RayNode, object_store_bytes
+from .rendezvous import Card, Meeting
 
 logger = logging.getLogger(__name__)
 

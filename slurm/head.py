@@ -13,16 +13,16 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 
 from . import ports
-from .allocation import Allocation
 from .control import ControlServer
 from .errors import SlurmError
 from .jobs import OUT_OF_TIME, why_terminated
-from .meeting import Card, Meeting, Plan
 from .network import reachable
+from .node import Allocation
 from .processes import Child
 from .ray_node import HURRIED_SECONDS, TOGETHER_SECONDS, RayNode, object_store_bytes
 from .records import REQUEUE, TERMINATED, Record, newest_step
-from .wanted import problems_of, words_for
+from .rendezvous import Card, Meeting, Plan
+from .requirements import problems_of, words_for
 
 # After a node is lost: what runs on the others cannot finish a step, and may wait in a collective for long.
 LOST_SECONDS = 60.0

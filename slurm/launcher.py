@@ -23,12 +23,12 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError, NemorlError, UsageError
 
 from . import network, ports
-from .allocation import Allocation, read_allocation
 from .follower import follow
 from .hardware import read_hardware
 from .head import Head
-from .meeting import Card, Meeting, machine_name
+from .node import Allocation, read_allocation
 from .records import REQUEUE, Record, max_restarts, write_verdict
+from .rendezvous import Card, Meeting, machine_name
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned
 
 from .fit import PART
 from .hardware import Hardware
-from .meeting import TOKEN, Card, Meeting, Plan
 from .processes import Child
+from .rendezvous import TOKEN, Card, Meeting, Plan
 
 GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"

@@ -12,7 +12,7 @@ from nemorl.observe.files import WriteError, write_atomically
 from nemorl.observe.run_folder import RunPaths
 
 from .errors import OptionError
-from .meeting import EXIT, FOLDER
+from .rendezvous import EXIT, FOLDER
 
 VARIABLE = "NEMORL_MAX_RESTARTS"
 DEFAULT = 3

@@ -18,11 +18,11 @@ from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_atomica
 
 from .errors import OptionError
 from .jobs import call
-from .meeting import FOLDER
 from .ports import DEFAULT as DEFAULT_PORTS
 from .ports import VARIABLE as PORTS
 from .ports import read_range
 from .records import max_restarts
+from .rendezvous import FOLDER
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 RECORD = "submissions.jsonl"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .errors import SlurmError
-from .followed import Row, plan, rows, starts, submitted
 from .jobs import ACTIVE, call, jobs
 from .ray_node import OF_ANOTHER_RAY, secret_environment
+from .status import Row, plan, rows, starts, submitted
 
 CANCEL_SECONDS = 300.0
 POLL_SECONDS = 1.0

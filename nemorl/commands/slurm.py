@@ -91,7 +91,7 @@ def _node(arguments: Namespace) -> int:
 
 
 def _status(arguments: Namespace) -> int:
-    from nemorl.slurm.followed import rows
+    from nemorl.slurm.status import rows
 
     lines = table("", ["job", "state", "nodes", "step", "restarts", "run", "why"])
     for run_dir in map(_run_dir, arguments.run):
@@ -105,7 +105,7 @@ def _status(arguments: Namespace) -> int:
 
 
 def _logs(arguments: Namespace) -> int:
-    from nemorl.slurm.followed import logs
+    from nemorl.slurm.status import logs
     from nemorl.slurm.view import show_log
 
     run_dir = _run_dir(arguments.run)
@@ -127,8 +127,8 @@ def _attach(arguments: Namespace) -> int:
 
 
 def _cancel(arguments: Namespace) -> int:
-    from nemorl.slurm.followed import submitted
     from nemorl.slurm.records import newest_step
+    from nemorl.slurm.status import submitted
     from nemorl.slurm.view import cancel
 
     for row in cancel(_run_dir(arguments.run)):

@@ -93,7 +93,7 @@ def _count(text: str) -> int:
 
 def _submit(arguments: Namespace) -> int:
     from nemorl.slurm import submission as slurm
-    from nemorl.slurm.followed import rows
+    from nemorl.slurm.status import rows
     from nemorl.slurm.sweep import table as task_table
     from nemorl.slurm.sweep import tasks
 
@@ -139,7 +139,7 @@ def _submit(arguments: Namespace) -> int:
 
 def _checked(arguments: Namespace, own: Sequence[str], *, shown: bool) -> Experiment:
     """An experiment that nothing speaks against, on the nodes that are asked for. Raises `ConfigError`."""
-    from nemorl.slurm.wanted import no_room, rooms_asked
+    from nemorl.slurm.requirements import no_room, rooms_asked
 
     words = [*arguments.overrides, *own]
     nodes = arguments.nodes

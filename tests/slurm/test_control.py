@@ -9,8 +9,8 @@ from nemorl.slurm import follower
 from nemorl.slurm.control import ControlClient, ControlServer, Lost, Over
 from nemorl.slurm.errors import SlurmError
 from nemorl.slurm.hardware import Hardware
-from nemorl.slurm.meeting import Card, Meeting, Plan
 from nemorl.slurm.ports import Ports
+from nemorl.slurm.rendezvous import Card, Meeting, Plan
 
 HOST, TOKEN = "127.0.0.1", "secret"
 Act = Callable[[ControlServer, int], Awaitable[None]]

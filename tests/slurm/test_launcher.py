@@ -32,7 +32,7 @@ class Launchers:
         (self.folder / "train").write_text(train)
         for node in nodes:
             self.processes[node] = subprocess.Popen(
-                [sys.executable, "-m", "tests.slurm.stand_in", "experiment.yaml", *words],
+                [sys.executable, "-m", "tests.slurm.stub", "experiment.yaml", *words],
                 cwd=self.folder,
                 env={**_environment(self.folder, node), **variables},
                 stderr=(self.folder / f"{node}.said").open("wb"),

@@ -75,7 +75,7 @@ fi
 exec {python} -c '
 import sys
 from nemorl.cli import main
-from nemorl.slurm.meeting import Meeting
+from nemorl.slurm.rendezvous import Meeting
 Meeting.everybody.__defaults__ = (10.0,)  # seconds, of 300
 sys.exit(main())' "$@"
 """

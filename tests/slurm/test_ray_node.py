@@ -3,9 +3,9 @@ from pathlib import Path
 from ray._private.parameter import RayParams
 
 from nemorl.slurm.hardware import Hardware
-from nemorl.slurm.meeting import Card, Plan
 from nemorl.slurm.ports import Ports
 from nemorl.slurm.ray_node import labels, object_store_bytes, ray_environment, start_command, tails
+from nemorl.slurm.rendezvous import Card, Plan
 
 PLAN = Plan("10.0.0.1", {"n1": Ports(20000, 20099), "n2": Ports(20000, 20099)}, {"n1": "a", "n2": "b"})
 

@@ -8,8 +8,8 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import Problem
 from nemorl.slurm.errors import SlurmError
 from nemorl.slurm.hardware import Hardware
-from nemorl.slurm.meeting import Card
-from nemorl.slurm.wanted import problems_of, words_for
+from nemorl.slurm.rendezvous import Card
+from nemorl.slurm.requirements import problems_of, words_for
 from tests.config.experiments import GRPO, write
 from tests.plan.models import write_model
 

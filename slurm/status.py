@@ -13,8 +13,8 @@ from nemorl.observe.run_folder import RunPaths
 
 from .errors import SlurmError
 from .jobs import Job, jobs
-from .meeting import FOLDER, PLAN, Plan
 from .records import Ending
+from .rendezvous import FOLDER, PLAN, Plan
 from .submission import Submission, latest
 
 

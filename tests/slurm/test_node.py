@@ -1,7 +1,7 @@
 import pytest
 
-from nemorl.slurm.allocation import read_allocation
 from nemorl.slurm.errors import SlurmError
+from nemorl.slurm.node import read_allocation
 
 LISTS = {"n[1-2]": ["n1", "n2"], "c7": ["c7"]}
 JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2"}

@@ -1,4 +1,4 @@
-"""`nemorl slurm node` with stand-ins for Ray and the run: `python -m tests.slurm.stand_in CONFIG WORDS...`.
+"""`nemorl slurm node` with stand-ins for Ray and the run: `python -m tests.slurm.stub CONFIG WORDS...`.
 
 Ray is a process that listens where the head's Ray would, or sleeps; files in the folder that STAND_IN names
 steer both:
@@ -39,9 +39,10 @@ def main() -> int:
 
 def _launch(words: Sequence[str]) -> int:
     from nemorl.cli import main as nemorl
-    from nemorl.slurm import control, head, meeting, ray_node
+    from nemorl.slurm import control, head, ray_node
+    from nemorl.slurm import rendezvous as meeting
 
-    this = [sys.executable, "-m", "tests.slurm.stand_in"]
+    this = [sys.executable, "-m", "tests.slurm.stub"]
     head.train_command = lambda config, own: [*this, "--train", str(config), *own]
     head.members_command = lambda nodes: [*this, "--members"]
     meeting.Meeting.everybody.__defaults__ = (float(os.environ.get("MEETING_SECONDS", "30")),)

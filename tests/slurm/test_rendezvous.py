@@ -6,8 +6,8 @@ import pytest
 
 from nemorl.slurm.errors import SlurmError
 from nemorl.slurm.hardware import Hardware
-from nemorl.slurm.meeting import Card, Meeting, Plan
 from nemorl.slurm.ports import Ports
+from nemorl.slurm.rendezvous import Card, Meeting, Plan
 
 NODES = ("n1", "n2")
 PLAN = Plan("10.0.0.1", {"n1": Ports(20000, 20099), "n2": Ports(20100, 20199)}, {"n1": "a", "n2": "a"})

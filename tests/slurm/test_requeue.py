@@ -19,7 +19,7 @@ PROGRAM = """\
 #!/bin/sh
 shift 2  # `slurm node`
 export STAND_IN={folder} PYTHONPATH={root}
-exec {python} -m tests.slurm.stand_in "$@"
+exec {python} -m tests.slurm.stub "$@"
 """
 
 
@@ -119,7 +119,7 @@ def test_the_daemon_of_a_node_is_killed(place):
 @pytest.mark.slow
 def test_the_launcher_on_the_head_is_killed(place):
     run = StandIn(place, "head-killed")
-    launchers = [p for p in run.job.processes("n1") if "tests.slurm.stand_in runs/" in command_line(p)]
+    launchers = [p for p in run.job.processes("n1") if "tests.slurm.stub runs/" in command_line(p)]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
     run.ends_well_after_another_start()

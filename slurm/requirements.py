@@ -12,8 +12,8 @@ from nemorl.plan.problems import plan_run
 from .errors import SlurmError
 from .fit import PART, Demand, Room, fit_problems
 from .jobs import most_cpus
-from .meeting import Card
 from .ray_node import NODE, labels
+from .rendezvous import Card
 from .submission import Options
 
 
