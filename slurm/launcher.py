@@ -1,12 +1,12 @@
-"""`nemorl slurm node`: what a job runs, once on each of its nodes.
+"""`nemorl slurm node`: the launcher, which a job runs once on each of its nodes.
 
-    every node      reads the allocation, writes its card into the run folder
-    the head        waits for all cards, checks that the experiment fits, plans the ports, writes the plan
+    every node      reads the allocation, writes its report into the run folder
+    the head        waits for all reports, checks that the experiment fits, plans the ports, writes the plan
     every node      starts Ray; the others connect to the head's launcher
-    the head        runs `nemorl train --resume` when Ray knows all nodes, and tells everybody when it is over
+    the head        runs `nemorl train --resume` when Ray knows all nodes, and announces the end
 
-`ray symmetric-run` is near to this and is not used: it takes the node for the head whose address is the
-head's, has no way to give addresses and ports, passes no signals on, and names no node that is lost.
+`ray symmetric-run` is similar and is not used: it takes the node for the head whose address is the head's,
+has no options for addresses and ports, passes no signals on, and names no node that is lost.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,131 +22,72 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError, NemorlError, UsageError
 
-from . import network, ports
-from .follower import follow
-from .hardware import read_hardware
-from .head import Head
-from .node import Allocation, read_allocation
-from .records import REQUEUE, Record, max_restarts, write_verdict
-from .rendezvous import Card, Meeting, machine_name
+from . import SlurmError
+from .control import ControlClient, ControlServer, NodeLost
+from .jobs import OUT_OF_TIME, why_terminated
+from .network import (
+    assign_ports,
+    block_size,
+    free_blocks,
+    parse_ports,
+    select_interface,
+    wait_until_reachable,
+)
+from .node import Allocation, NodeInfo, host_id, read_allocation, read_hardware
+from .ray_node import START_SECONDS, URGENT_STOP_SECONDS, Child, RayNode, wait_for_members
+from .records import REQUEUE, TERMINATED, ExitRecorder, newest_step, parse_max_restarts, write_status
+from .rendezvous import Plan, Rendezvous
+from .requirements import cluster_overrides, node_problems
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# After a node is lost: the processes on the others cannot finish a step, and may wait long in a collective.
+NODE_LOST_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
+Exit = tuple[int, str]  # exit status and reason
+
 
 @dataclass(frozen=True)
-class Started:
-    """What one node knows when it begins."""
+class Start:
+    """One start of a job, as each of its nodes knows it at the beginning."""
 
     experiment: Experiment
     config: Path
     overrides: tuple[str, ...]
     allocation: Allocation
-    meeting: Meeting
+    rendezvous: Rendezvous
 
 
 def run_node(config: Path, overrides: Sequence[str]) -> int:
-    """The node's part of a job; its exit status. Raises `NemorlError`."""
+    """Run this node's part of a job; return its exit status. Raises `NemorlError`."""
     allocation = read_allocation(os.environ)
+    if (task := os.environ.get("SLURM_ARRAY_TASK_ID")) and config.is_dir():  # a sweep
+        config = config / f"{task}.yaml"
     try:
-        experiment = load_experiment(_of_task(config), overrides)
+        experiment = load_experiment(config, overrides)
     except ConfigError:
-        if allocation.rank > 0 and _of_task(config).exists():  # the head says it
+        if not allocation.is_head and config.exists():  # the head reports it
             return 2
-        if allocation.rank == 0:
-            write_verdict(2)
+        if allocation.is_head:
+            write_status(2)
         raise
-    meeting = Meeting(experiment.run_dir, allocation.start, allocation.nodes)
-    _log_to(meeting.log(allocation.here), allocation.here)
-    started = Started(experiment, _of_task(config), tuple(overrides), allocation, meeting)
-    if allocation.rank == 0:
-        return _lead(started)
+    rendezvous = Rendezvous(experiment.run_dir, allocation.start, allocation.nodes)
+    _configure_logging(rendezvous.log(allocation.node), allocation.node)
+    start = Start(experiment, config, tuple(overrides), allocation, rendezvous)
+    if allocation.is_head:
+        return _run_head(start)
     try:
-        return asyncio.run(_follow(started, _card(allocation)))
+        megabytes = experiment.cluster.object_store_megabytes
+        return asyncio.run(follow(allocation.nodes[0], rendezvous, _node_info(allocation), megabytes))
     except NemorlError as error:
         logger.error("%s", error)
-        meeting.fail(allocation.here, str(error))
+        rendezvous.report_failure(allocation.node, str(error))
         return 1
 
 
-def _of_task(config: Path) -> Path:
-    """The file of this task, where a sweep's folder is given."""
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return config / f"{task}.yaml" if task and config.is_dir() else config
-
-
-def _card(allocation: Allocation) -> Card:
-    interface = network.own_interface(os.environ)
-    hardware = read_hardware(os.environ)
-    size = ports.block_size(hardware.cores)
-    wanted = ports.read_range(os.environ.get(ports.VARIABLE) or ports.DEFAULT)
-    return Card(
-        allocation.here,
-        machine_name(),
-        interface.address,
-        interface.name,
-        hardware,
-        tuple(ports.free_blocks(wanted, size, allocation.job)),
-        size,
-        allocation.part(allocation.here),
-    )
-
-
-def _lead(started: Started) -> int:
-    allocation, meeting = started.allocation, started.meeting
-    record = Record(started.experiment.run_dir, meeting.folder, allocation.job, allocation.restart)
-    error: NemorlError | None = None
-    code, reason = 1, "the launcher failed"
-    try:
-        record.limit = max_restarts()
-        code, reason = asyncio.run(_head(started, record, _card(allocation)))
-    except NemorlError as raised:
-        error = raised
-        code, reason = 2 if isinstance(raised, ConfigError | UsageError) else 1, str(raised)
-    finally:
-        ending = record.keep(code, reason)
-        meeting.end(ending.reason)
-    if error is not None:
-        raise error
-    logger.info("%s (exit status %d)", ending.reason, ending.code)
-    return ending.code
-
-
-async def _head(started: Started, record: Record, card: Card) -> tuple[int, str]:
-    head = Head(
-        started.experiment,
-        started.config,
-        started.overrides,
-        started.meeting,
-        card,
-        started.allocation,
-        record,
-    )
-    work = asyncio.ensure_future(head.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        loop.add_signal_handler(number, head.told, number, work)
-    record.keep(REQUEUE, "the launcher on the head was killed")  # stands where it is
-    try:
-        return await work
-    except asyncio.CancelledError:
-        return await head.stopped("the run had not begun")
-
-
-async def _follow(started: Started, card: Card) -> int:
-    megabytes = started.experiment.cluster.object_store_megabytes
-    loop = asyncio.get_running_loop()
-    # Slurm signals all nodes at once: the head ends the run in order, and tells us.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        loop.add_signal_handler(number, _noted, number)
-    return await follow(started.allocation.nodes[0], started.meeting, card, megabytes)
-
-
-def _noted(number: int) -> None:
-    logger.info("got %s; the head ends the run", signal.Signals(number).name)
-
-
-def _log_to(path: Path, node: str) -> None:
-    """What launchers say goes to the job's output, under the node's name, and into the node's own log."""
+def _configure_logging(path: Path, node: str) -> None:
+    """Log under the node's name into the job's output and into the node's own log."""
     form = logging.Formatter(f"%(asctime)s {node}: %(message)s", "%Y-%m-%d %H:%M:%S")
     ours = logging.getLogger("nemorl.slurm")
     for handler in (logging.StreamHandler(sys.stderr), logging.FileHandler(path, encoding="utf-8")):
@@ -154,3 +95,266 @@ def _log_to(path: Path, node: str) -> None:
         ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
+
+
+def _node_info(allocation: Allocation) -> NodeInfo:
+    interface, hardware = select_interface(os.environ), read_hardware(os.environ)
+    size = block_size(hardware.cores)
+    return NodeInfo(
+        allocation.node,
+        host_id(),
+        interface.address,
+        interface.name,
+        hardware,
+        free_blocks(parse_ports(os.environ), size, allocation.job),
+        size,
+        allocation.part,
+    )
+
+
+async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megabytes: int) -> int:
+    """Run Ray on any node but the head, until the head announces the end.
+
+    Returns 0 whenever the head decides, whose exit status counts. Raises `SlurmError`.
+    """
+    for number in SIGNALS:  # Slurm signals all nodes at once: the head stops the run in order
+        asyncio.get_running_loop().add_signal_handler(number, _log_signal, number)
+    rendezvous.report(info)
+    logger.info(
+        "%d cores, %d GPUs, %s (%s)", info.hardware.cores, info.hardware.gpus, info.address, info.interface
+    )
+    plan = await rendezvous.wait_for_plan()
+    if plan.refused:
+        return 0
+    token = rendezvous.token_file.read_text(encoding="ascii")
+    client = await ControlClient.connect(plan.head, plan.control, token, info.node, head)
+    ray = RayNode(info, plan, rendezvous, store_megabytes)
+    shutdown = asyncio.ensure_future(client.wait_for_shutdown())
+    head_listens = asyncio.ensure_future(wait_until_reachable(plan.gcs, START_SECONDS, info.node))
+    try:
+        await asyncio.wait({head_listens, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+        if head_listens.done():
+            head_listens.result()
+        while not shutdown.done():
+            async with ray as process:
+                await asyncio.wait({process.ended, shutdown}, return_when=asyncio.FIRST_COMPLETED)
+                if not shutdown.done() or shutdown.result().failed:
+                    ray.keep_logs()
+                ray.urgent = shutdown.done() and shutdown.result().urgent
+            if shutdown.done():
+                break
+            if client.ray_runs or not ray.was_slow:
+                status, log = process.ended.result(), rendezvous.log(info.node)
+                raise SlurmError(f"Ray ended there with exit status {status}; see {log}")
+            logger.warning("Ray was too slow to start; retrying")
+        logger.info("%s", shutdown.result().reason)
+    except SlurmError as error:
+        await client.report_failure(str(error))
+        raise
+    finally:
+        head_listens.cancel()
+        shutdown.cancel()
+        client.close()
+    return 0
+
+
+def _log_signal(number: int) -> None:
+    logger.info("received %s; the head stops the run", signal.Signals(number).name)
+
+
+def _run_head(start: Start) -> int:
+    allocation, rendezvous = start.allocation, start.rendezvous
+    recorder = ExitRecorder(start.experiment.run_dir, rendezvous.folder, allocation.job, allocation.restart)
+    error: NemorlError | None = None
+    code, reason = 1, "the launcher failed"
+    try:
+        recorder.max_restarts = parse_max_restarts(os.environ)
+        code, reason = asyncio.run(Head(start, _node_info(allocation), recorder).run())
+    except NemorlError as raised:
+        error = raised
+        code, reason = 2 if isinstance(raised, ConfigError | UsageError) else 1, str(raised)
+    finally:
+        record = recorder.write(code, reason)
+        rendezvous.close(record.reason)
+    if error is not None:
+        raise error
+    logger.info("%s (exit status %d)", record.reason, record.code)
+    return record.code
+
+
+def train_command(config: Path, overrides: Sequence[str]) -> list[str]:
+    """The run itself: from its newest checkpoint, or from the beginning where there is none."""
+    return [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, "--resume"]
+
+
+class RayEnded(SlurmError):
+    """Ray on the head ended before it ran on all nodes."""
+
+
+class Head:
+    """One start of a job on its first node: the checks, the plan, the run, and why it ended."""
+
+    def __init__(self, start: Start, info: NodeInfo, recorder: ExitRecorder) -> None:
+        self._start, self._info, self._recorder = start, info, recorder
+        self._rendezvous = start.rendezvous
+        self._train: Child | None = None
+        self._signal: signal.Signals | None = None
+        self._cause: asyncio.Future[str] | None = None  # of SIGTERM
+        self._stopping: asyncio.Future[int] | None = None  # the run, with SIGKILL at the time limit
+
+    async def run(self) -> Exit:
+        """Run until the end of the run, or a signal. Raises `NemorlError`."""
+        work = asyncio.ensure_future(self._run())
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._handle_signal, number, work)
+        self._recorder.write(REQUEUE, "the launcher on the head was killed")  # replaced later
+        try:
+            return await work
+        except asyncio.CancelledError:
+            return await self._stopped("the run had not begun")
+
+    def _handle_signal(self, number: int, work: "asyncio.Future[Exit]") -> None:
+        """Stop the run in order, or cancel at once what leads to it."""
+        received, earlier = signal.Signals(number), self._signal
+        logger.info("received %s; %s", received.name, "already stopping" if earlier else "stopping the run")
+        self._signal = received if earlier in (None, signal.SIGUSR1) else earlier
+        if earlier is None:
+            if self._train is None:
+                work.cancel()
+            else:
+                self._train.send_signal(signal.SIGTERM)
+        elif earlier is signal.SIGUSR1 and received is signal.SIGTERM and self._train is not None:
+            # The time limit: SIGKILL comes soon.
+            self._stopping = asyncio.ensure_future(self._train.stop(URGENT_STOP_SECONDS))
+        code = REQUEUE if self._signal is signal.SIGUSR1 else TERMINATED
+        self._recorder.write(code, f"killed after {self._signal.name}, before it had stopped in order")
+        if code == TERMINATED and self._cause is None:
+            # Asked now: a node that is lost may be back before the run has ended.
+            self._cause = asyncio.ensure_future(self._find_cause())
+
+    async def _find_cause(self) -> str:
+        allocation = self._start.allocation
+        cause = await asyncio.to_thread(why_terminated, allocation.job, allocation.nodes, allocation.restart)
+        logger.info("cause according to Slurm: %s", cause or "unknown")
+        return cause
+
+    async def _stopped(self, detail: str) -> Exit:
+        """Exit of a run that a signal stopped."""
+        step = newest_step(self._start.experiment.run_dir)
+        kept = f"{detail}; " * bool(detail) + (f"newest checkpoint: step {step}" if step else "no checkpoint")
+        if self._signal is signal.SIGUSR1:
+            return REQUEUE, f"stopped before the time limit: {kept}"
+        name = self._signal.name if self._signal else "a signal"
+        cause = (await self._cause if self._cause else "") or await self._find_cause()
+        if self._rendezvous.is_cancelled:
+            cause = "cancelled with `nemorl slurm cancel`"
+        reason = f"stopped by {name} ({cause or 'cancelled, pre-empted, or a node is lost'}): {kept}"
+        return REQUEUE if cause == OUT_OF_TIME else TERMINATED, reason
+
+    async def _run(self) -> Exit:
+        self._rendezvous.report(self._info)
+        logger.info("waiting for %d nodes in %s", len(self._rendezvous.nodes), self._rendezvous.folder)
+        nodes = await self._rendezvous.wait_for_nodes()
+        experiment, overrides = self._check(nodes)
+        hosts = {node: info.host for node, info in nodes.items()}
+        plan = Plan(self._info.address, assign_ports(nodes), hosts)
+        self._rendezvous.publish(plan)
+        token = self._rendezvous.token_file.read_text(encoding="ascii")
+        ray = RayNode(self._info, plan, self._rendezvous, experiment.cluster.object_store_megabytes)
+        environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
+        async with ControlServer(plan.head, plan.control, token, self._rendezvous.nodes[1:]) as control:
+            control.failed = True
+            while True:
+                async with ray as process:
+                    try:
+                        lost = await self._wait_for_ray(plan, environment, control, process)
+                        if lost is not None:
+                            outcome = REQUEUE, str(lost)
+                        else:
+                            logger.info("Ray runs at %s on %s", plan.gcs, ", ".join(nodes))
+                            control.announce_ray()
+                            command = train_command(self._start.config, overrides)
+                            self._train = await Child.start(command, environment)
+                            outcome = await self._watch(self._train, control, process)
+                        control.failed = outcome[0] not in (0, 2) and self._signal is None
+                        control.urgent = ray.urgent = self._signal not in (None, signal.SIGUSR1)
+                        await control.shut_down()  # so that all nodes stop Ray at the same time
+                        return outcome
+                    except RayEnded:
+                        if not ray.was_slow:
+                            raise
+                        logger.warning("Ray was too slow to start; retrying")
+                    finally:
+                        if control.failed:
+                            ray.keep_logs()
+
+    def _check(self, nodes: Mapping[str, NodeInfo]) -> tuple[Experiment, list[str]]:
+        """The experiment on these nodes, and the overrides that make it so. Raises `NemorlError`."""
+        start = self._start
+        gpus_given = "gpus_per_node" in start.experiment.cluster.model_fields_set
+        overrides = [*start.overrides, *cluster_overrides(nodes, gpus_given=gpus_given)]
+        experiment = load_experiment(start.config, overrides, lambda found: node_problems(found, nodes))
+        return experiment, overrides
+
+    async def _wait_for_ray(
+        self, plan: Plan, environment: Mapping[str, str], control: ControlServer, ray: Child
+    ) -> NodeLost | None:
+        """Wait until Ray runs on all nodes; return a node whose connection broke.
+
+        Raises `SlurmError` for a node that reports a failure, and `RayEnded` where Ray ends here.
+        """
+
+        async def ready() -> None:
+            await control.wait_for_nodes()
+            await wait_until_reachable(plan.gcs, START_SECONDS, self._info.node)
+            await wait_for_members(self._rendezvous, environment)
+
+        lost = asyncio.ensure_future(control.lost.get())
+        work = asyncio.ensure_future(ready())
+        try:
+            await asyncio.wait({ray.ended, lost, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return None
+            if lost.done():
+                if lost.result().reported:
+                    raise SlurmError(str(lost.result()))
+                return lost.result()
+            status, log = ray.ended.result(), self._rendezvous.log(self._info.node)
+            raise RayEnded(
+                f"Ray ended with exit status {status} while starting on {self._info.node}; see {log}"
+            )
+        finally:
+            lost.cancel()
+            work.cancel()
+
+    async def _watch(self, train: Child, control: ControlServer, ray: Child) -> Exit:
+        """Wait for the end of the run, and stop it where a node is lost."""
+        next_lost = asyncio.ensure_future(control.lost.get())
+        await asyncio.wait({train.ended, ray.ended, next_lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost: list[NodeLost] = []
+        if next_lost.done():
+            lost = [next_lost.result()]
+        elif ray.ended.done():
+            reason = f"Ray ended there with exit status {ray.ended.result()}"
+            lost = [NodeLost(self._info.node, reason, reported=True)]
+        next_lost.cancel()
+        if lost and train.is_running:
+            logger.error("%s; stopping the run", lost[0])
+            await train.stop(NODE_LOST_SECONDS)
+        status = await train.ended
+        if status == 0:
+            return 0, "the run is complete"
+        failure = f"nemorl train failed with exit status {status}"
+        if self._signal is not None:
+            return await self._stopped(
+                "; ".join([*map(str, lost), *([failure] if status != REQUEUE else [])])
+            )
+        lost = lost or await control.find_lost()
+        if lost:
+            return REQUEUE, "; ".join(map(str, lost))
+        if status == REQUEUE:
+            return REQUEUE, "a signal stopped the run"
+        if status == 2:
+            return 2, "invalid configuration; nothing was started"
+        return 1, failure

@@ -1,111 +1,163 @@
-"""The nodes of a job, as Slurm's variables tell them to each of its processes."""
+"""One node of a job: its place in the allocation, its hardware, and what it reports to the other nodes."""
 
-import shutil
+import re
+import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from .errors import SlurmError
+from nemorl.plan.machine import read_machine
+
+from . import SlurmError
 
 Part = Literal["gpu", "cpu"]
-Expand = Callable[[str], list[str]]
 
-COMMAND_SECONDS = 30
-# `nemorl.sbatch` writes these, because a container has neither `scontrol` nor the id of the whole job.
+# nemorl.sbatch sets these: a container has no `scontrol` and does not know the id of the whole job.
 NODES, JOB = "NEMORL_NODES", "NEMORL_JOB"
+NVIDIA_SMI_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's nodes, in the order of Slurm's lists, and which of them this is."""
+    """The nodes of a job, in Slurm's order, and which of them this is."""
 
     job: str
-    restart: int  # how often Slurm has started the job before
-    step: int  # of the job, in which this process runs
-    components: tuple[
-        tuple[str, ...], ...
-    ]  # names of the nodes; the second of a heterogeneous job are CPU nodes
-    here: str
+    restart: int  # how often Slurm has restarted the job
+    step: int  # Slurm's number of the `srun` in which this process runs
+    components: tuple[tuple[str, ...], ...]  # node names; the second component of a heterogeneous job is CPU
+    node: str  # this node
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All names; the first is the head."""
+        """All node names; the first is the head."""
         return tuple(name for component in self.components for name in component)
 
     @property
-    def rank(self) -> int:
-        """The place of this node among all."""
-        return self.nodes.index(self.here)
+    def is_head(self) -> bool:
+        """True on the node that runs the driver."""
+        return self.node == self.nodes[0]
 
     @property
     def start(self) -> str:
-        """A name for this start of the job, which no other start has."""
-        step = f".{self.step}" if self.step else ""
-        return f"{self.job}.{self.restart}{step}"
+        """Unique name of this start of the job: `<job>.<restart>`, and `.<step>` after a second `srun`."""
+        return f"{self.job}.{self.restart}" + (f".{self.step}" if self.step else "")
 
-    def part(self, node: str) -> Part | None:
-        """In a heterogeneous job, what a node is for: ranks on GPUs, or what needs none; else None."""
+    @property
+    def part(self) -> Part | None:
+        """Part of a heterogeneous job that this node belongs to."""
         if len(self.components) == 1:
             return None
-        return "gpu" if node in self.components[0] else "cpu"
+        return "gpu" if self.node in self.components[0] else "cpu"
 
 
-def read_allocation(environment: Mapping[str, str], expand: Expand | None = None) -> Allocation:
-    """The job that this process is a part of. `expand` turns a list such as `n[1-3]` into names.
-
-    Raises `SlurmError` outside of a job, and where the variables contradict each other.
-    """
-    job = environment.get(JOB) or environment.get("SLURM_JOB_ID")
-    if not job:
+def read_allocation(environment: Mapping[str, str]) -> Allocation:
+    """Read the variables of nemorl.sbatch and of Slurm. Raises `SlurmError` outside of a job."""
+    job, components = environment.get(JOB), environment.get(NODES)
+    if not job or not components:
         raise SlurmError(
-            "SLURM_JOB_ID is not set: `nemorl slurm node` is what a job runs on its nodes. To start a job, "
-            "use `nemorl slurm submit`."
+            f"{JOB} and {NODES} are not set: nemorl.sbatch sets them and runs `nemorl slurm node` on each "
+            "node. To start a job, run `nemorl slurm submit`."
         )
-    components = _given(environment) or _listed(environment, expand or expand_with_scontrol)
-    names = [name for component in components for name in component]
-    here = environment.get("SLURMD_NODENAME") or (names[0] if len(names) == 1 else "")
-    if here not in names:
-        raise SlurmError(
-            f"SLURMD_NODENAME is {here or 'not set'}, and the nodes of job {job} are {', '.join(names)}: "
-            "start `nemorl slurm node` with srun, one task on each node."
-        )
-    return Allocation(
+    allocation = Allocation(
         job,
         int(environment.get("SLURM_RESTART_COUNT") or 0),
         int(environment.get("SLURM_STEP_ID") or 0),
-        components,
-        here,
+        tuple(tuple(component.split(",")) for component in components.split(";")),
+        environment.get("SLURMD_NODENAME", ""),
+    )
+    if allocation.node not in allocation.nodes:
+        raise SlurmError(
+            f"SLURMD_NODENAME = {allocation.node or 'unset'}: job {job} has the nodes "
+            f"{', '.join(allocation.nodes)}. Start `nemorl slurm node` with srun, one task per node."
+        )
+    return allocation
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Resources of one node that the job may use."""
+
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int
+    gpus: int
+    nvlink_domain: str  # empty where NVLink does not connect the GPUs of several nodes
+    gpus_allocated: int = 0  # by Slurm; 0 where Slurm does not count GPUs
+    gpu_name: str = ""  # of the GPU with the least memory
+    gpu_memory_bytes: int = 0
+
+
+def read_hardware(environment: Mapping[str, str]) -> Hardware:
+    """Read Slurm's numbers where they are set, else what this process can see."""
+    machine = read_machine()
+    cores = environment.get("SLURM_CPUS_ON_NODE", "")
+    megabytes = environment.get("SLURM_MEM_PER_NODE", "")
+    memory = int(megabytes) * 2**20 if megabytes.isdecimal() else 0
+    allocated = environment.get("SLURM_GPUS_ON_NODE", "")
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+    gpus = len(machine.gpus)
+    # nvidia-smi lists all GPUs of a node where no cgroup hides those of other jobs; CUDA shows only these.
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [name for name in visible.split(",") if name.strip() and name != "NoDevFiles"]
+        gpus = min(gpus, len(names))
+    return Hardware(
+        int(cores) if cores.isdecimal() else machine.cores,
+        min(memory, machine.memory_bytes) if memory else machine.memory_bytes,
+        machine.shared_memory_bytes or 0,
+        gpus,
+        nvlink_domain(_nvidia_smi()) if machine.gpus else "",
+        int(allocated) if allocated.isdecimal() else 0,
+        smallest.name if smallest else "",
+        smallest.memory_bytes if smallest else 0,
     )
 
 
-def expand_with_scontrol(nodes: str) -> list[str]:
-    """The names in a list of Slurm's. Raises `SlurmError`."""
-    if shutil.which("scontrol") is None:
-        raise SlurmError(
-            f"{NODES} is not set and there is no `scontrol` to expand {nodes}, as in a container: start "
-            "`nemorl slurm node` from nemorl.sbatch, which sets it."
-        )
-    command = ["scontrol", "show", "hostnames", nodes]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
-    if told.returncode != 0:
-        raise SlurmError(f"`{' '.join(command)}` failed: {told.stderr.strip()}")
-    return told.stdout.split()
+def _nvidia_smi() -> str:
+    command = ["nvidia-smi", "-q"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
 
 
-def _given(environment: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Components apart by `;`, names by `,`."""
-    text = environment.get(NODES, "")
-    return tuple(tuple(component.split(",")) for component in text.split(";")) if text else ()
+def nvlink_domain(output: str) -> str:
+    """Extract `ClusterUUID.CliqueId` from the output of `nvidia-smi -q`.
+
+    All GPUs of a node share it. Empty where NVLink ends at the node: the cluster id is then all zeros.
+    """
+    cluster = re.search(r"^\s*ClusterUUID\s*:\s*([0-9A-Fa-f-]{8,})\s*$", output, re.MULTILINE)
+    clique = re.search(r"^\s*CliqueId\s*:\s*(\d+)\s*$", output, re.MULTILINE)
+    if cluster is None or clique is None or not cluster[1].strip("0-"):
+        return ""
+    return f"{cluster[1].lower()}.{clique[1]}"
 
 
-def _listed(environment: Mapping[str, str], expand: Expand) -> tuple[tuple[str, ...], ...]:
-    count = int(environment.get("SLURM_HET_SIZE") or 0)
-    names = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(count)] or ["SLURM_JOB_NODELIST"]
-    missing = [name for name in names if not environment.get(name)]
-    if missing:
-        raise SlurmError(
-            f"{', '.join(missing)}, in which Slurm lists the nodes of a job, is not set: start `nemorl slurm "
-            "node` with srun inside the job."
-        )
-    return tuple(tuple(expand(environment[name])) for name in names)
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node reports to the head."""
+
+    node: str
+    host: str  # identifies the machine; several nodes of a test share one
+    address: str  # where the other nodes reach it
+    interface: str
+    hardware: Hardware
+    free_blocks: tuple[int, ...]  # first ports of free blocks
+    block_size: int  # ports per block
+    part: str | None = None  # of a heterogeneous job: `gpu` or `cpu`
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
+        hardware, blocks = Hardware(**tree["hardware"]), tuple(tree["free_blocks"])
+        return cls(**{**tree, "hardware": hardware, "free_blocks": blocks})
+
+
+def host_id() -> str:
+    """Host name and boot id: equal for two nodes on the same machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}".strip()

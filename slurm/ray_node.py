@@ -1,60 +1,128 @@
-"""Ray on one node of a job: its command line, its environment, its folder, and what its logs said last."""
+"""Ray on one node of a job, and the child processes of a launcher.
 
+`python -m nemorl.slurm.ray_node SECONDS NODE...` waits until Ray's head knows these nodes. It is a process of
+its own because Ray replaces the signal handlers of a process that connects to it.
+"""
+
+import asyncio
+import ctypes
 import json
+import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
-from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned
-
-from .fit import PART
-from .hardware import Hardware
-from .processes import Child
-from .rendezvous import TOKEN, Card, Meeting, Plan
+from . import SlurmError
+from .node import Hardware, NodeInfo
+from .rendezvous import TOKEN, Plan, Rendezvous
 
 GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"
-LONGEST_TEMPORARY = 20  # characters: Ray's sockets lie deep below it, and their paths have 107 at most
-END_SECONDS = 15.0
-HURRIED_SECONDS = 8.0  # where SIGKILL comes 30 s after SIGTERM, and the run itself has to end before Ray
-TOGETHER_SECONDS = 600.0  # until it runs on all nodes
-LATE_SECONDS = 25.0
-TRIES = 4
+PART = "nemorl.io/part"
+MAX_TEMPORARY_LENGTH = 20  # characters: the paths of Ray's sockets below it have at most 107
+STOP_SECONDS = 15.0
+URGENT_STOP_SECONDS = 8.0  # where SIGKILL comes 30 s after SIGTERM, and the run has to end before Ray
+START_SECONDS = 600.0  # until Ray runs on all nodes
+SLOW_START_SECONDS = 25.0
+MAX_ATTEMPTS = 4
 TAIL_BYTES = 8192
-# Of another Ray than this job's, where they are set; the last one lets `ray start` refuse several nodes.
-OF_ANOTHER_RAY = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
-TAILED = ("gcs_server.*", "raylet.*", "ray_process_exit.log", "monitor.*", "*agent*.log")
+POLL_SECONDS = 0.5
+# Not inherited: the settings of another Ray; the last one makes `ray start` refuse several nodes.
+RAY_VARIABLES = {"RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
+LOGS = ("gcs_server.*", "raylet.*", "ray_process_exit.log", "monitor.*", "*agent*.log")
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
-def labels(card: Card) -> dict[str, str]:
-    """What Ray knows of a node: its name, its part of the job, and the NVLink domain of its GPUs.
+class Child:
+    """A child process in a session of its own, killed when the launcher ends.
 
-    GPUs that are not connected over nodes are a domain of their own node's.
+    Slurm signals the launcher's process group; the launcher signals each child, in order.
     """
-    gpus = card.hardware.gpus > 0
-    found = {NODE: card.node, PART: card.part or ("gpu" if gpus else "cpu")}
-    if gpus:
-        found[GPU_DOMAIN] = card.hardware.nvlink_domain or card.node
-    return found
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Use `start`."""
+        self._process = process
+        self.ended = asyncio.ensure_future(process.wait())
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+    ) -> Self:
+        """Start a command; its output is appended to `log`, or goes where the launcher's goes."""
+        output = log.open("ab") if log else None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        finally:
+            if output:
+                output.close()
+        return cls(process)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone, not to its children."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def stop(self, seconds: float) -> int:
+        """Send SIGTERM, and after `seconds` SIGKILL to its session; return the exit status."""
+        self.send_signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(self.ended)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return await self.ended
 
 
-def start_command(card: Card, plan: Plan, folder: Path, object_store_bytes: int) -> list[str]:
-    """`ray start --block` for a node; of the head where the plan's first ports are its."""
-    ports = plan.ports[card.node]
-    is_head = card.node == next(iter(plan.ports))
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def node_labels(info: NodeInfo) -> dict[str, str]:
+    """Ray's labels of a node: its name, its part of the job, and the NVLink domain of its GPUs.
+
+    GPUs without NVLink between nodes form a domain per node.
+    """
+    has_gpus = info.hardware.gpus > 0
+    labels = {NODE: info.node, PART: info.part or ("gpu" if has_gpus else "cpu")}
+    if has_gpus:
+        labels[GPU_DOMAIN] = info.hardware.nvlink_domain or info.node
+    return labels
+
+
+def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: int) -> list[str]:
+    """`ray start --block` for a node; the first node of the plan is the head."""
+    ports = plan.ports[info.node]
+    is_head = info.node == next(iter(plan.ports))
     options = {
-        "node-ip-address": card.address,
-        "node-name": card.node,
-        "num-cpus": card.hardware.cores,
-        "num-gpus": card.hardware.gpus,
+        "node-ip-address": info.address,
+        "node-name": info.node,
+        "num-cpus": info.hardware.cores,
+        "num-gpus": info.hardware.gpus,
         "object-store-memory": object_store_bytes,
-        "labels": ",".join(f"{name}={value}" for name, value in labels(card).items()),
+        "labels": ",".join(f"{name}={value}" for name, value in node_labels(info).items()),
         "temp-dir": folder,
-        "include-log-monitor": "false",  # it would bring workers' words to the driver; they have files
+        "include-log-monitor": "false",  # it copies the workers' output to the driver; they have log files
         **ports.ray_options,
     }
     if is_head:
@@ -68,103 +136,139 @@ def start_command(card: Card, plan: Plan, folder: Path, object_store_bytes: int)
     else:
         options |= {"address": plan.gcs}
         del options["ray-client-server-port"]
-    words = [f"--{name}={value}" for name, value in options.items()]
-    head = ["--head"] if is_head else []
-    return [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        *head,
-        *words,
-        "--block",
-        "--log-style=record",
-    ]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style=record"]
+    return command + ["--head"] * is_head + [f"--{name}={value}" for name, value in options.items()]
 
 
-def ray_environment(environment: Mapping[str, str], card: Card, token_file: Path) -> dict[str, str]:
-    """For everything of Ray on a node: the secret by its file, and the interface for collectives.
-
-    Ray's workers inherit it.
-    """
-    network = {"GLOO_SOCKET_IFNAME": card.interface, "NCCL_SOCKET_IFNAME": card.interface}
-    inherited = {name: value for name, value in environment.items() if name not in OF_ANOTHER_RAY}
-    ours = {
+def ray_environment(environment: Mapping[str, str], info: NodeInfo, token_file: Path) -> dict[str, str]:
+    """Environment of Ray and its workers on a node: the token's file, and the interface for collectives."""
+    network = {"GLOO_SOCKET_IFNAME": info.interface, "NCCL_SOCKET_IFNAME": info.interface}
+    inherited = {name: value for name, value in environment.items() if name not in RAY_VARIABLES}
+    fixed = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # When the run is over there is nothing to wait for; Ray would drain the node for 30 s, and Slurm's
-        # SIGKILL would come before the end.
+        # When the run is over there is nothing to drain; Ray would wait 30 s, and Slurm's SIGKILL come first.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
-    return {**network, **inherited, **secret_environment(token_file.parent), **ours}
+    return {**network, **inherited, **token_environment(token_file.parent), **fixed}
 
 
-def secret_environment(start: Path) -> dict[str, str]:
-    """What makes Ray take and want the secret of a start, whose folder this is."""
+def token_environment(start: Path) -> dict[str, str]:
+    """Variables that make Ray require the token of a start; `start` is its folder."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str((start / TOKEN).absolute())}
 
 
-def object_store_bytes(hardware: Hardware, configured_megabytes: int, sharing: int) -> int:
-    """Shared memory for Ray's objects: a tenth of the node's memory, and no less than a local Ray gets.
-
-    `sharing` nodes are on this machine. No more than fits into /dev/shm, if there is one.
-    """
-    wanted = max(configured_megabytes * 2**20, hardware.memory_bytes // 10 // sharing)
-    room = int(hardware.shared_memory_bytes * 0.9) // sharing
-    return max(100 * 2**20, min(wanted, room) if room else wanted)
+def object_store_bytes(hardware: Hardware, configured_megabytes: int, nodes_on_host: int) -> int:
+    """Shared memory for Ray's objects: a tenth of the memory or the configured size, within /dev/shm."""
+    size = max(configured_megabytes * 2**20, hardware.memory_bytes // 10 // nodes_on_host)
+    available = int(hardware.shared_memory_bytes * 0.9) // nodes_on_host
+    return max(100 * 2**20, min(size, available) if available else size)
 
 
 class RayNode:
-    """Ray while the `async with` block runs."""
+    """Ray on this node, while the `async with` block runs."""
 
-    def __init__(self, card: Card, plan: Plan, meeting: Meeting, store_bytes: int) -> None:
-        """`store_bytes` of shared memory are for objects."""
-        self._card, self._plan, self._meeting, self._store_bytes = card, plan, meeting, store_bytes
-        self.environment = ray_environment(os.environ, card, meeting.token_file)
-        self._starts = 0
-        self.hurried = False
+    def __init__(self, info: NodeInfo, plan: Plan, rendezvous: Rendezvous, configured_megabytes: int) -> None:
+        """`configured_megabytes` is the least size of the object store."""
+        self._info, self._plan, self._rendezvous = info, plan, rendezvous
+        nodes_on_host = plan.nodes_on_host_of(info.node)
+        self._store_bytes = object_store_bytes(info.hardware, configured_megabytes, nodes_on_host)
+        self.environment = ray_environment(os.environ, info, rendezvous.token_file)
+        self.urgent = False  # SIGKILL is near
+        self._attempts = 0
 
     @property
-    def was_late(self) -> bool:
-        """Whether what ended now may only have been slow, and may be tried again.
+    def was_slow(self) -> bool:
+        """True where Ray may only have been too slow to start, so that another attempt may help.
 
-        Ray gives itself 30 s to come up, which a busy machine may exceed; what fails for good fails sooner.
+        Ray gives up after 30 s, which a busy machine may exceed; other failures come sooner.
         """
-        return self._starts < TRIES and time.monotonic() - self._began >= LATE_SECONDS
+        return self._attempts < MAX_ATTEMPTS and time.monotonic() - self._began >= SLOW_START_SECONDS
 
     async def __aenter__(self) -> Child:
-        """Start it."""
+        from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned  # imports Ray
+
         temporary = Path(tempfile.gettempdir())
-        temporary = temporary if len(str(temporary)) <= LONGEST_TEMPORARY else Path("/tmp")
+        temporary = temporary if len(str(temporary)) <= MAX_TEMPORARY_LENGTH else Path("/tmp")
         remove_abandoned(temporary)
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=temporary))
         self._lock = hold(self._folder)
-        self._starts, self._began = self._starts + 1, time.monotonic()
-        command = start_command(self._card, self._plan, self._folder, self._store_bytes)
-        self._child = await Child.start(command, self.environment, self._meeting.log(self._card.node))
+        self._attempts, self._began = self._attempts + 1, time.monotonic()
+        command = start_command(self._info, self._plan, self._folder, self._store_bytes)
+        self._child = await Child.start(command, self.environment, self._rendezvous.log(self._info.node))
         return self._child
 
     async def __aexit__(self, *error: object) -> None:
-        """End it, and remove its folder."""
-        await self._child.end(HURRIED_SECONDS if self.hurried else END_SECONDS)
+        await self._child.stop(URGENT_STOP_SECONDS if self.urgent else STOP_SECONDS)
         self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def keep_tails(self) -> None:
-        """Copy the ends of Ray's own logs into the run folder, for a run that failed."""
-        text = "\n".join(tails(self._folder / "session_latest" / "logs"))
+    def keep_logs(self) -> None:
+        """Copy the ends of Ray's own logs into the run folder, after a failure."""
+        text = "\n".join(log_tails(self._folder / "session_latest" / "logs"))
         if text:
-            (self._meeting.folder / f"{self._card.node}.ray.log").write_text(text + "\n", encoding="utf-8")
+            path = self._rendezvous.folder / f"{self._info.node}.ray.log"
+            path.write_text(text + "\n", encoding="utf-8")
 
 
-def tails(folder: Path) -> Iterator[str]:
-    """The end of each log that says why Ray ended, under its name."""
-    for pattern in TAILED:
+def log_tails(folder: Path) -> Iterator[str]:
+    """Yield the end of each of Ray's logs that may say why it ended, under its name."""
+    for pattern in LOGS:
         for path in sorted(folder.glob(pattern)):
             try:
                 with path.open("rb") as log:
                     log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-                    said = log.read().decode("utf-8", errors="replace").strip()
+                    text = log.read().decode("utf-8", errors="replace").strip()
             except OSError:
                 continue
-            if said:
-                yield f"=== {path.name}\n{said}"
+            if text:
+                yield f"=== {path.name}\n{text}"
+
+
+def members_command(nodes: Sequence[str]) -> list[str]:
+    """The command that waits until Ray knows these nodes."""
+    return [sys.executable, "-m", "nemorl.slurm.ray_node", str(START_SECONDS), *nodes]
+
+
+async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
+    """Wait until Ray knows all nodes. Raises `SlurmError` naming the missing ones."""
+    process = await asyncio.create_subprocess_exec(
+        *members_command(rendezvous.nodes), env=dict(environment), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise SlurmError(
+            f"Ray did not start on {output.decode() or 'the head'} within {START_SECONDS:g} s. Its output is "
+            f"in {rendezvous.folder}, a file for each node."
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Wait until the cluster at RAY_ADDRESS has these nodes; else print the missing ones and return 1."""
+    deadline, expected = time.monotonic() + float(arguments[0]), set(arguments[1:])
+    while missing := expected - _alive_nodes():
+        if time.monotonic() > deadline:
+            sys.stdout.write(", ".join(sorted(missing)))
+            return 1
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _alive_nodes() -> set[str]:
+    """Names of the nodes that Ray knows; empty before Ray accepts connections."""
+    import ray
+
+    try:
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, TimeoutError):
+        ray.shutdown()
+        return set()
+    return {node["NodeName"] for node in ray.nodes() if node["Alive"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

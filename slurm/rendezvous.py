@@ -1,20 +1,20 @@
-"""How the nodes of a job find each other: by files in the run folder, before anything listens.
+"""How the nodes of a job find each other: by files in the run folder, before anything listens on a port.
 
-    <run_dir>/slurm/<job>.<restart>/<node>.json     what a node says of itself
+    <run_dir>/slurm/<job>.<restart>/<node>.json     what a node reports
     <run_dir>/slurm/<job>.<restart>/<node>.failed   why its launcher ended
-    <run_dir>/slurm/<job>.<restart>/plan.json       what the head makes of it
-    <run_dir>/slurm/<job>.<restart>/ray_token       the secret of this start, until its end; for the owner
-    <run_dir>/slurm/<job>.<restart>/<node>.log      what the launcher and Ray said there
+    <run_dir>/slurm/<job>.<restart>/plan.json       what the head decides
+    <run_dir>/slurm/<job>.<restart>/ray_token       Ray's token for this start, readable by the owner only
+    <run_dir>/slurm/<job>.<restart>/<node>.log      output of the launcher and of Ray on a node
+    <run_dir>/slurm/<job>.<restart>/cancelled       `nemorl slurm cancel` stops this start
     <run_dir>/slurm/<job>.<restart>/exit.json       how it ended
 
-That every node finds the others' files is the proof that the folder is on a shared file system.
+Every node finding the files of the others proves that the folder is on a shared file system.
 """
 
 import asyncio
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,43 +23,23 @@ from typing import Any, Self
 
 from nemorl.observe.files import write_atomically
 
-from .errors import SlurmError
-from .hardware import Hardware
-from .ports import Ports
+from . import SlurmError
+from .network import Ports
+from .node import NodeInfo
 
 FOLDER = "slurm"  # in the run folder
-PLAN, TOKEN, EXIT = "plan.json", "ray_token", "exit.json"
+PLAN, TOKEN, EXIT, CANCELLED = "plan.json", "ray_token", "exit.json", "cancelled"
 POLL_SECONDS = 0.5
-MEETING_SECONDS = 300.0  # a container's image may have to be fetched first
-
-
-@dataclass(frozen=True)
-class Card:
-    """A node of the job, in its own words."""
-
-    node: str
-    host: str  # the machine; several nodes of a test may share one
-    address: str  # where the others reach it
-    interface: str
-    hardware: Hardware
-    free_ports: tuple[int, ...]  # first ports of free blocks
-    ports_size: int  # of a block
-    part: str | None = None  # in a heterogeneous job, `gpu` or `cpu`
-
-    @classmethod
-    def read(cls, tree: Mapping[str, Any]) -> Self:
-        """From JSON."""
-        fields = {**tree, "hardware": Hardware(**tree["hardware"]), "free_ports": tuple(tree["free_ports"])}
-        return cls(**fields)
+RENDEZVOUS_SECONDS = 300.0  # pulling a container image may come first
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everybody listens; or why nobody starts."""
+    """Where each node listens; or why the job does not start."""
 
     head: str  # address of the head
-    ports: Mapping[str, Ports]  # of each node, the head first
-    hosts: Mapping[str, str]  # the machine of each node
+    ports: Mapping[str, Ports]  # by node, the head first
+    hosts: Mapping[str, str]  # machine of each node
     refused: str = ""
 
     @property
@@ -69,118 +49,110 @@ class Plan:
 
     @property
     def control(self) -> int:
-        """The port of the head's launcher."""
+        """Port of the head's launcher."""
         return self._of_head.control
-
-    def sharing(self, node: str) -> int:
-        """How many nodes are on the machine of this one."""
-        return list(self.hosts.values()).count(self.hosts[node])
 
     @property
     def _of_head(self) -> Ports:
         return next(iter(self.ports.values()))
 
+    def nodes_on_host_of(self, node: str) -> int:
+        """Number of nodes on the machine of `node`."""
+        return list(self.hosts.values()).count(self.hosts[node])
+
     @classmethod
-    def read(cls, tree: Mapping[str, Any]) -> Self:
-        """From JSON."""
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
         return cls(**{**tree, "ports": {node: Ports(**ports) for node, ports in tree["ports"].items()}})
 
 
-def machine_name() -> str:
-    """Two nodes with the same one are the same machine."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}".strip()
-
-
-class Meeting:
+class Rendezvous:
     """The folder of one start of a job, seen from one node."""
 
     def __init__(self, run_dir: Path, start: str, nodes: Sequence[str]) -> None:
-        """`nodes` are all, the head first."""
+        """`nodes` are all nodes, the head first."""
         self.folder = run_dir / FOLDER / start
         self.nodes = tuple(nodes)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def token_file(self) -> Path:
-        """Where the secret of this start is."""
         return self.folder / TOKEN
 
+    @property
+    def is_cancelled(self) -> bool:
+        """True after `nemorl slurm cancel`."""
+        return CANCELLED in self._files()
+
     def log(self, node: str) -> Path:
-        """Of the launcher and of Ray on a node."""
+        """Output of the launcher and of Ray on a node."""
         return self.folder / f"{node}.log"
 
-    def join(self, card: Card) -> None:
-        """Say that this node is here."""
-        write_atomically(self.folder / f"{card.node}.json", json.dumps(asdict(card), indent=2) + "\n")
+    def report(self, info: NodeInfo) -> None:
+        """Announce this node."""
+        write_atomically(self.folder / f"{info.node}.json", json.dumps(asdict(info), indent=2) + "\n")
 
-    def fail(self, node: str, why: str) -> None:
-        """Say that a node is of no use."""
-        write_atomically(self.folder / f"{node}.failed", why + "\n")
+    def report_failure(self, node: str, reason: str) -> None:
+        """Announce that a node cannot take part."""
+        write_atomically(self.folder / f"{node}.failed", reason + "\n")
 
-    async def everybody(self, seconds: float = MEETING_SECONDS) -> dict[str, Card]:
-        """The cards of all nodes, the head first. Raises `SlurmError` that names who failed or is missing."""
-        await _until(lambda: not self._absent() or bool(self._failed()), seconds)
-        if failed := self._failed():
-            raise SlurmError("; ".join(f"{path.stem}: {path.read_text('utf-8').strip()}" for path in failed))
-        if absent := self._absent():
+    async def wait_for_nodes(self, seconds: float = RENDEZVOUS_SECONDS) -> dict[str, NodeInfo]:
+        """Return the reports of all nodes, the head first.
+
+        Raises `SlurmError` naming the nodes that failed or are missing.
+        """
+        everyone = set(self.nodes)
+        await _until(lambda: self._with("json") == everyone or bool(self._with("failed")), seconds)
+        if failed := sorted(self._with("failed")):
+            reasons = [(self.folder / f"{node}.failed").read_text("utf-8").strip() for node in failed]
             raise SlurmError(
-                f"{', '.join(absent)} did not appear in {self.folder} within {seconds:g} s, and "
-                f"{_listed(set(self.nodes) - set(absent))} did. Either run_dir is not on a file system that "
-                "all nodes share: name a folder on one. Or the launcher did not start there: see its output "
-                "above."
+                "; ".join(f"{node}: {reason}" for node, reason in zip(failed, reasons, strict=True))
             )
-        return {node: Card.read(_json(self.folder / f"{node}.json")) for node in self.nodes}
+        if missing := everyone - (present := self._with("json")):
+            raise SlurmError(
+                f"{_listed(missing)} did not appear in {self.folder} within {seconds:g} s "
+                f"({_listed(present)} did). Either run_dir is not on a file system that "
+                "all nodes share: move it to one. Or the launcher did not start there: see its output above."
+            )
+        reports = {node: (self.folder / f"{node}.json").read_text("utf-8") for node in self.nodes}
+        return {node: NodeInfo.from_json(json.loads(text)) for node, text in reports.items()}
 
     def publish(self, plan: Plan) -> None:
-        """Tell the others, after the secret that they need is there."""
+        """Write the plan for the other nodes, and before it the token that they need."""
         if not plan.refused:
             write_atomically(self.token_file, secrets.token_hex(32), private=True)
         write_atomically(self.folder / PLAN, json.dumps(asdict(plan), indent=2) + "\n")
 
-    async def plan(self, seconds: float = 2 * MEETING_SECONDS) -> Plan:
-        """What the head decided. Raises `SlurmError`."""
-        await _until(lambda: PLAN in _names(self.folder), seconds)
-        if PLAN not in _names(self.folder):
+    async def wait_for_plan(self, seconds: float = 2 * RENDEZVOUS_SECONDS) -> Plan:
+        """Return the head's plan. Raises `SlurmError`."""
+        await _until(lambda: PLAN in self._files(), seconds)
+        if PLAN not in self._files():
             raise SlurmError(
-                f"The head, {self.nodes[0]}, wrote no plan into {self.folder} within {seconds:g} s; seen "
-                f"from here there are {_listed(_names(self.folder))}. If its card is not among them, run_dir "
-                "is not on a file system that all nodes share: name a folder on one."
+                f"The head, {self.nodes[0]}, wrote no plan into {self.folder} within {seconds:g} s; this "
+                f"node sees {_listed(self._files())}. If {self.nodes[0]}.json is not among them, run_dir is "
+                "not on a file system that all nodes share: move it to one."
             )
-        return Plan.read(_json(self.folder / PLAN))
+        return Plan.from_json(json.loads((self.folder / PLAN).read_text(encoding="utf-8")))
 
-    def end(self, reason: str) -> None:
-        """Nobody needs the secret any more; who still waits for a plan hears why there is none."""
-        if PLAN not in _names(self.folder):
+    def close(self, reason: str) -> None:
+        """Remove the token; nodes that still wait for a plan get the reason instead."""
+        if PLAN not in self._files():
             self.publish(Plan("", {}, {}, refused=reason))
         self.token_file.unlink(missing_ok=True)
 
-    def _absent(self) -> list[str]:
-        there = _names(self.folder)
-        return [node for node in self.nodes if f"{node}.json" not in there]
+    def _files(self) -> set[str]:
+        """Names in the folder. NFS answers a query for one missing file from a cache, a listing less so."""
+        return set(os.listdir(self.folder))
 
-    def _failed(self) -> list[Path]:
-        there = _names(self.folder)
-        return [self.folder / name for node in self.nodes if (name := f"{node}.failed") in there]
+    def _with(self, suffix: str) -> set[str]:
+        """Nodes that have a file with this suffix."""
+        files = self._files()
+        return {node for node in self.nodes if f"{node}.{suffix}" in files}
 
 
-async def _until(reached: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not reached() and time.monotonic() < end:
+async def _until(is_reached: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_reached() and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS)
-
-
-def _names(folder: Path) -> set[str]:
-    """Read anew each time: asking for one file that is not there is answered from a cache by NFS."""
-    return set(os.listdir(folder))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return tree
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,99 +1,153 @@
-"""What an experiment asks of the nodes of a job."""
+"""Whether an experiment fits the nodes of a job: sums per group of processes, checked before Ray starts.
 
+Ray's placement decides which process goes where, and reports what these sums do not show.
+"""
+
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nemorl.cluster.placement import required_bundles, with_places, worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.errors import Problem
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.problems import plan_run
 
-from .errors import SlurmError
-from .fit import PART, Demand, Room, fit_problems
-from .jobs import most_cpus
-from .ray_node import NODE, labels
-from .rendezvous import Card
-from .submission import Options
+from . import SlurmError
+from .node import NodeInfo
+from .ray_node import node_labels
+
+if TYPE_CHECKING:
+    from nemorl.cluster.placement import WorkerRequest
+
+PLAIN_LABEL = re.compile(r"[\w./-]*")  # a value without the operators of Ray's selectors
 
 
-def words_for(cards: Mapping[str, Card], *, gpus_given: bool) -> list[str]:
-    """What the job's nodes make of the `cluster` section; `gpus_given` keeps the experiment's own number.
+@dataclass(frozen=True)
+class NodeSize:
+    """Resources of one node for Ray."""
 
-    The GPUs of a node are those of the one with the most, so that one with fewer is named, not made the rule.
-    CPU nodes of a heterogeneous job do not count. Raises `SlurmError` where a node does not see its GPUs.
+    node: str
+    cpus: int
+    gpus: int
+    labels: Mapping[str, str]
+    part: str | None = None  # of a heterogeneous job: `gpu` or `cpu`
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """By Ray's names."""
+        return {"CPU": self.cpus, "GPU": self.gpus}
+
+
+def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> list[str]:
+    """Overrides of the `cluster` section for these nodes; `gpus_given` keeps the experiment's gpus_per_node.
+
+    Else it is that of the node with the most GPUs, so that a node with fewer is reported. CPU nodes of a
+    heterogeneous job do not count. Raises `SlurmError` where a node does not see the GPUs that Slurm gave it.
     """
-    of_gpus = {card.node: card.hardware for card in cards.values() if card.part != "cpu"}
-    if blind := [
-        f"{node} sees {has.gpus} of {has.gpus_given}" for node, has in of_gpus.items() if has.is_blind
-    ]:
-        raise SlurmError(
-            f"Slurm gave the job GPUs that do not answer: {', '.join(blind)}. `nvidia-smi` on the node says "
-            "why; to do without a node, `nemorl slurm submit --sbatch=--exclude=NODE`"
-        )
-    words = [f"cluster.num_nodes={len(cards)}"]
-    if not gpus_given:
-        words.append(f"cluster.gpus_per_node={max(has.gpus for has in of_gpus.values())}")
-    return words
-
-
-def rooms_of(cards: Mapping[str, Card]) -> list[Room]:
-    """What the nodes offer, the head's first."""
-    return [Room(c.node, c.hardware.cores, c.hardware.gpus, labels(c), c.part) for c in cards.values()]
-
-
-def rooms_asked(options: Options) -> list[Room]:
-    """What the nodes that are asked for offer at most; none where Slurm does not tell how large they are."""
-    parts = [(options.nodes, options.partition, options.gpus_per_node, "gpu")]
-    if options.cpu_nodes:
-        parts.append((options.cpu_nodes, options.cpu_partition or options.partition, 0, "cpu"))
-    rooms: list[Room] = []
-    for count, partition, gpus, part in parts:
-        if not (cpus := most_cpus(partition)):
-            return []
-        own = {PART: part} if options.cpu_nodes or gpus else {}  # else the nodes say it
-        rooms += [Room(f"node {len(rooms) + i}", cpus, gpus, own, part) for i in range(1, count + 1)]
-    return rooms
-
-
-def machine_of(cards: Mapping[str, Card]) -> Machine:
-    """The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each."""
-    nodes = [card.hardware for card in cards.values()]
-    return Machine(
-        cores=min(node.cores for node in nodes),
-        memory_bytes=sum(node.memory_bytes for node in nodes),
-        shared_memory_bytes=None,
-        gpus=tuple(Gpu(node.gpu_name, node.gpu_memory_bytes) for node in nodes if node.gpus),
-        nodes=len(nodes),
-    )
-
-
-def demands_of(experiment: Experiment, head: str) -> list[Demand]:
-    """The places of all processes of a training run; `head` is the node of its driver."""
-    sampling = experiment.algorithm.generates
-    left_out = {model.name for model in models_of(experiment) if model.scores and not sampling}
-    left_out |= set() if sampling else {"generation", "rollout", "endpoint"}
-    requests = [request for request in worker_requests(experiment) if request.group not in left_out]
-    own = [request for request in with_places(requests) for _ in range(request.count)]
-    return [
-        Demand(
-            request.group,
-            bundle["CPU"],
-            bundle.get("GPU", 0.0),
-            {**request.labels, **({NODE: head} if request.at_driver else {})},
-            request.topology,
-        )
-        for request, bundle in zip(own, required_bundles(requests), strict=True)
+    sizes = {name: info.hardware for name, info in nodes.items() if info.part != "cpu"}
+    broken = [
+        f"{name} sees {size.gpus} of {size.gpus_allocated}"
+        for name, size in sizes.items()
+        if size.gpus < size.gpus_allocated
     ]
+    if broken:
+        raise SlurmError(
+            f"GPUs that Slurm gave the job do not respond: {', '.join(broken)}. Run `nvidia-smi` on the node "
+            "to see why; exclude a node with `nemorl slurm submit --sbatch=--exclude=NODE`."
+        )
+    overrides = [f"cluster.num_nodes={len(nodes)}"]
+    if not gpus_given:
+        overrides.append(f"cluster.gpus_per_node={max(size.gpus for size in sizes.values())}")
+    return overrides
 
 
-def no_room(experiment: Experiment, rooms: Sequence[Room]) -> Iterator[Problem]:
-    """Why the processes of an experiment do not find room on these nodes, of which the first is the head."""
-    cluster, demands = experiment.cluster, demands_of(experiment, rooms[0].node)
-    yield from fit_problems(demands, rooms, cluster.strategy, cluster.gpus_per_node)
+def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Iterator[Problem]:
+    """Every problem of an experiment on these nodes: model, files, memory, and room for its processes."""
+    hardware = [info.hardware for info in nodes.values()]
+    # The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each.
+    machine = Machine(
+        cores=min(node.cores for node in hardware),
+        memory_bytes=sum(node.memory_bytes for node in hardware),
+        shared_memory_bytes=None,
+        gpus=tuple(Gpu(node.gpu_name, node.gpu_memory_bytes) for node in hardware if node.gpus),
+        nodes=len(hardware),
+    )
+    yield from plan_run(experiment, machine).problems
+    sizes = [
+        NodeSize(info.node, info.hardware.cores, info.hardware.gpus, node_labels(info), info.part)
+        for info in nodes.values()
+    ]
+    yield from capacity_problems(experiment, sizes)
 
 
-def problems_of(experiment: Experiment, cards: Mapping[str, Card]) -> Iterator[Problem]:
-    """What speaks against an experiment on these nodes: model, files, memory, and room for its processes."""
-    yield from plan_run(experiment, machine_of(cards)).problems
-    yield from no_room(experiment, rooms_of(cards))
+def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Iterator[Problem]:
+    """Why the processes of a training run cannot fit on these nodes, by sums of CPUs and GPUs.
+
+    A group of processes is counted on the nodes with its labels, as if it were alone there. Labels that none
+    of the nodes has may be Ray's own, and selectors with operators are left to Ray.
+    """
+    from nemorl.cluster.placement import required_bundles, with_places  # imports Ray
+
+    gpus_per_node = experiment.cluster.gpus_per_node
+    if short := [f"{n.node} has {n.gpus}" for n in nodes if n.gpus < gpus_per_node and n.part != "cpu"]:
+        fix = f"{', '.join(short)}: request as many from Slurm (--gpus-per-node), or set it to what is there"
+        yield Problem("cluster.gpus_per_node", gpus_per_node, fix)
+        return
+    requests = _training_requests(experiment)
+    placed = with_places(requests)
+    processes = [request.group for request in placed for _ in range(request.count)]
+    bundles = dict(zip(processes, required_bundles(requests), strict=True))  # of one process, by group
+    for resource in ("GPU", "CPU"):
+        needed = {r.group: r.count * bundles[r.group].get(resource, 0.0) for r in placed}
+        available = {node.node: node.resources[resource] for node in nodes}
+        if sum(needed.values()) > sum(available.values()):
+            largest = max(placed, key=lambda request: needed[request.group])
+            yield _too_many(
+                experiment,
+                largest,
+                f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)}), and the job has "
+                f"{sum(available.values()):g} ({_listed(available)})",
+            )
+            return
+    known = {label for node in nodes for label in node.labels}
+    for request in placed:
+        labels = {k: v for k, v in request.labels.items() if k in known and PLAIN_LABEL.fullmatch(v)}
+        bundle = bundles[request.group]
+        places = sum(
+            min(int(node.resources[resource] // amount) for resource, amount in bundle.items())
+            for node in nodes
+            if labels.items() <= node.labels.items()
+        )
+        if places < request.count:
+            where = (
+                f"nodes with {', '.join(f'{k}={v}' for k, v in labels.items())}" if labels else "the nodes"
+            )
+            size = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
+            problem = f"{where} have room for {places} {request.group} processes ({size} each)"
+            yield _too_many(experiment, request, problem)
+
+
+def _training_requests(experiment: Experiment) -> list["WorkerRequest"]:
+    """The processes of a training run; offline algorithms start none for sampling."""
+    from nemorl.cluster.placement import worker_requests
+
+    if experiment.algorithm.generates:
+        return list(worker_requests(experiment))
+    unused = {model.name for model in models_of(experiment) if model.scores}
+    unused |= {"generation", "rollout", "endpoint"}
+    return [request for request in worker_requests(experiment) if request.group not in unused]
+
+
+def _too_many(experiment: Experiment, request: "WorkerRequest", problem: str) -> Problem:
+    fields = {"generation": "generation.replicas", "rollout": "cluster.rollout_workers"}
+    fields |= {"endpoint": "generation.endpoint"}
+    fields |= {model.name: f"{model.section}.layout" for model in models_of(experiment)}
+    fix = f"{problem}: start fewer processes, or request more or larger nodes (--nodes, --gpus-per-node)"
+    value = request.count if request.group in ("generation", "rollout") else f"{request.count} processes"
+    return Problem(fields[request.group], value, fix)
+
+
+def _listed(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in amounts.items())

@@ -1,8 +1,11 @@
-"""A submitted run seen from outside: where it is, what it said, how it ended."""
+"""Submitted runs seen from outside: their status and logs, a shell on a node, and cancelling them."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +14,15 @@ import yaml
 from nemorl.observe.files import read_json_lines
 from nemorl.observe.run_folder import RunPaths
 
-from .errors import SlurmError
-from .jobs import Job, jobs
-from .records import Ending
-from .rendezvous import FOLDER, PLAN, Plan
-from .submission import Submission, latest
+from . import SlurmError
+from .jobs import ACTIVE, Job, call, find_jobs
+from .ray_node import RAY_VARIABLES, token_environment
+from .records import REQUEUE, ExitRecord
+from .rendezvous import CANCELLED, FOLDER, PLAN, Plan
+from .submission import Submission, latest_submission
+
+CANCEL_SECONDS = 300.0
+POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -27,98 +34,177 @@ class Row:
     nodes: str
     step: str
     restarts: int
-    why: str
+    reason: str
     run_dir: Path
 
+    @property
+    def is_active(self) -> bool:
+        """True while the job runs or may run."""
+        return self.state in ACTIVE
 
-def submitted(run_dir: Path) -> Submission:
-    """The newest submission of a run folder. Raises `SlurmError`."""
-    found = latest(run_dir)
+
+def find_submission(run_dir: Path) -> Submission:
+    """The newest submission of a run folder. Raises `SlurmError` without one."""
+    found = latest_submission(run_dir)
     if found is None:
-        raise SlurmError(
-            f"{run_dir} was not submitted with `nemorl slurm submit`: there is no job to look at"
-        )
+        raise SlurmError(f"{run_dir} was not submitted with `nemorl slurm submit`: it has no job.")
     return found
 
 
-def rows(run_dir: Path) -> list[Row]:
-    """One for the job, or one for each task of a sweep. Raises `SlurmError`."""
-    submission = submitted(run_dir)
-    there = jobs(submission.job)
-    if not submission.tasks:
-        return [_row(submission, run_dir, there)]
+def status_rows(run_dir: Path) -> list[Row]:
+    """One row for the job, or one for each task of a sweep. Raises `SlurmError`."""
+    submission = find_submission(run_dir)
+    jobs = find_jobs(submission.job)
+    if not submission.is_sweep:
+        return [_row(submission, run_dir, jobs)]
     return [
-        _row(
-            submission.task(index),
-            folder,
-            [job for job in there if job.is_task(index)],
-        )
+        _row(submission.task(index), folder, [job for job in jobs if job.has_task(index)])
         for index, folder in enumerate(submission.folders)
     ]
 
 
-def starts(run_dir: Path, job: str = "*") -> list[Path]:
-    """The folders of all starts of a run, or of those by one job, the newest last."""
-    return sorted(
-        (path for path in (run_dir / FOLDER).glob(f"{job}.*") if path.is_dir()),
-        key=lambda path: path.stat().st_mtime,
-    )
-
-
-def plan(start: Path) -> Plan | None:
-    """Where everybody listens in a start; None before it is decided."""
-    try:
-        found = Plan.read(json.loads((start / PLAN).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    return None if found.refused else found
-
-
-def logs(run_dir: Path) -> dict[str, Path]:
-    """What can be read of a run, by name: the job's output, each rank, each node of the newest start."""
-    found: dict[str, Path] = {}
-    submission = latest(run_dir)
-    if submission is not None and submission.tasks:
-        found |= {f"job-{i}": submission.task(i).log for i in range(len(submission.run_dirs))}
-    elif submission is not None:
-        found["job"] = submission.log
-    found |= {path.stem: path for path in sorted(RunPaths(run_dir).logs.glob("*.log"))}
-    newest = starts(run_dir)[-1:]
-    found |= {path.stem: path for start in newest for path in sorted(start.glob("*.log"))}
-    return found
-
-
-def _row(submission: Submission, run_dir: Path, there: Sequence[Job]) -> Row:
-    """Of the records of a job, of which a heterogeneous one has several."""
-    number = submission.job
-    ending = next((e for start in reversed(starts(run_dir, number)) if (e := Ending.read(start))), None)
-    if not there:
-        why = ending.reason if ending else "Slurm has forgotten it, and it left no word: see its output"
-        return Row(number, "ended", "", _step(run_dir), 0, _first_line(why), run_dir)
-    job, nodes = there[0], ",".join(part.nodes for part in there)
-    why = job.reason
-    if ending and not job.active:
-        why = ending.reason
-    elif job.ending:  # before the launcher could leave a word
-        why = f"{job.ending}: see {submission.log}"
-    return Row(number, job.state, nodes, _step(run_dir), job.restarts, _first_line(why), run_dir)
+def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
+    """Row of a job from Slurm's records, of which a heterogeneous job has several."""
+    starts = _starts(run_dir, submission.job)
+    record = next((found for start in reversed(starts) if (found := ExitRecord.read(start))), None)
+    if not jobs:
+        state, nodes, restarts = "ended", "", 0
+        reason = record.reason if record else f"Slurm has no record of it; see {submission.log}"
+    else:
+        state, nodes, restarts = jobs[0].state, ",".join(job.nodes for job in jobs), jobs[0].restarts
+        if state == "CANCELLED" and (record is None or record.code == REQUEUE):
+            # While it waited: a record that asks for another start is that of an earlier start.
+            reason = f"cancelled before {'its next start' if record else 'it started'}"
+        elif record and not jobs[0].is_active:
+            reason = record.reason
+        else:
+            reason = jobs[0].reason
+            if reason and not jobs[0].is_active:  # it ended before the launcher could write a record
+                reason = f"{reason}; see {submission.log}"
+    return Row(submission.job, state, nodes, _step(run_dir), restarts, reason.partition("\n")[0], run_dir)
 
 
 def _step(run_dir: Path) -> str:
-    """Of the newest figures, and of all: `12/300`."""
-    lines = read_json_lines(RunPaths(run_dir).metrics)
-    done = max((int(line.get("step", 0)) for line in lines), default=0)
-    total = _num_steps(run_dir)
-    return f"{done}/{total}" if total else str(done)
-
-
-def _num_steps(run_dir: Path) -> int | None:
+    """The newest step with metrics, and the number of steps: `12/300`."""
+    done = max((int(line.get("step", 0)) for line in read_json_lines(RunPaths(run_dir).metrics)), default=0)
     for path in (RunPaths(run_dir).config, run_dir / FOLDER / "config.yaml"):
         if path.exists():
-            tree: Mapping[str, Mapping[str, int]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-            return tree["algorithm"].get("num_steps")
-    return None
+            total = yaml.safe_load(path.read_text(encoding="utf-8"))["algorithm"].get("num_steps")
+            return f"{done}/{total}" if total else str(done)
+    return str(done)
 
 
-def _first_line(text: str) -> str:
-    return re.split(r"\n", text, maxsplit=1)[0]
+def _starts(run_dir: Path, job: str = "*") -> list[Path]:
+    """The folders of all starts of a run, or of one of its jobs, the newest last."""
+    folders = [path for path in (run_dir / FOLDER).glob(f"{job}.*") if path.is_dir()]
+    return sorted(folders, key=lambda path: path.stat().st_mtime)
+
+
+def _plan(start: Path) -> Plan | None:
+    """The plan of a start; None before the head has written it, or where it refused."""
+    try:
+        plan = Plan.from_json(json.loads((start / PLAN).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    return None if plan.refused else plan
+
+
+def find_logs(run_dir: Path) -> dict[str, Path]:
+    """The logs of a run by name: the job's output, each rank, and each node of the newest start."""
+    logs: dict[str, Path] = {}
+    submission = latest_submission(run_dir)
+    if submission is not None and submission.is_sweep:
+        logs |= {f"job-{i}": submission.task(i).log for i in range(len(submission.run_dirs))}
+    elif submission is not None:
+        logs["job"] = submission.log
+    for folder in (RunPaths(run_dir).logs, *_starts(run_dir)[-1:]):
+        logs |= {path.stem: path for path in sorted(folder.glob("*.log"))}
+    return logs
+
+
+def show_log(path: Path, *, lines: int, follow: bool) -> int:
+    """Print the end of a file; with `follow` also what is added, even to a file that does not exist yet."""
+    if not follow and not path.exists():
+        raise SlurmError(
+            f"{path} does not exist yet: the job has not started, or Slurm could not write it. Run `nemorl "
+            "slurm status`."
+        )
+    command = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), str(path)]
+    try:
+        return subprocess.run(command).returncode
+    except KeyboardInterrupt:  # ends --follow
+        return 0
+
+
+def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
+    """Run a shell, or a command, on a node of a running job, where Ray's commands find the job's Ray.
+
+    Raises `SlurmError` where the job does not run.
+    """
+    submission = find_submission(run_dir)
+    if submission.is_sweep:
+        raise SlurmError(f"{run_dir} is a sweep: give the run folder of one of its tasks.")
+    jobs = find_jobs(submission.job)
+    if not jobs or jobs[0].state != "RUNNING":
+        state = jobs[0].state.lower() if jobs else "over"
+        raise SlurmError(f"job {submission.job} is {state}: attach works while it runs.")
+    start = next(reversed(_starts(run_dir, submission.job)), None)
+    plan = _plan(start) if start else None
+    if start is None or plan is None:
+        raise SlurmError(f"job {submission.job} is still starting: its nodes have not reported yet.")
+    nodes = list(plan.ports)
+    if node is not None and node not in nodes:
+        raise SlurmError(f"{node} is not a node of job {submission.job}; its nodes are {', '.join(nodes)}.")
+    inherited = {name: value for name, value in os.environ.items() if name not in RAY_VARIABLES}
+    environment = {**inherited, **token_environment(start), "RAY_ADDRESS": plan.gcs}
+    srun = ["srun", f"--jobid={jobs[0].id}", "--overlap", "--nodes=1", "--ntasks=1"]
+    srun += [f"--nodelist={node or nodes[0]}", f"--chdir={submission.folder}", "--mpi=none", "--export=ALL"]
+    if submission.cpu_nodes:  # the last ones
+        srun.append(f"--het-group={int(node in nodes[-submission.cpu_nodes :])}")
+    variables, folder = submission.variables, submission.folder
+    if image := variables.get("NEMORL_CONTAINER"):
+        mounts = ",".join([f"{folder}:{folder}", *filter(None, [variables.get("NEMORL_MOUNTS")])])
+        srun += [
+            f"--container-image={image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={folder}",
+        ]
+    elif programs := variables.get("NEMORL_ENV"):
+        environment["PATH"] = f"{programs}/bin:{environment.get('PATH', os.defpath)}"
+    srun += ["--pty"] * sys.stdin.isatty()
+    return subprocess.run([*srun, *(command or ["bash"])], env=environment).returncode
+
+
+def cancel(run_dir: Path) -> list[Row]:
+    """Cancel the job of a run folder and wait for its end; return its rows. Raises `SlurmError`.
+
+    The launchers are signalled first: `scancel` alone leaves a run half a minute to save its last step.
+    """
+    job = find_submission(run_dir).job
+    starts = [start for row in status_rows(run_dir) if (start := _running_start(row))]
+    for start in starts:
+        (start / CANCELLED).touch()  # the launcher reports this as the reason
+    if starts:
+        call(["scancel", "--state=PENDING", job])  # waiting tasks of a sweep, before the running ones end
+        call(["scancel", "--signal=TERM", job])
+        _wait(lambda: not any(row.state == "RUNNING" for row in status_rows(run_dir)))
+    call(["scancel", job])
+    if not _wait(lambda: not any(row.is_active for row in status_rows(run_dir))):
+        raise SlurmError(
+            f"job {job} has not ended {CANCEL_SECONDS:g} s after it was cancelled: see `nemorl slurm logs "
+            f"{run_dir}`, or ask an administrator to free its nodes."
+        )
+    return status_rows(run_dir)
+
+
+def _running_start(row: Row) -> Path | None:
+    """The start of a job whose launchers run; None before they do, when there is nothing to save."""
+    starts = _starts(row.run_dir, row.job)
+    return starts[-1] if row.state == "RUNNING" and starts and _plan(starts[-1]) else None
+
+
+def _wait(is_reached: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while not (reached := is_reached()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return reached

@@ -1,38 +1,42 @@
-"""What is handed to Slurm: the words for `sbatch`, and what is kept of them in the run folder."""
+"""Submission: the arguments of `sbatch`, sweeps, and the record of what was submitted in the run folder."""
 
 import fcntl
+import itertools
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
+
+import yaml
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
 from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_atomically
 
-from .errors import OptionError
-from .jobs import call
-from .ports import DEFAULT as DEFAULT_PORTS
-from .ports import VARIABLE as PORTS
-from .ports import read_range
-from .records import max_restarts
+from . import OptionError
+from .jobs import call, largest_node_cpus
+from .network import parse_ports
+from .ray_node import PART
+from .records import parse_max_restarts
 from .rendezvous import FOLDER
+from .requirements import NodeSize
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
-RECORD = "submissions.jsonl"
+SUBMISSIONS = "submissions.jsonl"
 LOCK = "submit.lock"
-SHORT_SECONDS = 20 * 60
+SHORT_LIMIT_SECONDS = 20 * 60
+MAX_NAME_LENGTH = 80
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of Slurm."""
+    """Options of `nemorl slurm submit` for the job."""
 
     nodes: int
     gpus_per_node: int = 0
@@ -42,61 +46,127 @@ class Options:
     cpu_partition: str | None = None
     account: str | None = None
     at_once: int | None = None  # tasks of a sweep
-    more: tuple[str, ...] = ()  # further options of sbatch
-    cpu_more: tuple[str, ...] = ()  # for the CPU nodes
+    sbatch: tuple[str, ...] = ()  # further options of sbatch
+    cpu_sbatch: tuple[str, ...] = ()  # for the CPU nodes
 
-    def words(self, name: str, folder: Path, tasks: int) -> list[str]:
-        """Options of `sbatch`. A job gets whole nodes, since it fills them. Raises `OptionError`."""
+    def sbatch_arguments(self, name: str, folder: Path, tasks: int) -> list[str]:
+        """Options of `sbatch` for a job, or for an array of `tasks`; a job gets whole nodes.
+
+        Raises `OptionError`.
+        """
+        if arrays := [option for option in self.sbatch if re.match("-a|--ar", option)]:
+            raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
         log = "%A_%a.log" if tasks else "%j.log"
-        # The launcher wants PATH and NEMORL_…, whatever a site sets in SBATCH_EXPORT.
-        both = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL"]
+        # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
+        common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL"]
         if self.time is not None:
-            both += [f"--time={self.time}", *signal_words(limit_seconds(self.time))]
-        both += [f"--account={self.account}"] * (self.account is not None)
+            common.append(f"--time={self.time}")
+            limit = parse_time_limit(self.time)
+            if 0 < limit < SHORT_LIMIT_SECONDS and "SBATCH_SIGNAL" not in os.environ:
+                # The script's signal, 300 s before the end, would come at the start.
+                common.append(f"--signal=USR1@{max(10, limit // 4)}")
+        common += [f"--account={self.account}"] * (self.account is not None)
         first = [
             f"--job-name={name}",
             f"--output={str(folder).replace('%', '%%')}/{log}",
             f"--nodes={self.nodes}",
-            *both,
+            *common,
         ]
         first += [f"--partition={self.partition}"] * (self.partition is not None)
         first += [f"--gpus-per-node={self.gpus_per_node}"] * (self.gpus_per_node > 0)
         first += [f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "")] * (tasks > 0)
-        if arrays := [option for option in self.more if re.match("-a|--ar", option)]:
-            raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder: take --sweep")
-        first += self.more
+        first += self.sbatch
         if not self.cpu_nodes:
             return first
         partition = self.cpu_partition or self.partition
-        second = [f"--nodes={self.cpu_nodes}", *both, "--requeue"]
+        second = [f"--nodes={self.cpu_nodes}", *common, "--requeue"]
         second += [f"--partition={partition}"] * (partition is not None)
-        return [*first, ":", *second, *self.cpu_more]
+        return [*first, ":", *second, *self.cpu_sbatch]
+
+    def node_sizes(self) -> list[NodeSize]:
+        """The most that the requested nodes can have; empty where Slurm does not say how large they are."""
+        parts = [("gpu", self.nodes, self.partition, self.gpus_per_node)]
+        if self.cpu_nodes:
+            parts.append(("cpu", self.cpu_nodes, self.cpu_partition or self.partition, 0))
+        sizes: list[NodeSize] = []
+        for part, count, partition, gpus in parts:
+            if not (cpus := largest_node_cpus(partition)):
+                return []
+            labels = {PART: part} if self.cpu_nodes or gpus else {}  # else the nodes decide
+            sizes += [
+                NodeSize(f"node {len(sizes) + i}", cpus, gpus, labels, part) for i in range(1, count + 1)
+            ]
+        return sizes
 
 
-def limit_seconds(time: str) -> int:
-    """A time limit as Slurm writes them; 0 for none. Raises `OptionError`."""
+def parse_time_limit(time: str) -> int:
+    """Parse one of Slurm's time limits into seconds; 0 for none. Raises `OptionError`."""
     if time.lower() in ("unlimited", "infinite"):
         return 0
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
         raise OptionError(
-            f"--time {time}: give minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or "
+            f"--time {time}: expected minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or "
             "days-hours, such as 2-12"
         )
     days, *rest = found.groups()
     numbers = [int(number) for number in rest if number is not None]
-    # Of one or two numbers the first are minutes, or hours behind days.
+    # Of one or two numbers the first is minutes, or hours after days.
     if days is None and len(numbers) < 3:
         numbers = [0, *numbers]
     hours, minutes, seconds = (*numbers, 0, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def signal_words(limit: int) -> list[str]:
-    """A short limit, in seconds, wants its signal later than the script says: it would come at the start."""
-    if not 0 < limit < SHORT_SECONDS or "SBATCH_SIGNAL" in os.environ:
-        return []
-    return [f"--signal=USR1@{max(10, limit // 4)}"]
+@dataclass(frozen=True)
+class SweepTask:
+    """One experiment of a sweep, a task of the array job."""
+
+    index: int
+    values: tuple[tuple[str, str], ...]  # fields with their values, as written
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{field}={value}" for field, value in self.values]
+
+    def run_dir(self, sweep: Path) -> Path:
+        """Its folder in the sweep's folder, such as `03_lr=1e-4`."""
+        name = "_".join(f"{field.rpartition('.')[2]}={value}" for field, value in self.values)
+        return sweep / f"{self.index:02d}_{re.sub(r'[^A-Za-z0-9.=+_-]+', '-', name)[:MAX_NAME_LENGTH]}"
+
+
+def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
+    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
+    axes = [_sweep_axis(text) for text in sweeps]
+    fields = [axis[0][0] for axis in axes]
+    if repeated := sorted({field for field in fields if fields.count(field) > 1}):
+        raise OptionError(f"--sweep {', '.join(repeated)}: given twice; list all values in one --sweep")
+    if "run_dir" in fields:
+        raise OptionError("--sweep run_dir: each task gets a folder of its own; sweep another field")
+    return [SweepTask(index, values) for index, values in enumerate(itertools.product(*axes))]
+
+
+def _sweep_axis(text: str) -> list[tuple[str, str]]:
+    """A field with each of its values, which may have commas inside brackets or quotes."""
+    field, equals, values = text.partition("=")
+    listed = f"[{values}]"
+    try:
+        node = yaml.compose(listed, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise OptionError(f"--sweep {text}: {values} is not a list of values: {error}") from error
+    if not equals or not field.strip() or not isinstance(node, yaml.SequenceNode) or not node.value:
+        raise OptionError(
+            f"--sweep {text}: expected a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
+        )
+    spans = ((item.start_mark.index, item.end_mark.index) for item in node.value)
+    return [(field.strip(), listed[begin:end].strip()) for begin, end in spans]
+
+
+def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
+    """Tab-separated lines: task, its folder and the values, under a heading."""
+    lines = [["task", "run_dir", *(field for field, _ in tasks[0].values)]]
+    lines += [[str(t.index), str(t.run_dir(sweep)), *(value for _, value in t.values)] for t in tasks]
+    return "".join("\t".join(line) + "\n" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -104,173 +174,193 @@ class Submission:
     """One call of `sbatch`."""
 
     command: tuple[str, ...]
-    variables: Mapping[str, str]  # NEMORL_…, in the environment of the command
-    folder: str  # where it is submitted
-    run_dirs: tuple[str, ...]  # of the sweep's tasks, or the only one
+    variables: Mapping[str, str]  # NEMORL_*, in the environment of the command
+    folder: str  # the current folder of `submit`
+    run_dirs: tuple[str, ...]  # of the tasks of a sweep, or the only one
     job: str = ""
     submitted: str = ""
     cpu_nodes: int = 0
-    tasks: bool = field(default=False)  # whether it is a sweep
-    options: tuple[str, ...] = ()  # of `nemorl slurm submit`, for another submission of the same run
+    is_sweep: bool = False
+    options: tuple[str, ...] = ()  # of `nemorl slurm submit`, for a later submission of the same run
 
     def __str__(self) -> str:
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*words, shlex.join(self.command)])
-
-    def submit(self) -> Self:
-        """Hand it to Slurm; the same with the number of its job. Raises `SlurmError`."""
-        told = call(self.command, environment={**_without_job(os.environ), **self.variables})
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        known = {**asdict(self), "job": told.stdout.strip().partition(";")[0], "submitted": now}
-        return type(self).read(known)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*variables, shlex.join(self.command)])
 
     @classmethod
-    def read(cls, tree: Mapping[str, Any]) -> Self:
-        """From JSON."""
+    def from_json(cls, tree: Mapping[str, Any]) -> Self:
         lists = {name: tuple(tree.get(name, ())) for name in ("command", "run_dirs", "options")}
         return cls(**{**tree, **lists})
 
-    def keep(self, run_dir: Path) -> None:
-        """Add it to the run folder's list, and each task of a sweep to that of its own folder."""
+    def submit(self) -> Self:
+        """Call `sbatch`; return the submission with the id of its job. Raises `SlurmError`."""
+        # A submission from inside a job must not inherit that job's variables.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "SLURM_CONF" or not name.startswith(("SLURM_", "NEMORL_"))
+        }
+        answer = call(self.command, environment={**environment, **self.variables})
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        return replace(self, job=answer.stdout.strip().partition(";")[0], submitted=now)
+
+    def record(self, run_dir: Path) -> None:
+        """Append it to the list in the run folder, and each task of a sweep to that of its own folder."""
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        writer = JsonLinesWriter(run_dir / FOLDER / RECORD)
+        writer = JsonLinesWriter(run_dir / FOLDER / SUBMISSIONS)
         writer.append(asdict(self))
         writer.close()
-        for index, folder in enumerate(self.run_dirs if self.tasks else ()):
-            self.task(index).keep(Path(folder))
+        for index, folder in enumerate(self.run_dirs if self.is_sweep else ()):
+            self.task(index).record(Path(folder))
 
     def task(self, index: int) -> Self:
-        """A task of a sweep, as if it had been submitted by itself."""
-        own = f"{self.job}_{index}"
-        return replace(self, job=own, run_dirs=(self.run_dirs[index],), tasks=False)
+        """A task of a sweep, as a submission of its own."""
+        return replace(self, job=f"{self.job}_{index}", run_dirs=(self.run_dirs[index],), is_sweep=False)
 
     @property
     def log(self) -> Path:
-        """Where Slurm writes what the job says, or a task."""
+        """The file of the output of the job, or of the task."""
         pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
-        words = {"%%": "%", "%j": self.job, "%A_%a": self.job}
-        return self._from_here(
-            re.sub("|".join(words), lambda found: words[found[0]], pattern.partition("=")[2])
-        )
+        values = {"%%": "%", "%j": self.job, "%A_%a": self.job}
+        path = re.sub("|".join(values), lambda found: values[found[0]], pattern.partition("=")[2])
+        return self._relative_to_here(path)
 
     @property
     def folders(self) -> list[Path]:
-        """The `run_dirs`, as they are found from the current folder, which need not be that of `submit`."""
-        return [self._from_here(run_dir) for run_dir in self.run_dirs]
+        """`run_dirs`, relative to the current folder, which may be another than that of `submit`."""
+        return [self._relative_to_here(run_dir) for run_dir in self.run_dirs]
 
     @property
-    def again(self) -> str:
-        """The command that goes on with the run."""
+    def resume_command(self) -> str:
+        """The command that continues the run."""
         config, task = Path(self.command[-1]), self.job.partition("_")[2]
         config = config / f"{task}.yaml" if task else config
         command = shlex.join(["nemorl", "slurm", "submit", "--resume", str(config), *self.options])
-        # The paths in the configuration are of there too.
+        # The paths in the configuration are relative to that folder too.
         return command if Path.cwd() == Path(self.folder) else f"cd {shlex.quote(self.folder)} && {command}"
 
-    def _from_here(self, path: str) -> Path:
-        whole = Path(self.folder, path)
-        return whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else whole
+    def _relative_to_here(self, path: str) -> Path:
+        absolute = Path(self.folder, path)
+        return absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute
 
 
-@contextmanager
-def alone(run_dir: Path) -> Iterator[None]:
-    """Whoever else submits for this folder waits meanwhile, so that both look for the other's job first."""
-    (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-    with (run_dir / FOLDER / LOCK).open("a") as file:
-        with suppress(OSError):  # a file system that has no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def latest(run_dir: Path) -> Submission | None:
-    """The newest of a run folder."""
-    lines = read_json_lines(run_dir / FOLDER / RECORD)
-    return Submission.read(lines[-1]) if lines else None
-
-
-def submission(
-    experiment: Experiment,
+def prepare_submission(
+    run_dir: Path,
     options: Options,
     run_dirs: Sequence[Path],
     *,
     container: str | None,
     mounts: str | None,
-    sweep: bool,
-    again: Sequence[str] = (),
+    is_sweep: bool,
+    resume_options: Sequence[str] = (),
 ) -> Submission:
-    """The call for an experiment; what it reads is written by `write_configs`.
+    """Prepare the call of `sbatch`; the job reads the files of `config_files`.
 
-    `again` are options of `nemorl slurm submit` that say the same another time. Raises `OptionError`.
+    `resume_options` are the options of `nemorl slurm submit` for a later submission. Raises `OptionError`.
     """
-    folder = experiment.run_dir / FOLDER
-    # The name is for lists of jobs, where spaces and the like would be in the way.
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", experiment.run_dir.name) or "nemorl"
-    words = options.words(name, folder, len(run_dirs) if sweep else 0)
-    config = folder / ("tasks" if sweep else "config.yaml")
+    folder = run_dir / FOLDER
+    # The name is for lists of jobs, without spaces and the like.
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name) or "nemorl"
+    arguments = options.sbatch_arguments(name, folder, len(run_dirs) if is_sweep else 0)
+    config = folder / ("tasks" if is_sweep else "config.yaml")
+    parse_max_restarts(os.environ)
+    parse_ports(os.environ)
     variables = {name: value for name, value in os.environ.items() if name.startswith("NEMORL_")}
-    max_restarts()
-    read_range(variables.get(PORTS) or DEFAULT_PORTS)
     if container:
         variables["NEMORL_CONTAINER"] = container
-    else:
-        variables |= _programs(variables.get("NEMORL_ENV"))
+    elif environment := variables.get("NEMORL_ENV"):
+        if not Path(environment, "bin", "nemorl").exists():
+            raise OptionError(
+                f"NEMORL_ENV = {environment}: no bin/nemorl in it. Set the folder of an environment with "
+                "nemorl that the nodes can read, or unset it to use the environment of this command."
+            )
+    elif Path(sys.prefix, "bin", "nemorl").exists():  # else the nodes find nemorl by PATH
+        variables["NEMORL_ENV"] = sys.prefix
     if mounts:
         variables["NEMORL_MOUNTS"] = mounts
     return Submission(
-        ("sbatch", "--parsable", *words, str(SCRIPT), str(config)),
+        ("sbatch", "--parsable", *arguments, str(SCRIPT), str(config)),
         variables,
         str(Path.cwd()),
         tuple(map(str, run_dirs)),
         cpu_nodes=options.cpu_nodes,
-        tasks=sweep,
-        options=tuple(again),
+        is_sweep=is_sweep,
+        options=tuple(resume_options),
     )
 
 
-def write_configs(run_dir: Path, experiments: Sequence[Experiment], *, sweep: bool) -> None:
-    """The configuration as submitted, so that a later start runs the same whatever becomes of the file."""
-    folder = run_dir / FOLDER
-    (folder / "tasks" if sweep else folder).mkdir(parents=True, exist_ok=True)
-    for index, experiment in enumerate(experiments):
-        path = folder / "tasks" / f"{index}.yaml" if sweep else folder / "config.yaml"
-        write_atomically(path, _yaml(experiment))
+def resolve_image(container: str) -> str:
+    """Make the path of an image file absolute: pyxis takes other paths for names in a registry.
 
-
-def image(container: str) -> str:
-    """As pyxis wants it: the path of a file from the root, since it takes others for names of a registry.
-
-    Raises `OptionError` where an image is a file that is not there.
+    Raises `OptionError` where the file is missing.
     """
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
         raise OptionError(
-            f"--container {container}: there is no such file. Name a .sqsh file (`enroot import` makes one), "
-            "or an image of a registry as pyxis writes them, nvcr.io#nvidia/pytorch:25.10-py3"
+            f"--container {container}: no such file. Give a .sqsh file (`enroot import` makes one), or an "
+            "image in a registry as pyxis writes it, such as nvcr.io#nvidia/pytorch:25.10-py3."
         )
     return str(Path(container).absolute())
 
 
-def _yaml(experiment: Experiment) -> str:
-    """Whole, but without the number of GPUs where nobody gave one: the nodes then say it."""
-    text = to_yaml(experiment)
-    given = "gpus_per_node" in experiment.cluster.model_fields_set
-    return text if given else re.sub(r"(?m)^  gpus_per_node: 0\n", "", text, count=1)
+def latest_submission(run_dir: Path) -> Submission | None:
+    """The newest submission of a run folder."""
+    lines = read_json_lines(run_dir / FOLDER / SUBMISSIONS)
+    return Submission.from_json(lines[-1]) if lines else None
 
 
-def _programs(given: str | None) -> dict[str, str]:
-    """The environment whose `nemorl` runs on the nodes: what is given, or this one. Raises `OptionError`."""
-    if given is None:  # an installation that is in no environment is found by PATH
-        return {"NEMORL_ENV": sys.prefix} if Path(sys.prefix, "bin", "nemorl").exists() else {}
-    if not Path(given, "bin", "nemorl").exists():
-        raise OptionError(
-            f"NEMORL_ENV = {given}: there is no bin/nemorl in it. Name the folder of an environment with "
-            "nemorl, which the nodes see too, or unset it to take the one of this command"
-        )
-    return {"NEMORL_ENV": given}
+def config_files(run_dir: Path, experiments: Sequence[Experiment], *, is_sweep: bool) -> dict[Path, str]:
+    """The configurations as submitted, by file: a restart runs the same even if the user's file changes."""
+    texts = []
+    for experiment in experiments:
+        text = to_yaml(experiment)
+        if "gpus_per_node" not in experiment.cluster.model_fields_set:  # the nodes decide
+            text = re.sub(r"(?m)^  gpus_per_node: 0\n", "", text, count=1)
+        texts.append(text)
+    if is_sweep:
+        return {run_dir / FOLDER / "tasks" / f"{index}.yaml": text for index, text in enumerate(texts)}
+    return {run_dir / FOLDER / "config.yaml": texts[0]}
 
 
-def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Submitting from inside a job must not hand on what that job is."""
-    keep = ("SLURM_CONF",)
-    return {k: v for k, v in environment.items() if k in keep or not k.startswith(("SLURM_", "NEMORL_"))}
+@contextmanager
+def lock_run_folder(run_dir: Path) -> Iterator[None]:
+    """Serialize submissions to a run folder; remove what this one created if it fails."""
+    folder, path = run_dir / FOLDER, run_dir / FOLDER / LOCK
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or not path.samefile(f"/proc/self/fd/{lock.fileno()}"):
+                continue  # removed by a submission that failed meanwhile
+            try:
+                yield
+            except BaseException:
+                if os.listdir(folder) == [LOCK]:
+                    path.unlink()
+                    folder.rmdir()
+                    with suppress(OSError):  # it has other files
+                        run_dir.rmdir()
+                raise
+            return
+
+
+@contextmanager
+def write_files(files: Mapping[Path, str]) -> Iterator[None]:
+    """Write files; restore what was there before if the `with` block fails."""
+    before = {path: path.read_text(encoding="utf-8") if path.exists() else None for path in files}
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+        yield
+    except BaseException:
+        for path, earlier in before.items():
+            if earlier is not None:
+                write_atomically(path, earlier)
+            else:
+                path.unlink(missing_ok=True)
+                with suppress(OSError):  # it has other files
+                    path.parent.rmdir()
+        raise

@@ -1,4 +1,4 @@
-"""`nemorl slurm` with a stand-in for Slurm's commands."""
+"""`nemorl slurm` with stubs of Slurm's commands."""
 
 import fcntl
 import json
@@ -10,13 +10,14 @@ from threading import Thread
 
 import pytest
 
-from nemorl.slurm.ports import Ports
+from nemorl.slurm.network import Ports
 from nemorl.slurm.rendezvous import Plan
-from nemorl.slurm.submission import alone
+from nemorl.slurm.submission import lock_run_folder
 from tests.cli.conftest import Nemorl
 
 SBATCH = """\
 #!/bin/sh
+test -f refuse && { echo "sbatch: error: Batch job submission failed: $(cat refuse)" >&2; exit 1; }
 printf '%s\\n' "$@" >> sbatch.called
 echo 12
 """
@@ -51,51 +52,51 @@ def _commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_submit_says_what_it_did_and_what_to_do_next(nemorl: Nemorl, experiment: Path) -> None:
-    told = nemorl("slurm", "submit", experiment, "--nodes", 2, "--time", 30, "seed=7")
+def test_submit_prints_the_job_and_the_next_commands(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("slurm", "submit", experiment, "--nodes", 2, "--time", 30, "seed=7")
 
-    assert told.status == 0
-    assert "submitted: job 12" in told.out
-    assert "next: nemorl slurm status|logs|attach|cancel runs/sums" in told.out
+    assert outcome.status == 0
+    assert "submitted: job 12" in outcome.out
+    assert "next: nemorl slurm status|logs|attach|cancel runs/sums" in outcome.out
     called = Path("sbatch.called").read_text().splitlines()
     assert {"--nodes=2", "--time=30", "--exclusive"} <= set(called)
     assert "seed: 7" in Path("runs/sums/slurm/config.yaml").read_text()
 
 
 def test_a_dry_run_shows_the_script_and_the_command(nemorl: Nemorl, experiment: Path) -> None:
-    told = nemorl("slurm", "submit", experiment, "--dry-run")
+    outcome = nemorl("slurm", "submit", experiment, "--dry-run")
 
-    assert told.status == 0
-    assert told.out.startswith("#!/bin/bash")
-    assert "sbatch --parsable --job-name=sums" in told.out.splitlines()[-1]
+    assert outcome.status == 0
+    assert outcome.out.startswith("#!/bin/bash")
+    assert "sbatch --parsable --job-name=sums" in outcome.out.splitlines()[-1]
     assert not Path("runs").exists()
     assert not Path("sbatch.called").exists()
 
 
-def test_an_image_of_the_surroundings_is_looked_for_too(
+def test_an_image_in_the_environment_is_checked_too(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMORL_CONTAINER", "a.sqsh")
 
-    assert "a.sqsh: there is no such file" in nemorl("slurm", "submit", experiment, "--dry-run").err
+    assert "a.sqsh: no such file" in nemorl("slurm", "submit", experiment, "--dry-run").err
     Path("a.sqsh").touch()
-    told = nemorl("slurm", "submit", experiment, "--dry-run").out
-    assert f"NEMORL_CONTAINER={Path.cwd()}/a.sqsh " in told
+    outcome = nemorl("slurm", "submit", experiment, "--dry-run").out
+    assert f"NEMORL_CONTAINER={Path.cwd()}/a.sqsh " in outcome
 
 
 @pytest.mark.parametrize(
     ("variable", "options", "refusal"),
     [
-        ("NEMORL_ENV=/nope", [], "NEMORL_ENV = /nope: there is no bin/nemorl in it"),
-        ("NEMORL_PORTS=30000-20000", [], "NEMORL_PORTS = 30000-20000: name the first and the last port"),
-        ("NEMORL_MAX_RESTARTS=zero", [], "NEMORL_MAX_RESTARTS = zero: give a number of restarts"),
+        ("NEMORL_ENV=/nope", [], "NEMORL_ENV = /nope: no bin/nemorl in it"),
+        ("NEMORL_PORTS=30000-20000", [], "NEMORL_PORTS = 30000-20000: expected the first and the last port"),
+        ("NEMORL_MAX_RESTARTS=zero", [], "NEMORL_MAX_RESTARTS = zero: expected a number of restarts"),
         ("", ["--sbatch=--array=0-2"], "--sbatch=--array=0-2: its tasks would share one run folder"),
-        ("", ["--cpu-nodes", "-1"], "--cpu-nodes: -1: give a number from 1"),
-        ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: 0: give a number from 1"),
-        ("", ["--time", "4h"], "--time 4h: give minutes"),
+        ("", ["--cpu-nodes", "-1"], "--cpu-nodes: -1: expected an integer of at least 1"),
+        ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: 0: expected an integer of at least 1"),
+        ("", ["--time", "4h"], "--time 4h: expected minutes"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_refused(
+def test_an_invalid_option_is_refused(
     nemorl: Nemorl,
     experiment: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,10 +107,10 @@ def test_an_option_that_cannot_be_meant_is_refused(
     if variable:
         monkeypatch.setenv(*variable.split("=", 1))
 
-    told = nemorl("slurm", "submit", experiment, "--nodes", 1, *options)
+    outcome = nemorl("slurm", "submit", experiment, "--nodes", 1, *options)
 
-    assert told.status == 2
-    assert refusal in told.err
+    assert outcome.status == 2
+    assert refusal in outcome.err
     assert not Path("runs").exists()
 
 
@@ -119,13 +120,13 @@ def test_an_image_has_packages_of_its_own(
     monkeypatch.setattr("nemorl.plan.problems._installed", lambda package: False)
     options = ("--gpus-per-node", 2, "generation.backend=trtllm", "policy.precision=bfloat16", "--dry-run")
 
-    told = nemorl("slurm", "submit", experiment, *options)
-    assert (told.status, "tensorrt_llm is not installed" in told.err) == (2, True)
-    told = nemorl("slurm", "submit", experiment, *options, "--container", "nvcr.io#nvidia/x:1")
-    assert (told.status, told.err.count("not installed")) == (0, 0), told.err
+    outcome = nemorl("slurm", "submit", experiment, *options)
+    assert (outcome.status, "tensorrt_llm is not installed" in outcome.err) == (2, True)
+    outcome = nemorl("slurm", "submit", experiment, *options, "--container", "nvcr.io#nvidia/x:1")
+    assert (outcome.status, outcome.err.count("not installed")) == (0, 0), outcome.err
 
 
-def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
+def test_an_experiment_that_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
     """Sixteen ranks on two nodes of four GPUs."""
     words = (
         "--nodes",
@@ -136,22 +137,22 @@ def test_what_cannot_run_is_not_submitted(nemorl: Nemorl, experiment: Path) -> N
         "policy.precision=bfloat16",
     )
 
-    told = nemorl("slurm", "submit", experiment, *words)
+    outcome = nemorl("slurm", "submit", experiment, *words)
 
-    assert told.status == 2
-    assert "8 GPUs are too few" in told.err
+    assert outcome.status == 2
+    assert "8 GPUs are too few" in outcome.err
     assert not Path("sbatch.called").exists()
 
 
-def test_what_no_node_has_the_cpus_for_is_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
+def test_more_processes_than_cpus_are_not_submitted(nemorl: Nemorl, experiment: Path) -> None:
     """A policy rank, an engine and six rollout workers; Slurm's nodes have two and three CPUs."""
     Path("cpus").write_text("2\n3\n")
 
-    told = nemorl("slurm", "submit", experiment, "--nodes", 2, "cluster.rollout_workers=6")
+    outcome = nemorl("slurm", "submit", experiment, "--nodes", 2, "cluster.rollout_workers=6")
 
-    assert told.status == 2
-    assert "cluster.rollout_workers = 6 cpus" in told.err
-    assert "there: node 1 3, node 2 3" in told.err
+    assert outcome.status == 2
+    assert "cluster.rollout_workers = 6\n" in outcome.err
+    assert "the job has 6 (node 1 3, node 2 3)" in outcome.err
     assert not Path("sbatch.called").exists()
     assert nemorl("slurm", "submit", experiment, "--nodes", 2, "cluster.rollout_workers=4").status == 0
 
@@ -173,23 +174,44 @@ def test_a_folder_with_a_job_that_is_not_over_takes_no_other(nemorl: Nemorl, exp
     nemorl("slurm", "submit", experiment)
     Path("state").write_text(RUNNING)
 
-    told = nemorl("slurm", "submit", experiment)
+    outcome = nemorl("slurm", "submit", experiment)
 
-    assert told.status == 1
-    assert "run_dir = runs/sums: job 12 of" in told.err
+    assert outcome.status == 1
+    assert "run_dir = runs/sums: job 12, submitted at" in outcome.err
     Path("state").unlink()
     assert nemorl("slurm", "submit", experiment).status == 0
 
 
-def test_two_who_submit_at_once_wait_for_each_other(nemorl: Nemorl, experiment: Path) -> None:
-    """The second looks for a job when the first has kept its own."""
+@pytest.mark.parametrize("sweep", [[], ["--sweep", "seed=1,2"]])
+def test_a_refused_sbatch_leaves_nothing_behind(nemorl: Nemorl, experiment: Path, sweep: list[str]) -> None:
+    Path("refuse").write_text("Invalid account")
+
+    outcome = nemorl("slurm", "submit", experiment, *sweep)
+
+    assert outcome.status == 1
+    assert "`sbatch` failed: Batch job submission failed: Invalid account" in outcome.err
+    assert not Path("runs/sums").exists()
+
+
+def test_a_refused_sbatch_leaves_the_earlier_submission_as_it_was(nemorl: Nemorl, experiment: Path) -> None:
+    nemorl("slurm", "submit", experiment, "seed=7")
+    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
+    Path("refuse").write_text("Invalid account")
+
+    assert nemorl("slurm", "submit", experiment, "seed=8").status == 1
+
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+def test_concurrent_submissions_wait_for_each_other(nemorl: Nemorl, experiment: Path) -> None:
+    """The second looks for a job after the first has recorded its own."""
     order: list[str] = []
 
     def second() -> None:
-        with alone(Path("runs/sums")):
+        with lock_run_folder(Path("runs/sums")):
             order.append("second")
 
-    with alone(Path("runs/sums")):
+    with lock_run_folder(Path("runs/sums")):
         other = Thread(target=second)
         other.start()
         other.join(0.1)
@@ -199,16 +221,16 @@ def test_two_who_submit_at_once_wait_for_each_other(nemorl: Nemorl, experiment: 
     assert order == ["first", "second"]
     assert nemorl("slurm", "submit", experiment).status == 0
     with Path("runs/sums/slurm/submit.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was released
 
 
-def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: Path) -> None:
-    told = nemorl(
+def test_each_task_of_a_sweep_is_checked_and_listed(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl(
         "slurm", "submit", experiment, "--sweep", "policy.optimizer.lr=1e-4,3e-4", "--sweep", "seed=1,2"
     )
 
-    assert told.status == 0
-    assert "4 tasks, listed in runs/sums/tasks.tsv" in told.out
+    assert outcome.status == 0
+    assert "4 tasks, listed in runs/sums/tasks.tsv" in outcome.out
     assert "--array=0-3" in Path("sbatch.called").read_text()
     lines = Path("runs/sums/tasks.tsv").read_text().splitlines()
     assert lines[0].split("\t") == ["task", "run_dir", "policy.optimizer.lr", "seed"]
@@ -230,9 +252,12 @@ def test_a_sweep_is_checked_task_by_task_and_listed(nemorl: Nemorl, experiment: 
     assert "job: runs/sums/slurm/12_0.log" in nemorl("slurm", "logs", task, "--list").out
     Path("state").write_text("JobId=13 ArrayJobId=12 ArrayTaskId=0 JobState=PENDING Reason=Resources\n")
     assert "job 12_0 is pending" in nemorl("slurm", "attach", task).err
-    assert f"run_dir = {task}: job 12_0 of" in nemorl("slurm", "submit", experiment, f"run_dir={task}").err
-    told = nemorl("slurm", "cancel", task).out
-    assert "to go on: nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml --nodes=1\n" in told
+    assert (
+        f"run_dir = {task}: job 12_0, submitted at"
+        in nemorl("slurm", "submit", experiment, f"run_dir={task}").err
+    )
+    outcome = nemorl("slurm", "cancel", task).out
+    assert "continue with: nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml --nodes=1\n" in outcome
 
 
 def test_a_sweep_is_seen_from_another_folder(
@@ -247,58 +272,61 @@ def test_a_sweep_is_seen_from_another_folder(
     Path("state").write_text("JobId=12 ArrayJobId=12 ArrayTaskId=0-1 JobState=PENDING Reason=Resources\n")
 
     assert "12_0 PENDING 3" in " ".join(nemorl("slurm", "status", here / "runs/sums").out.split())
-    told = nemorl("slurm", "cancel", here / "runs/sums")
+    outcome = nemorl("slurm", "cancel", here / "runs/sums")
 
-    assert told.status == 0
-    assert "12_0: ended; its newest checkpoint is of step 2" in told.out
-    assert f"to go on: cd {here} && nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml" in told.out
+    assert outcome.status == 0
+    assert "12_0: ended; newest checkpoint: step 2" in outcome.out
+    assert (
+        f"continue with: cd {here} && nemorl slurm submit --resume runs/sums/slurm/tasks/0.yaml"
+        in outcome.out
+    )
 
 
 def test_a_sweep_with_a_wrong_value_is_refused_whole(nemorl: Nemorl, experiment: Path) -> None:
-    told = nemorl("slurm", "submit", experiment, "--sweep", "seed=1,-1")
+    outcome = nemorl("slurm", "submit", experiment, "--sweep", "seed=1,-1")
 
-    assert told.status == 2
-    assert "seed = -1" in told.err
+    assert outcome.status == 2
+    assert "seed = -1" in outcome.err
     assert not Path("runs").exists()
 
 
 def test_a_reason_is_that_of_the_job(nemorl: Nemorl, experiment: Path) -> None:
-    """The one before it left its own in the folder."""
+    """An earlier job left its own in the folder."""
     nemorl("slurm", "submit", experiment)
     for job, why in (("11", "of another"), ("12", "of this one")):
         folder = Path(f"runs/sums/slurm/{job}.0")
         folder.mkdir()
-        ending = {"code": 1, "reason": why, "step_before": 0, "step": 0}
-        (folder / "exit.json").write_text(json.dumps(ending))
+        record = {"code": 1, "reason": why, "step_before": 0, "step": 0}
+        (folder / "exit.json").write_text(json.dumps(record))
         assert (why in nemorl("slurm", "status", experiment).out) is (job == "12")
 
 
-def test_a_job_that_left_no_word_is_told_of_by_slurm(nemorl: Nemorl, experiment: Path) -> None:
-    """A shell that is not there, an exec that fails: no launcher ever began."""
+def test_a_job_without_an_exit_record_has_slurms_reason(nemorl: Nemorl, experiment: Path) -> None:
+    """A missing shell, a failed exec: no launcher started."""
     nemorl("slurm", "submit", experiment)
     failed = "JobId=12 JobState=FAILED Reason=NonZeroExitCode ExitCode=2:0 NodeList=n1 Restarts=0"
     Path("state").write_text(f"{failed}\n")
 
-    told = " ".join(nemorl("slurm", "status", experiment).out.split())
+    outcome = nemorl("slurm", "status", experiment).out
 
-    assert "exit status 2, Slurm's reason is NonZeroExitCode: see runs/sums/slurm/12.log" in told
+    assert "exit status 2, Slurm's reason: NonZeroExitCode; see runs/sums/slurm/12.log" in outcome
 
 
-def test_status_tells_step_and_restarts(nemorl: Nemorl, experiment: Path) -> None:
+def test_status_shows_step_and_restarts(nemorl: Nemorl, experiment: Path) -> None:
     nemorl("slurm", "submit", experiment)
     Path("state").write_text(RUNNING)
     Path("runs/sums/metrics.jsonl").write_text('{"step": 3}\n')
 
-    told = nemorl("slurm", "status", experiment)
+    outcome = nemorl("slurm", "status", experiment)
 
-    assert told.out.splitlines()[1].split() == ["12", "RUNNING", "n[1-2]", "3/10", "1", "runs/sums"]
+    assert outcome.out.splitlines()[1].split() == ["12", "RUNNING", "n[1-2]", "3/10", "1", "runs/sums"]
 
 
 def test_a_run_that_was_not_submitted_has_no_status(nemorl: Nemorl, experiment: Path) -> None:
-    told = nemorl("slurm", "status", experiment)
+    outcome = nemorl("slurm", "status", experiment)
 
-    assert told.status == 1
-    assert "runs/sums was not submitted with `nemorl slurm submit`" in told.err
+    assert outcome.status == 1
+    assert "runs/sums was not submitted with `nemorl slurm submit`" in outcome.err
 
 
 def test_logs_are_named(nemorl: Nemorl, experiment: Path) -> None:
@@ -310,35 +338,67 @@ def test_logs_are_named(nemorl: Nemorl, experiment: Path) -> None:
         "job: runs/sums/slurm/12.log",
         "policy-0: runs/sums/logs/policy-0.log",
     ]
-    assert "there are job, policy-0" in nemorl("slurm", "logs", experiment, "policy-9").err
-    assert "12.log is not there yet" in nemorl("slurm", "logs", experiment).err
+    assert "it has job, policy-0" in nemorl("slurm", "logs", experiment, "policy-9").err
+    assert "12.log does not exist yet" in nemorl("slurm", "logs", experiment).err
 
 
-def test_cancel_says_what_became_of_it(nemorl: Nemorl, experiment: Path) -> None:
+def test_cancel_prints_the_state_and_how_to_continue(nemorl: Nemorl, experiment: Path) -> None:
     nemorl("slurm", "submit", experiment, "--time", 30, "--sbatch=--qos=high")
     Path("state").write_text(RUNNING)
     Path("runs/sums/checkpoints/step_00000004").mkdir(parents=True)
 
-    told = nemorl("slurm", "cancel", experiment)
+    outcome = nemorl("slurm", "cancel", experiment)
 
-    assert told.status == 0
-    assert "12: cancelled; its newest checkpoint is of step 4" in told.out
+    assert outcome.status == 0
+    assert "12: cancelled; newest checkpoint: step 4" in outcome.out
     again = "nemorl slurm submit --resume runs/sums/slurm/config.yaml --nodes=1 --time=30 --sbatch=--qos=high"
-    assert f"to go on: {again}\n" in told.out
+    assert f"continue with: {again}\n" in outcome.out
 
 
-def test_without_slurm_it_says_where_to_run(
+def test_a_cancelled_job_has_that_as_its_reason(nemorl: Nemorl, experiment: Path) -> None:
+    """Not the reason for which its last start was requeued."""
+    nemorl("slurm", "submit", experiment)
+    assert "no checkpoint" in nemorl("slurm", "cancel", experiment).out
+    assert "cancelled before it started" in nemorl("slurm", "status", experiment).out
+
+    Path("runs/sums/slurm/12.0").mkdir()
+    record = {"code": 75, "reason": "node n2 is lost", "step_before": 0, "step": 0}
+    Path("runs/sums/slurm/12.0/exit.json").write_text(json.dumps(record))
+    Path("state").write_text("JobId=12 JobState=PENDING Reason=BeginTime Restarts=1\n")
+    assert "BeginTime" in nemorl("slurm", "status", experiment).out
+
+    outcome = nemorl("slurm", "cancel", experiment).out + nemorl("slurm", "status", experiment).out
+
+    assert "cancelled before its next start" in outcome
+    assert "node n2 is lost" not in outcome
+
+
+def test_cancel_marks_the_running_start(nemorl: Nemorl, experiment: Path) -> None:
+    """Its launcher finds the mark and records the reason."""
+    nemorl("slurm", "submit", experiment)
+    Path("state").write_text(RUNNING)
+    folder = Path("runs/sums/slurm/12.1")
+    folder.mkdir()
+    plan = Plan("10.0.0.1", {"n1": Ports(20000, 20099)}, {"n1": "a"})
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+
+    assert nemorl("slurm", "cancel", experiment).status == 0
+
+    assert (folder / "cancelled").exists()
+
+
+def test_without_slurm_it_names_the_machine_to_use(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
 
-    told = nemorl("slurm", "submit", experiment)
+    outcome = nemorl("slurm", "submit", experiment)
 
-    assert told.status == 1
-    assert "`sbatch` is not here" in told.err
+    assert outcome.status == 1
+    assert "`sbatch` is not installed here" in outcome.err
 
 
-def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: Path) -> None:
+def test_attaching_to_a_job_that_does_not_run_is_refused(nemorl: Nemorl, experiment: Path) -> None:
     nemorl("slurm", "submit", experiment)
     Path("state").write_text("JobId=12 JobState=PENDING Reason=Resources\n")
 
@@ -349,7 +409,7 @@ def test_attaching_to_what_does_not_run_is_refused(nemorl: Nemorl, experiment: P
 def test_a_shell_finds_the_ray_of_its_job(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch, node: str, group: int
 ) -> None:
-    """The newest start of this job, in the part of it that the node belongs to; and nobody else's secret."""
+    """The newest start of this job, in the component of the node, and with no other token."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another's")
     nemorl("slurm", "submit", experiment, "--nodes", 1, "--cpu-nodes", 1)
     Path("state").write_text(RUNNING)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nemorl.config.load import load_experiment
-from nemorl.slurm.fit import PART
+from nemorl.slurm.ray_node import PART
 from tests.containers.dockerfiles import CONTAINERS, versions
 from tests.containers.rayjob_schema import RAY_JOB
 

@@ -10,7 +10,7 @@ import pytest
 from nemorl.models.create import create_arithmetic_model
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.configuration import missing
-from tests.slurm.jobs import Figures, Place, metrics
+from tests.slurm.jobs import Metrics, Place, metrics
 
 SHORTENED = Path(__file__).parent / "shortened.yaml"
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
@@ -40,11 +40,11 @@ def place(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Plac
 
 
 @pytest.fixture(scope="session")
-def local_run(place: Place) -> Callable[[str], Figures]:
-    """The figures of a run on this machine without Slurm, by what it adds to the shortened config."""
-    known: dict[str, Figures] = {}
+def local_run(place: Place) -> Callable[[str], Metrics]:
+    """The metrics of a run on this machine without Slurm, by what it adds to the shortened config."""
+    known: dict[str, Metrics] = {}
 
-    def run(text: str) -> Figures:
+    def run(text: str) -> Metrics:
         if text not in known:
             config = place.config(f"local-{len(known)}", text)
             place.nemorl("train", config.name)

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.observe.metrics import StepMetrics, read_metrics
+from nemorl.slurm.records import ExitRecord
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.keeper import descendants
 
 POLL_SECONDS = 0.25
-PATIENCE_SECONDS = 400.0  # of a busy machine; nothing here waits for as long when all is well
+TIMEOUT_SECONDS = 400.0  # of a busy machine; nothing here waits for as long when all is well
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 # What a job says at its end of a node that Slurm has lost.
 NODE_LOST = re.compile(r"stopped by SIGTERM \(node n2 \(down\*?: .*\) is lost\).*\(exit status 143\)")
-# Figures that are clocks, or divided by one.
+# Metrics that are clocks, or divided by one.
 CLOCKS = re.compile(r"^time/|^throughput/|seconds|waiting|per_second")
 
-# Step, version and figures by name, of each line of metrics.jsonl.
-Figures = list[tuple[int, int, dict[str, float]]]
+# Step, version and metrics by name, of each line of metrics.jsonl.
+Metrics = list[tuple[int, int, dict[str, float]]]
 
 
-def until(reached: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+def until(reached: Callable[[], bool], what: str, seconds: float = TIMEOUT_SECONDS) -> None:
     """Wait; an AssertionError that says for what where it is in vain."""
     assert within(seconds, reached), f"not in {seconds:.0f} s: {what}"
 
@@ -40,7 +41,7 @@ def within(seconds: float, reached: Callable[[], bool]) -> bool:
     return done
 
 
-def metrics(run_dir: Path) -> Figures:
+def metrics(run_dir: Path) -> Metrics:
     """Those of a run, without clocks."""
     return [
         (line.step, line.version, _without_clocks(line)) for line in read_metrics(run_dir / "metrics.jsonl")
@@ -61,16 +62,16 @@ class Place:
 
     def nemorl(self, *words: str) -> str:
         """What `nemorl WORDS` says in the folder; it must end well."""
-        told = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-m", "nemorl.cli", *words],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=TIMEOUT_SECONDS,
         )
-        assert told.returncode == 0, f"{words}: {told.returncode}\n{told.stdout}{told.stderr}"
-        return told.stdout
+        assert answer.returncode == 0, f"{words}: {answer.returncode}\n{answer.stdout}{answer.stderr}"
+        return answer.stdout
 
     @property
     def environment(self) -> dict[str, str]:
@@ -85,9 +86,9 @@ class Place:
 
     def submit(self, config: Path, *words: str) -> "Job":
         """`nemorl slurm submit`, for an hour at most."""
-        told = self.nemorl("slurm", "submit", config.name, "--time", "60", *words)
-        found = re.search(r"\bjob (\d+)", told)
-        assert found is not None, told
+        answer = self.nemorl("slurm", "submit", config.name, "--time", "60", *words)
+        found = re.search(r"\bjob (\d+)", answer)
+        assert found is not None, answer
         return Job(self, found[1], self.folder / "runs" / config.stem)
 
     def urgent_job(self, node: str) -> None:
@@ -106,8 +107,8 @@ class Job:
 
     def facts(self) -> dict[str, str]:
         """What `scontrol show job` says."""
-        told = self.place.slurm.run("scontrol", "--oneliner", "show", "job", self.number)
-        return dict(word.partition("=")[::2] for word in told.splitlines()[0].split())
+        answer = self.place.slurm.run("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(word.partition("=")[::2] for word in answer.splitlines()[0].split())
 
     @property
     def state(self) -> str:
@@ -121,23 +122,29 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the job said, of all its starts."""
+        """What the job printed, of all its starts."""
         path = Path(self.facts()["StdOut"])
         return path.read_text() if path.exists() else "(it has not begun)"
 
     @property
     def step(self) -> int:
-        """The last step whose figures are written; 0 before the first."""
+        """The last step whose metrics are written; 0 before the first."""
         path = self.run_dir / "metrics.jsonl"
         return max((line.step for line in read_metrics(path)), default=0) if path.exists() else 0
 
+    def start_record(self, restart: int) -> ExitRecord:
+        """How one of its starts ended."""
+        record = ExitRecord.read(self.run_dir / "slurm" / f"{self.number}.{restart}")
+        assert record is not None, self.output
+        return record
+
     def reaches_step(self, step: int) -> None:
-        """Wait until its figures are written; the job must not end before."""
-        self._awaits(lambda: self.step >= step, f"step {step}")
+        """Wait until its metrics are written; the job must not end before."""
+        self._wait_for(lambda: self.step >= step, f"step {step}")
 
     def starts(self, group: str, count: int) -> list[str]:
         """Wait for the processes of a group of workers: the nodes they run on, by rank."""
-        self._awaits(lambda: len(self._nodes_of(group)) == count, f"start of {group}")
+        self._wait_for(lambda: len(self._nodes_of(group)) == count, f"start of {group}")
         return self._nodes_of(group)
 
     @property
@@ -150,13 +157,13 @@ class Job:
         """Set its time limit anew."""
         self.place.slurm.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
-    def is_queued_again(self, count: int = 1) -> None:
+    def is_requeued(self, count: int = 1) -> None:
         """Wait for its next start in the queue."""
-        self._awaits(lambda: self.restarts >= count, f"restart {count}")
+        self._wait_for(lambda: self.restarts >= count, f"restart {count}")
 
     def ends(self) -> str:
         """Wait for its end; its state."""
-        assert within(PATIENCE_SECONDS, lambda: self.state in ENDED), f"{self.state}\n{self.output}"
+        assert within(TIMEOUT_SECONDS, lambda: self.state in ENDED), f"{self.state}\n{self.output}"
         return self.state
 
     def processes(self, node: str | None = None) -> list[int]:
@@ -185,8 +192,8 @@ class Job:
         assert len(raylets) == 1
         os.kill(raylets[0], signal.SIGKILL)
 
-    def _awaits(self, reached: Callable[[], bool], what: str) -> None:
-        within(PATIENCE_SECONDS, lambda: reached() or self.state in ENDED)
+    def _wait_for(self, reached: Callable[[], bool], what: str) -> None:
+        within(TIMEOUT_SECONDS, lambda: reached() or self.state in ENDED)
         assert reached(), f"job {self.number} is {self.state} before {what}\n{self.output}"
 
 

@@ -1,15 +1,14 @@
-"""`nemorl slurm node` with stand-ins for Ray and the run: `python -m tests.slurm.stub CONFIG WORDS...`.
+"""`nemorl slurm node` with stubs for Ray and the run: `python -m tests.slurm.stub CONFIG OVERRIDES...`.
 
-Ray is a process that listens where the head's Ray would, or sleeps; files in the folder that STAND_IN names
-steer both:
+Ray is a process that listens where the head's Ray would, or sleeps. Files in the folder STUB control both:
 
-    train       what the run does: `ends CODE`, once there is a file `go` with `ends CODE later`; or `runs`,
-                until SIGTERM, and then ends with 75; or `saves`, whatever it is told
+    train       what the run does: `ends CODE`, with `ends CODE later` only when there is a file `go`; `runs`
+                until SIGTERM, and then ends with 75; or `saves`, and ignores SIGTERM
     began       the run writes its command line here
-    <node>.ray  Ray's process writes its number here
-    hold        as long as it is there, Ray does not know all nodes
+    <node>.ray  Ray's process writes its id here
+    hold        while it exists, Ray does not know all nodes
 
-WHY is what Slurm says of the cause of SIGTERM; without it Slurm is asked.
+WHY replaces what Slurm reports as the cause of SIGTERM.
 """
 
 import os
@@ -21,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-FOLDER = Path(os.environ.get("STAND_IN", "."))
-LONGEST_SECONDS = 200.0
+FOLDER = Path(os.environ.get("STUB", "."))
+MAX_SECONDS = 200.0
 
 
 def main() -> int:
-    """The launcher, or what it starts."""
+    """Run the launcher, or what it starts."""
     match sys.argv[1]:
         case "--ray":
             return _ray(sys.argv[2], sys.argv[3:])
@@ -39,22 +38,22 @@ def main() -> int:
 
 def _launch(words: Sequence[str]) -> int:
     from nemorl.cli import main as nemorl
-    from nemorl.slurm import control, head, ray_node
-    from nemorl.slurm import rendezvous as meeting
+    from nemorl.slurm import control, launcher, ray_node, rendezvous
 
     this = [sys.executable, "-m", "tests.slurm.stub"]
-    head.train_command = lambda config, own: [*this, "--train", str(config), *own]
-    head.members_command = lambda nodes: [*this, "--members"]
-    meeting.Meeting.everybody.__defaults__ = (float(os.environ.get("MEETING_SECONDS", "30")),)
-    control.ControlServer.silent.__defaults__ = (1.0,)
-    head.HURRIED_SECONDS = float(os.environ.get("HURRIED_SECONDS", head.HURRIED_SECONDS))
+    launcher.train_command = lambda config, overrides: [*this, "--train", str(config), *overrides]
+    ray_node.members_command = lambda nodes: [*this, "--members"]
+    seconds = float(os.environ.get("RENDEZVOUS_SECONDS", "30"))
+    rendezvous.Rendezvous.wait_for_nodes.__defaults__ = (seconds,)
+    control.ControlServer.find_lost.__defaults__ = (1.0,)
+    launcher.URGENT_STOP_SECONDS = float(os.environ.get("URGENT_STOP_SECONDS", launcher.URGENT_STOP_SECONDS))
     if "WHY" in os.environ:
-        head.why_terminated = lambda *of: os.environ["WHY"]
-    ray_node.start_command = lambda card, plan, folder, store: [
+        launcher.why_terminated = lambda *of: os.environ["WHY"]
+    ray_node.start_command = lambda info, plan, folder, store: [
         *this,
         "--ray",
-        card.node,
-        *([plan.gcs] if card.node == next(iter(plan.ports)) else []),
+        info.node,
+        *([plan.gcs] if info.node == next(iter(plan.ports)) else []),
     ]
     return nemorl(["slurm", "node", *words])
 
@@ -67,7 +66,7 @@ def _ray(node: str, listens: Sequence[str]) -> int:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, int(port)))
             listener.listen()
-        time.sleep(LONGEST_SECONDS)
+        time.sleep(MAX_SECONDS)
     return 1
 
 
@@ -83,14 +82,14 @@ def _train(words: Sequence[str]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     (FOLDER / "began").write_text(" ".join(words))
-    does = (FOLDER / "train").read_text().split()
-    if does[0] == "ends":
-        while does[2:] and not (FOLDER / "go").exists():
+    behavior = (FOLDER / "train").read_text().split()
+    if behavior[0] == "ends":
+        while behavior[2:] and not (FOLDER / "go").exists():
             time.sleep(0.05)
-        return int(does[1])
-    if does[0] == "saves":
+        return int(behavior[1])
+    if behavior[0] == "saves":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(LONGEST_SECONDS)
+    time.sleep(MAX_SECONDS)
     return 1
 
 

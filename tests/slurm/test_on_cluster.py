@@ -1,6 +1,6 @@
-"""Runs on a real Slurm of two nodes: the same figures as on one machine, and an end in order.
+"""Runs on a real Slurm of two nodes: the same metrics as on one machine, and an orderly end.
 
-What takes longer, because something is lost, taken away or waited for, is in test_on_cluster_disturbed.py.
+Runs that are disturbed are in test_on_cluster_disturbed.py.
 """
 
 import os
@@ -32,7 +32,7 @@ def test_policy_on_one_node_and_generation_on_the_other_as_on_one_machine(place,
 
 
 @pytest.mark.slow
-def test_a_running_job_is_told_of_attached_to_and_cancelled(place):
+def test_a_running_job_has_a_status_a_shell_and_is_cancelled(place):
     config = place.config("cancelled", LONG)
     job = place.submit(config, "--nodes", "2")
     job.reaches_step(2)
@@ -46,21 +46,24 @@ def test_a_running_job_is_told_of_attached_to_and_cancelled(place):
     assert re.search(r"step \d+/2000", place.nemorl("slurm", "logs", config.name))
     place.nemorl("slurm", "cancel", config.name)
     assert job.ends() == "CANCELLED"
+    assert "cancelled with `nemorl slurm cancel`" in place.nemorl("slurm", "status", config.name)
     job.leaves_nothing()
     saved = max(int(path.name.removeprefix("step_")) for path in (job.run_dir / "checkpoints").glob("step_*"))
-    assert saved == job.step  # the last finished one, though it is no multiple of the period
+    assert saved == job.step  # the last complete step, though it is no multiple of the period
     assert job.restarts == 0
 
 
-def test_what_does_not_fit_the_allocation_is_refused_before_ray_starts(place):
-    """Five processes of one CPU each on a node of four; `submit` does not know which nodes it will get."""
+def test_an_experiment_that_does_not_fit_is_refused_before_ray_starts(place):
+    """Five processes of one CPU each on a node of four, which `submit` does not know."""
     labels = "{rollout: {nemorl.io/node: n1}}"
     config = place.config("too-large", f"cluster: {{rollout_workers: 5, labels: {labels}}}")
     job = place.submit(config, "--nodes", "2")
     assert job.ends() == "FAILED"
     assert job.facts()["ExitCode"] == "2:0"
     assert "cluster.rollout_workers" in job.output
-    assert "no node with nemorl.io/node=n1 has room" in " ".join(job.output.split())
+    assert "the nodes with nemorl.io/node=n1 have room for 4 rollout processes" in " ".join(
+        job.output.split()
+    )
     assert "Ray runs at" not in job.output
     assert not list(job.run_dir.glob("slurm/*/ray_token"))
     assert not (job.run_dir / "metrics.jsonl").exists()
@@ -75,8 +78,8 @@ fi
 exec {python} -c '
 import sys
 from nemorl.cli import main
-from nemorl.slurm.rendezvous import Meeting
-Meeting.everybody.__defaults__ = (10.0,)  # seconds, of 300
+from nemorl.slurm.rendezvous import Rendezvous
+Rendezvous.wait_for_nodes.__defaults__ = (10.0,)  # seconds, of 300
 sys.exit(main())' "$@"
 """
 

@@ -41,13 +41,13 @@ def test_a_sweep_runs_its_tasks_beside_each_other(place, local_run):
 
 
 @pytest.mark.parametrize("partition", ["normal", "scavenge"])
-def test_pre_empted_it_is_queued_again_and_learns_the_same(place, local_run, partition):
+def test_pre_empted_it_is_requeued_and_learns_the_same(place, local_run, partition):
     """With a grace time, in which it ends by itself, and without."""
     config = place.config(f"pre-empted-{partition}", LONGER)
     job = place.submit(config, "--nodes", "2", "--partition", partition)
     job.reaches_step(5)
     place.urgent_job("n2")
-    job.is_queued_again()
+    job.is_requeued()
     assert job.ends() == "COMPLETED", job.output
     assert job.restarts == 1
     assert metrics(job.run_dir) == local_run(LONGER)
@@ -59,7 +59,7 @@ def test_the_daemon_of_a_node_is_killed(place, local_run):
     job.reaches_step(5)
     place.slurm.kill_daemon("n2")
     try:
-        job.is_queued_again()
+        job.is_requeued()
         until(lambda: "(exit status 143)" in job.output, "exit message")
     finally:
         place.slurm.revive()
@@ -72,7 +72,7 @@ def test_ray_dies_on_a_node(place, local_run):
     job = place.submit(place.config("ray-killed", LONGER), "--nodes", "2")
     job.reaches_step(5)
     job.kill_ray("n2")
-    job.is_queued_again()
+    job.is_requeued()
     assert job.ends() == "COMPLETED", job.output
     assert "node n2 is lost: Ray ended there" in job.output
     assert metrics(job.run_dir) == local_run(LONGER)
@@ -82,7 +82,7 @@ def test_before_the_time_limit_it_saves_and_goes_on_in_the_next_start(place, loc
     job = place.submit(place.config("out-of-time", LONGEST), "--nodes", "2", "--sbatch=--signal=USR1@120")
     job.reaches_step(5)
     job.may_run(job.minutes + 2)
-    job.is_queued_again()
+    job.is_requeued()
     job.may_run(60)
     assert job.ends() == "COMPLETED", job.output
     assert "stopped before the time limit" in job.output

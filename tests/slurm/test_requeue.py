@@ -1,6 +1,6 @@
-"""What becomes of a job on a real Slurm when it is disturbed; Ray and the run are stand-ins.
+"""What becomes of a job on a real Slurm when it is disturbed; Ray and the run are stubs.
 
-With real ones, and the figures that they leave: test_on_cluster_disturbed.py.
+With real ones, and the metrics that they leave: test_on_cluster_disturbed.py.
 """
 
 import json
@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """\
 #!/bin/sh
 shift 2  # `slurm node`
-export STAND_IN={folder} PYTHONPATH={root}
+export STUB={folder} PYTHONPATH={root}
 exec {python} -m tests.slurm.stub "$@"
 """
 
 
-class StandIn:
-    """A job whose Ray and run are stand-ins, steered by files in a folder."""
+class StubRun:
+    """A job whose Ray and run are stubs, steered by files in a folder."""
 
     def __init__(self, place: Place, name: str, *words: str, ends: str = "runs") -> None:
         """Submit it, with further words for `submit`; wait until the run begins to do what `ends` says."""
-        self.folder = place.folder / f"stand-in-{name}"
+        self.folder = place.folder / f"stub-{name}"
         program = self.folder / "bin" / "nemorl"
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM.format(folder=self.folder, root=ROOT, python=sys.executable))
@@ -45,7 +45,7 @@ class StandIn:
     def ends_well_after_another_start(self) -> None:
         """The job is queued again, and done."""
         self.will("ends 0")
-        self.job.is_queued_again()
+        self.job.is_requeued()
         assert self.job.ends() == "COMPLETED", self.job.output
         assert self.job.restarts == 1
         self.job.leaves_nothing()
@@ -54,13 +54,13 @@ class StandIn:
 @pytest.mark.parametrize("partition", ["normal", pytest.param("scavenge", marks=pytest.mark.slow)])
 def test_pre_empted(place, partition):
     """With a grace time, in which it ends by itself and would not come back, and without."""
-    run = StandIn(place, f"urgent-{partition}", "--partition", partition)
+    run = StubRun(place, f"urgent-{partition}", "--partition", partition)
     place.urgent_job("n2")
     run.ends_well_after_another_start()
 
 
-def test_looked_into_and_cancelled_it_does_not_come_back(place):
-    run = StandIn(place, "cancel")
+def test_status_attach_and_cancel(place):
+    run = StubRun(place, "cancel")
     status = place.nemorl("slurm", "status", "runs/cancel")
     assert "RUNNING" in status
     assert run.job.number in status
@@ -70,21 +70,22 @@ def test_looked_into_and_cancelled_it_does_not_come_back(place):
     place.nemorl("slurm", "cancel", "runs/cancel")
     assert run.job.state == "CANCELLED"
     assert run.job.restarts == 0
+    assert "cancelled with `nemorl slurm cancel`" in place.nemorl("slurm", "status", "runs/cancel")
     run.job.leaves_nothing()
 
 
 def test_nodes_for_cpus_are_the_second_part_of_a_heterogeneous_job(place):
-    run = StandIn(place, "het", "--nodes", "1", "--cpu-nodes", "1", ends="ends 0")
+    run = StubRun(place, "het", "--nodes", "1", "--cpu-nodes", "1", ends="ends 0")
     assert run.job.ends() == "COMPLETED", run.job.output
-    cards = run.job.run_dir / "slurm" / f"{run.job.number}.0"
-    parts = {node: json.loads((cards / f"{node}.json").read_text())["part"] for node in ("n1", "n2")}
+    reports = run.job.run_dir / "slurm" / f"{run.job.number}.0"
+    parts = {node: json.loads((reports / f"{node}.json").read_text())["part"] for node in ("n1", "n2")}
     assert parts == {"n1": "gpu", "n2": "cpu"}
 
 
 def test_a_sweep_runs_its_tasks_beside_each_other(place):
     """Each on a node of its own, of the same machine; none takes the other's ports."""
     words = ("--nodes", "1", "--sweep", "policy.optimizer.lr=1e-4,2e-4")
-    run = StandIn(place, "sweep", *words, ends="ends 0")
+    run = StubRun(place, "sweep", *words, ends="ends 0")
     until(lambda: not place.slurm.run("squeue", "--noheader", "--jobs", run.job.number), "end of the sweep")
     tasks = sorted(run.job.run_dir.glob("0*"))
     assert [task.name for task in tasks] == ["00_lr=1e-4", "01_lr=2e-4"]
@@ -95,7 +96,7 @@ def test_a_sweep_runs_its_tasks_beside_each_other(place):
 
 
 def test_ray_ends_on_a_node(place):
-    run = StandIn(place, "ray-ends")
+    run = StubRun(place, "ray-ends")
     os.kill(int((run.folder / "n2.ray").read_text()), signal.SIGKILL)
     run.ends_well_after_another_start()
     assert "node n2 is lost: Ray ended there" in run.job.output
@@ -104,11 +105,11 @@ def test_ray_ends_on_a_node(place):
 @pytest.mark.slow
 def test_the_daemon_of_a_node_is_killed(place):
     """Slurm sees it after SlurmdTimeout, and queues the job again itself."""
-    run = StandIn(place, "daemon")
+    run = StubRun(place, "daemon")
     place.slurm.kill_daemon("n2")
     try:
         run.will("ends 0")
-        run.job.is_queued_again()
+        run.job.is_requeued()
         until(lambda: "(exit status 143)" in run.job.output, "exit message")
     finally:
         place.slurm.revive()
@@ -118,7 +119,7 @@ def test_the_daemon_of_a_node_is_killed(place):
 
 @pytest.mark.slow
 def test_the_launcher_on_the_head_is_killed(place):
-    run = StandIn(place, "head-killed")
+    run = StubRun(place, "head-killed")
     launchers = [p for p in run.job.processes("n1") if "tests.slurm.stub runs/" in command_line(p)]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
@@ -127,10 +128,10 @@ def test_the_launcher_on_the_head_is_killed(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("does", "said"), [("runs", "before the time limit"), ("saves", "by SIGTERM (out of time)")]
+    ("does", "said"), [("runs", "before the time limit"), ("saves", "by SIGTERM (time limit)")]
 )
 def test_the_time_limit(place, does, said):
     """The run has ended before it, or still saves: then it is cut short in time for another start."""
-    run = StandIn(place, f"limit-{does}", "--time", "1", "--sbatch=--signal=USR1@20", ends=does)
+    run = StubRun(place, f"limit-{does}", "--time", "1", "--sbatch=--signal=USR1@20", ends=does)
     run.ends_well_after_another_start()
     assert f"stopped {said}" in run.job.output

@@ -1,4 +1,4 @@
-"""What the batch script makes of the end of a run; Slurm's commands are stand-ins."""
+"""What the batch script does at the end of a run; Slurm's commands are stubs."""
 
 import os
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 
 from nemorl.slurm.submission import SCRIPT
 
-# `srun` ends with the next of the statuses, and the launcher on the head with what it leaves as its verdict.
+# `srun` ends with the next of the statuses; the launcher on the head writes HEAD into the status file.
 COMMANDS = {
-    "srun": 'read -r status rest <statuses; echo "$rest" >statuses; echo srun "$NEMORL_JOB" >>asked\n'
-    'echo "$@" >words; [ -n "$VERDICT" ] && echo "$VERDICT" >"$NEMORL_VERDICT"; exit "$status"',
+    "srun": 'read -r status rest <statuses; echo "$rest" >statuses; echo srun "$NEMORL_JOB" >>commands\n'
+    'echo "$@" >words; [ -n "$HEAD" ] && echo "$HEAD" >"$NEMORL_STATUS_FILE"; exit "$status"',
     "scontrol": 'case "$*" in\n'
-    '*hostnames*) printf "n1\\nn2\\n";; *"show job"*) echo "$FACTS";; *) echo "$@" >>asked;; esac',
-    "scancel": 'echo scancel "$@" >>asked',
+    '*hostnames*) printf "n1\\nn2\\n";; *"show job"*) echo "$FACTS";; *) echo "$@" >>commands;; esac',
+    "scancel": 'echo scancel "$@" >>commands',
     "sinfo": "",
     "sleep": "",
 }
@@ -23,7 +23,7 @@ RUNNING = "JobId=12 JobName=a JobState=RUNNING Reason=None Dependency=(null) Pre
 PRE_EMPTED = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-22T02:00:00")
 OUT_OF_TIME = RUNNING.replace("RUNNING Reason=None", "COMPLETING Reason=TimeLimit")
 CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
-QUEUED = RUNNING.replace("RUNNING", "PENDING")  # by Slurm itself
+REQUEUED = RUNNING.replace("RUNNING", "PENDING")  # by Slurm itself
 
 
 @dataclass
@@ -32,23 +32,23 @@ class Script:
 
     folder: Path
 
-    def ends(self, facts: str, *, statuses: str = "0", verdict: str = "", **variables: str) -> int:
-        """Its exit status, where Slurm says these facts of the job."""
+    def ends(self, facts: str, *, statuses: str = "0", head: str = "", **variables: str) -> int:
+        """Run it; return its exit status. `facts` is what `scontrol show job` prints."""
         (self.folder / "statuses").write_text(f"{statuses}\n")
-        given = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "FACTS": facts, "VERDICT": verdict}
+        given = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "FACTS": facts, "HEAD": head}
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         command = ["bash", str(SCRIPT), "config.yaml"]
         return subprocess.run(command, cwd=self.folder, env={**given, "PATH": path, **variables}).returncode
 
     @property
-    def asked(self) -> list[str]:
-        """What it told Slurm to do."""
-        return (self.folder / "asked").read_text().splitlines()
+    def commands(self) -> list[str]:
+        """The commands to Slurm, without queries."""
+        return (self.folder / "commands").read_text().splitlines()
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Slurm's commands stand first in PATH."""
+    """The script with the stubs first in PATH."""
     (tmp_path / "bin").mkdir()
     for name, text in COMMANDS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -57,14 +57,14 @@ def script(tmp_path: Path) -> Script:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "facts", "code", "asked"),
+    ("head", "facts", "code", "commands"),
     [
         ("0", RUNNING, 0, []),
         ("1", RUNNING, 1, []),
         ("75", RUNNING, 75, ["requeue 12"]),
         ("75", OUT_OF_TIME, 75, ["requeue 12"]),
         ("75", CANCELLED, 75, []),
-        ("75", QUEUED, 75, []),
+        ("75", REQUEUED, 75, []),
         ("143", OUT_OF_TIME, 75, ["requeue 12"]),
         ("143", PRE_EMPTED, 75, ["requeue 12"]),
         ("143", PRE_EMPTED.replace("RUNNING", "CANCELLED"), 143, []),
@@ -73,31 +73,31 @@ def script(tmp_path: Path) -> Script:
     ],
 )
 def test_what_becomes_of_the_job(
-    script: Script, verdict: str, facts: str, code: int, asked: list[str]
+    script: Script, head: str, facts: str, code: int, commands: list[str]
 ) -> None:
-    """The launcher's word counts, not srun's; and what Slurm has decided stays."""
-    assert script.ends(facts, statuses="137", verdict=verdict) == code
-    assert script.asked == ["srun 12", *asked]
+    """The launcher's exit status counts, not srun's; and what Slurm has decided stays."""
+    assert script.ends(facts, statuses="137", head=head) == code
+    assert script.commands == ["srun 12", *commands]
 
 
 def test_a_task_of_an_array_is_never_the_whole_array(script: Script) -> None:
-    """Whose number one of the tasks has."""
+    """One of the tasks has the id of the array as its own."""
     array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
-    assert script.ends(RUNNING, verdict="75", **array) == 75
-    assert script.asked == ["srun 12_3", "requeue 12_3"]
+    assert script.ends(RUNNING, head="75", **array) == 75
+    assert script.commands == ["srun 12_3", "requeue 12_3"]
 
 
-def test_a_step_that_a_node_does_not_begin_is_tried_again(script: Script) -> None:
+def test_a_step_that_a_node_does_not_begin_is_retried(script: Script) -> None:
     assert script.ends(RUNNING, statuses="168 168 0") == 0
-    assert script.asked == ["srun 12"] * 3
+    assert script.commands == ["srun 12"] * 3
 
 
 def test_an_environment_without_nemorl_is_refused(script: Script) -> None:
-    """Else PATH might have another one."""
+    """PATH might have another nemorl."""
     assert script.ends(RUNNING, NEMORL_ENV="/nope") == 2
-    assert not (script.folder / "asked").exists()
+    assert not (script.folder / "commands").exists()
 
 
-def test_the_tasks_get_the_job_s_environment_whatever_a_site_sets(script: Script) -> None:
+def test_tasks_inherit_the_environment_whatever_a_site_sets(script: Script) -> None:
     assert script.ends(RUNNING, SLURM_EXPORT_ENV="NONE") == 0
     assert (script.folder / "words").read_text().startswith("--export=ALL ")

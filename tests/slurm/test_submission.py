@@ -1,5 +1,6 @@
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,15 +8,20 @@ import pytest
 import yaml
 
 from nemorl.config.load import load_experiment
-from nemorl.slurm.errors import SlurmError
+from nemorl.slurm import SlurmError
 from nemorl.slurm.submission import (
     SCRIPT,
     Options,
-    image,
-    latest,
-    limit_seconds,
-    submission,
-    write_configs,
+    Submission,
+    config_files,
+    latest_submission,
+    lock_run_folder,
+    parse_time_limit,
+    prepare_submission,
+    resolve_image,
+    sweep_table,
+    sweep_tasks,
+    write_files,
 )
 from tests.config.experiments import GRPO, write
 
@@ -29,7 +35,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def words(options: Options, tasks: int = 0) -> str:
     """For a run `sums`."""
-    return " ".join(options.words("sums", Path("runs/sums/slurm"), tasks))
+    return " ".join(options.sbatch_arguments("sums", Path("runs/sums/slurm"), tasks))
 
 
 def test_a_job_gets_whole_nodes() -> None:
@@ -40,10 +46,10 @@ def test_a_job_gets_whole_nodes() -> None:
 
 
 def test_a_sweep_is_an_array() -> None:
-    told = words(Options(nodes=1, at_once=2), tasks=4)
+    arguments = words(Options(nodes=1, at_once=2), tasks=4)
 
-    assert "--array=0-3%2" in told
-    assert "--output=runs/sums/slurm/%A_%a.log" in told
+    assert "--array=0-3%2" in arguments
+    assert "--output=runs/sums/slurm/%A_%a.log" in arguments
 
 
 def test_cpu_nodes_are_a_component_of_their_own() -> None:
@@ -59,25 +65,27 @@ def test_cpu_nodes_are_a_component_of_their_own() -> None:
     other = words(Options(nodes=2, cpu_nodes=4, partition="big", cpu_partition="small"))
     assert other.endswith("--partition=small")
     gpu, _, cpu = words(
-        Options(nodes=2, cpu_nodes=4, more=("--constraint=h100",), cpu_more=("--qos=cpu",))
+        Options(nodes=2, cpu_nodes=4, sbatch=("--constraint=h100",), cpu_sbatch=("--qos=cpu",))
     ).partition(" : ")
     assert ("h100" in gpu, "h100" in cpu, cpu.endswith("--qos=cpu")) == (True, False, True)
 
 
 def test_further_options_are_handed_on() -> None:
-    assert words(Options(nodes=1, more=("--qos=high", "--constraint=a b"))).endswith(
+    assert words(Options(nodes=1, sbatch=("--qos=high", "--constraint=a b"))).endswith(
         "--qos=high --constraint=a b"
     )
 
 
-@pytest.mark.parametrize(("text", "given"), [("", None), ("cluster: {gpus_per_node: 0}", 0)])
-def test_the_config_leaves_the_gpus_open_where_nobody_gave_them(text: str, given: int | None) -> None:
-    experiment = load_experiment(write(Path(), GRPO + text))
+@pytest.mark.parametrize(("extra", "given"), [("", None), ("cluster: {gpus_per_node: 0}", 0)])
+def test_the_config_omits_gpus_per_node_where_it_was_not_given(extra: str, given: int | None) -> None:
+    experiment = load_experiment(write(Path(), GRPO + extra))
 
-    write_configs(experiment.run_dir, [experiment], sweep=False)
+    ((written, text),) = config_files(experiment.run_dir, [experiment], is_sweep=False).items()
 
-    written = Path("runs/sums/slurm/config.yaml")
-    assert yaml.safe_load(written.read_text())["cluster"].get("gpus_per_node") == given
+    assert written == Path("runs/sums/slurm/config.yaml")
+    written.parent.mkdir(parents=True)
+    written.write_text(text)
+    assert yaml.safe_load(text)["cluster"].get("gpus_per_node") == given
     assert load_experiment(written) == experiment
     assert ("gpus_per_node" in load_experiment(written).cluster.model_fields_set) == (given is not None)
 
@@ -86,18 +94,26 @@ def test_a_sweep_writes_a_config_for_each_task() -> None:
     file = write(Path())
     experiments = [load_experiment(file, [f"seed={seed}"]) for seed in (1, 2)]
 
-    write_configs(Path("runs/sums"), experiments, sweep=True)
+    files = config_files(Path("runs/sums"), experiments, is_sweep=True)
 
-    assert [load_experiment(Path(f"runs/sums/slurm/tasks/{i}.yaml")).seed for i in (0, 1)] == [1, 2]
+    assert {path: yaml.safe_load(text)["seed"] for path, text in files.items()} == {
+        Path("runs/sums/slurm/tasks/0.yaml"): 1,
+        Path("runs/sums/slurm/tasks/1.yaml"): 2,
+    }
+
+
+def prepared(
+    run_dir: str = "runs/sums", container: str | None = None, mounts: str | None = None
+) -> Submission:
+    """A submission of a run on one node."""
+    folder = Path(run_dir)
+    return prepare_submission(
+        folder, Options(1), [folder], container=container, mounts=mounts, is_sweep=False
+    )
 
 
 def test_it_runs_in_this_environment_or_in_a_container() -> None:
-    experiment = load_experiment(write(Path()))
-
-    bare = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
-    image = submission(
-        experiment, Options(1), [experiment.run_dir], container="a#b:c", mounts="/data:/data", sweep=False
-    )
+    bare, image = prepared(), prepared(container="a#b:c", mounts="/data:/data")
 
     assert bare.variables == {"NEMORL_ENV": sys.prefix}
     assert image.variables == {"NEMORL_CONTAINER": "a#b:c", "NEMORL_MOUNTS": "/data:/data"}
@@ -106,51 +122,73 @@ def test_it_runs_in_this_environment_or_in_a_container() -> None:
     assert SCRIPT.is_file()
 
 
-def test_the_newest_submission_is_found_again() -> None:
-    experiment = load_experiment(write(Path()))
-    made = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
-    write_configs(experiment.run_dir, [experiment], sweep=False)
-    assert latest(experiment.run_dir) is None
+def test_the_newest_submission_is_read_back() -> None:
+    made = prepared()
+    assert latest_submission(Path("runs/sums")) is None
 
-    made.keep(experiment.run_dir)
+    made.record(Path("runs/sums"))
 
-    assert latest(experiment.run_dir) == made
+    assert latest_submission(Path("runs/sums")) == made
 
 
 def test_a_folder_may_have_a_percent_sign() -> None:
-    """Which Slurm takes for the beginning of a job's number."""
-    experiment = load_experiment(write(Path()), ["run_dir='runs/a b ü, 100%j'"])
-    made = submission(experiment, Options(1), [experiment.run_dir], container=None, mounts=None, sweep=False)
+    """Slurm takes it for the beginning of a pattern such as %j."""
+    made = prepared("runs/a b ü, 100%j")
 
     assert "--output=runs/a b ü, 100%%j/slurm/%j.log" in made.command
     assert replace(made, job="12").log == Path("runs/a b ü, 100%j/slurm/12.log")
 
 
 def test_a_task_of_a_sweep_is_a_submission_of_its_own() -> None:
-    experiment = load_experiment(write(Path()))
     folders = [Path("runs/sums/00_a=1"), Path("runs/sums/01_a=2")]
-    again = ["--nodes=1", "--sbatch=--qos=high"]
-    made = submission(experiment, Options(1), folders, container=None, mounts=None, sweep=True, again=again)
+    made = prepare_submission(
+        Path("runs/sums"),
+        Options(1),
+        folders,
+        container=None,
+        mounts=None,
+        is_sweep=True,
+        resume_options=["--nodes=1", "--sbatch=--qos=high"],
+    )
     made = replace(made, job="12")
 
-    made.keep(experiment.run_dir)
+    made.record(Path("runs/sums"))
 
-    assert latest(experiment.run_dir) == made
-    task = latest(folders[1])
+    assert latest_submission(Path("runs/sums")) == made
+    task = latest_submission(folders[1])
     assert task is not None
-    assert (task.job, task.tasks, task.run_dirs) == ("12_1", False, ("runs/sums/01_a=2",))
+    assert (task.job, task.is_sweep, task.run_dirs) == ("12_1", False, ("runs/sums/01_a=2",))
     assert task.log == Path("runs/sums/slurm/12_1.log")
     config = "runs/sums/slurm/tasks/1.yaml"
-    assert task.again == f"nemorl slurm submit --resume {config} --nodes=1 --sbatch=--qos=high"
+    assert task.resume_command == f"nemorl slurm submit --resume {config} --nodes=1 --sbatch=--qos=high"
+
+
+def test_a_failure_restores_the_files_of_before() -> None:
+    """And leaves nothing of a run folder that it made."""
+    folder = Path("runs/sums")
+    kept, added = folder / "slurm" / "config.yaml", folder / "slurm" / "tasks" / "0.yaml"
+
+    def fail(*paths: Path) -> None:
+        with suppress(SlurmError), lock_run_folder(folder), write_files(dict.fromkeys(paths, "new")):
+            assert all(path.read_text() == "new" for path in paths)
+            raise SlurmError("sbatch failed")
+
+    fail(kept, added)
+    assert not folder.exists()
+    kept.parent.mkdir(parents=True)
+    kept.write_text("old")
+    fail(kept, added)
+    assert [path.name for path in kept.parent.iterdir() if path.name != "submit.lock"] == ["config.yaml"]
+    assert kept.read_text() == "old"
 
 
 def test_an_image_that_is_a_file_has_to_be_there() -> None:
     """And is named from the root, else pyxis would ask a registry for it."""
-    with pytest.raises(SlurmError, match=r"--container images/a.sqsh: there is no such file"):
-        image("images/a.sqsh")
-    assert image("nvcr.io#nvidia/pytorch:25.10-py3") == "nvcr.io#nvidia/pytorch:25.10-py3"
+    with pytest.raises(SlurmError, match=r"--container images/a.sqsh: no such file"):
+        resolve_image("images/a.sqsh")
+    assert resolve_image("nvcr.io#nvidia/pytorch:25.10-py3") == "nvcr.io#nvidia/pytorch:25.10-py3"
     Path("a.sqsh").touch()
-    assert image("a.sqsh") == image("./a.sqsh") == str(Path.cwd() / "a.sqsh")
+    assert resolve_image("a.sqsh") == resolve_image("./a.sqsh") == str(Path.cwd() / "a.sqsh")
 
 
 @pytest.mark.parametrize(
@@ -166,18 +204,77 @@ def test_an_image_that_is_a_file_has_to_be_there() -> None:
     ],
 )
 def test_time_limits_are_read_as_slurm_does(text: str, seconds: int) -> None:
-    assert limit_seconds(text) == seconds
+    assert parse_time_limit(text) == seconds
 
 
-def test_a_time_limit_that_is_none_is_refused() -> None:
-    with pytest.raises(SlurmError, match="--time 4h: give minutes"):
-        limit_seconds("4h")
+def test_an_invalid_time_limit_is_refused() -> None:
+    with pytest.raises(SlurmError, match="--time 4h: expected minutes"):
+        parse_time_limit("4h")
 
 
-def test_a_short_limit_has_its_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_limit_has_a_later_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's 300 s before the end would be before the beginning."""
     monkeypatch.delenv("SBATCH_SIGNAL", raising=False)
     assert "--signal" not in words(Options(nodes=1, time="4:00:00"))
     assert "--signal=USR1@75" in words(Options(nodes=1, time="5"))
     monkeypatch.setenv("SBATCH_SIGNAL", "USR1@30")
     assert "--signal" not in words(Options(nodes=1, time="5"))
+
+
+def test_all_combinations_the_last_field_changing_first() -> None:
+    tasks = sweep_tasks(["policy.optimizer.lr=1e-4,3e-4", "seed=1, 2"])
+
+    assert [task.overrides for task in tasks] == [
+        ["policy.optimizer.lr=1e-4", "seed=1"],
+        ["policy.optimizer.lr=1e-4", "seed=2"],
+        ["policy.optimizer.lr=3e-4", "seed=1"],
+        ["policy.optimizer.lr=3e-4", "seed=2"],
+    ]
+    assert [task.index for task in tasks] == [0, 1, 2, 3]
+
+
+def test_values_may_have_commas_of_their_own() -> None:
+    tasks = sweep_tasks(['policy.optimizer={name: adam, lr: 1e-4},{name: sgd},"a,b"'])
+
+    assert [task.overrides for task in tasks] == [
+        ["policy.optimizer={name: adam, lr: 1e-4}"],
+        ["policy.optimizer={name: sgd}"],
+        ['policy.optimizer="a,b"'],
+    ]
+
+
+def test_every_task_has_a_folder_of_its_own() -> None:
+    tasks = sweep_tasks(["policy.optimizer.lr=1e-4,3e-4", "algorithm.name=grpo"])
+
+    assert [str(task.run_dir(Path("runs/s"))) for task in tasks] == [
+        "runs/s/00_lr=1e-4_name=grpo",
+        "runs/s/01_lr=3e-4_name=grpo",
+    ]
+    assert "/" not in sweep_tasks(["a={b: c/d e}"])[0].run_dir(Path("s")).name
+
+
+def test_the_table_has_a_line_for_each_task() -> None:
+    table = sweep_table(sweep_tasks(["seed=1,2"]), Path("runs/s"))
+
+    assert table.splitlines() == [
+        "task\trun_dir\tseed",
+        "0\truns/s/00_seed=1\t1",
+        "1\truns/s/01_seed=2\t2",
+    ]
+
+
+@pytest.mark.parametrize("text", ["seed", "seed=", "=1,2", "seed=[1,2"])
+def test_an_invalid_list_of_values_is_refused(text: str) -> None:
+    with pytest.raises(SlurmError, match="--sweep"):
+        sweep_tasks([text])
+
+
+def test_the_run_folder_is_not_swept() -> None:
+    """Its values would be replaced by the folders of the tasks."""
+    with pytest.raises(SlurmError, match="--sweep run_dir: each task gets a folder of its own"):
+        sweep_tasks(["seed=1,2", "run_dir=a,b"])
+
+
+def test_a_field_is_swept_once() -> None:
+    with pytest.raises(SlurmError, match="--sweep seed: given twice"):
+        sweep_tasks(["seed=1", "seed=2"])
