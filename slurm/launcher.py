@@ -42,6 +42,8 @@ from .requirements import cluster_overrides, node_problems
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # After a node is lost: the processes on the others cannot finish a step, and may wait long in a collective.
 NODE_LOST_SECONDS = 60.0
+# A run notices the death of Ray's processes at once, `ray start --block` within about a second.
+RAY_GRACE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -332,6 +334,9 @@ class Head:
         """Wait for the end of the run, and stop it where a node is lost."""
         next_lost = asyncio.ensure_future(control.lost.get())
         await asyncio.wait({train.ended, ray.ended, next_lost}, return_when=asyncio.FIRST_COMPLETED)
+        if train.ended.done() and train.ended.result() not in (0, 2, REQUEUE):  # maybe because a node is lost
+            causes = {ray.ended, next_lost}
+            await asyncio.wait(causes, timeout=RAY_GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         lost: list[NodeLost] = []
         if next_lost.done():
             lost = [next_lost.result()]
@@ -347,9 +352,8 @@ class Head:
             return 0, "the run is complete"
         failure = f"nemorl train failed with exit status {status}"
         if self._signal is not None:
-            return await self._stopped(
-                "; ".join([*map(str, lost), *([failure] if status != REQUEUE else [])])
-            )
+            details = [*map(str, lost), *([failure] if status != REQUEUE else [])]
+            return await self._stopped("; ".join(details))
         lost = lost or await control.find_lost()
         if lost:
             return REQUEUE, "; ".join(map(str, lost))

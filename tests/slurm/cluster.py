@@ -20,7 +20,7 @@ pre-empt those of the other two. A job leaves room for others unless it asks for
 Features: n1 has `n1,domain0`, n2 `n2,domain1`.
 
 What Slurm does, as seen here (22.05):
-- Pre-emption with a GraceTime sends SIGTERM to the steps, not to the batch script. A job that ends by itself
+- Pre-emption with a GraceTime sends SIGTERM to the steps, not to the batch script. A job that ends
   within GraceTime is FAILED or COMPLETED and is *not* requeued: Slurm requeues only what it had to kill.
   While it runs, `scontrol show job` tells it from a cancelled one by `PreemptTime=<a time>`.
 - scancel sends SIGTERM to steps and script at once, and the job's state is CANCELLED from then on.
@@ -90,7 +90,7 @@ class SlurmCluster:
 
     def run(self, *command: str, check: bool = True) -> str:
         """What one of Slurm's commands says. Raises `ClusterError` with its complaint where it fails."""
-        told = subprocess.run(
+        answer = subprocess.run(
             command,
             env=self.environment,
             capture_output=True,
@@ -98,12 +98,12 @@ class SlurmCluster:
             timeout=COMMAND_SECONDS,
             cwd=self.folder,
         )
-        if check and told.returncode != 0:
-            raise ClusterError(f"{' '.join(command)} ended with {told.returncode}: {told.stderr.strip()}")
-        return told.stdout
+        if check and answer.returncode != 0:
+            raise ClusterError(f"{' '.join(command)} ended with {answer.returncode}: {answer.stderr.strip()}")
+        return answer.stdout
 
     def kill_daemon(self, node: str) -> None:
-        """SIGKILL to the slurmd of `node`; the processes of its jobs go on until Slurm ends them."""
+        """SIGKILL to the slurmd of `node`; the processes of its jobs continue until Slurm ends them."""
         kill_daemon(self.folder, node)
 
     def revive(self) -> None:

@@ -13,7 +13,7 @@ DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
 COMMANDS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue")
 ADMINISTRATION = ("/usr/sbin", "/usr/local/sbin", "/sbin")  # folders that are not in everybody's PATH
 
-FIRST_PORT, LAST_PORT = 17000, 27000  # below what Linux hands out by itself
+FIRST_PORT, LAST_PORT = 17000, 27000  # below Linux's ephemeral ports
 LONGEST_FOLDER = 60  # characters: the paths of the sockets below it must stay under 108
 
 # What is short here lasts minutes on a real cluster, and what it means is the same:
@@ -119,7 +119,7 @@ def write_configuration(folder: Path, *, cpus: int, gpus: int) -> Daemons:
             ),
         )
     )
-    devices = [folder / f"gpu{index}" for index in range(gpus)]  # slurmd wants that the files are there
+    devices = [folder / f"gpu{index}" for index in range(gpus)]  # slurmd requires the files
     for device in devices:
         device.touch()
     (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))

@@ -92,7 +92,7 @@ class Place:
         return Job(self, found[1], self.folder / "runs" / config.stem)
 
     def urgent_job(self, node: str) -> None:
-        """Ask for a whole node, for a moment, with a right to what others have."""
+        """Submit a short job that pre-empts the others on a node."""
         words = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null")
         self.slurm.run("sbatch", *words, "--wrap", "true")
 
@@ -149,12 +149,12 @@ class Job:
 
     @property
     def minutes(self) -> int:
-        """Whole ones that it has run."""
+        """Complete minutes that it has run."""
         hours, minutes, _ = self.facts()["RunTime"].split(":")
         return 60 * int(hours) + int(minutes)
 
     def may_run(self, minutes: int) -> None:
-        """Set its time limit anew."""
+        """Change its time limit."""
         self.place.slurm.run("scontrol", "update", f"JobId={self.number}", f"TimeLimit={minutes}")
 
     def is_requeued(self, count: int = 1) -> None:

@@ -28,8 +28,8 @@ END_SECONDS = 5.0
 def main() -> int:
     """`python -m tests.slurm.keeper DIR`: keep a cluster there until SIGTERM, or until standard input ends.
 
-    In the second case it removes the folder, since whoever wanted it may be gone. Says on standard output
-    one line of JSON, `{"ready": true}` or `{"error": sentence}`. SIGHUP starts daemons again that have ended.
+    In the second case it removes the folder, since its owner may be gone. Prints one line of
+    JSON, `{"ready": true}` or `{"error": sentence}`. SIGHUP starts daemons again that have ended.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -134,8 +134,8 @@ class Keeper:
 
     def _idle(self) -> bool:
         command = [self.daemons.client("sinfo"), "-h", "-N", "-p", "normal", "-o", "%t"]
-        told = subprocess.run(command, env=self.daemons.environment, capture_output=True, text=True)
-        return told.stdout.split() == ["idle"] * len(NODES)
+        answer = subprocess.run(command, env=self.daemons.environment, capture_output=True, text=True)
+        return answer.stdout.split() == ["idle"] * len(NODES)
 
     def _failed(self, what: str) -> str:
         ended = [name for name, process in self.running.items() if process.poll() is not None]

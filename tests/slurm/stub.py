@@ -46,6 +46,7 @@ def _launch(words: Sequence[str]) -> int:
     seconds = float(os.environ.get("RENDEZVOUS_SECONDS", "30"))
     rendezvous.Rendezvous.wait_for_nodes.__defaults__ = (seconds,)
     control.ControlServer.find_lost.__defaults__ = (1.0,)
+    launcher.RAY_GRACE_SECONDS = 1.0
     launcher.URGENT_STOP_SECONDS = float(os.environ.get("URGENT_STOP_SECONDS", launcher.URGENT_STOP_SECONDS))
     if "WHY" in os.environ:
         launcher.why_terminated = lambda *of: os.environ["WHY"]

@@ -25,7 +25,7 @@ def named(process: int) -> str:
         return ""
 
 
-def test_two_clusters_beside_each_other_end_with_their_jobs_and_leave_nothing(slurm):
+def test_two_clusters_at_once_end_with_their_jobs_and_leave_nothing(slurm):
     before = set(descendants(os.getpid()))
     with SlurmCluster() as other:
         assert other.folder != slurm.folder

@@ -247,6 +247,24 @@ def test_a_node_whose_ray_ends_is_named(launchers: Launchers) -> None:
     assert launchers.exit_record().reason.startswith("node n2 is lost: Ray ended there with exit status -9")
 
 
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_run_that_fails_before_the_end_of_ray_is_noticed_is_requeued(
+    launchers: Launchers, node: str
+) -> None:
+    """`ray start --block` looks after its processes once a second."""
+    launchers.start("ends 1 later")
+    launchers.began()
+    launchers.ray_runs(node)
+    ray = int((launchers.folder / f"{node}.ray").read_text())
+
+    (launchers.folder / "go").touch()
+    time.sleep(0.4)
+    os.kill(ray, signal.SIGKILL)
+
+    assert launchers.ends("n1") == 75
+    assert launchers.exit_record().reason.startswith(f"node {node} is lost: Ray ended there")
+
+
 def test_a_run_that_fails_because_a_node_hangs_is_requeued(launchers: Launchers) -> None:
     """The run notices first; a node that hangs keeps its connection."""
     launchers.start("ends 1 later")

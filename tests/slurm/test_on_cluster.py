@@ -61,9 +61,8 @@ def test_an_experiment_that_does_not_fit_is_refused_before_ray_starts(place):
     assert job.ends() == "FAILED"
     assert job.facts()["ExitCode"] == "2:0"
     assert "cluster.rollout_workers" in job.output
-    assert "the nodes with nemorl.io/node=n1 have room for 4 rollout processes" in " ".join(
-        job.output.split()
-    )
+    problem = "nodes with nemorl.io/node=n1 have room for 4 rollout processes"
+    assert problem in " ".join(job.output.split())
     assert "Ray runs at" not in job.output
     assert not list(job.run_dir.glob("slurm/*/ray_token"))
     assert not (job.run_dir / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""What happens to runs on a cluster: pre-empted, out of time, a node lost. They go on and learn the same."""
+"""Runs that are pre-empted, reach their time limit or lose a node: they resume and learn the same."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_rollout_workers_on_nodes_for_cpus(place, local_run):
     assert metrics(job.run_dir) == local_run("")
 
 
-def test_a_sweep_runs_its_tasks_beside_each_other(place, local_run):
+def test_a_sweep_runs_its_tasks_concurrently(place, local_run):
     """Each on a node of its own; they share the machine and its ports."""
     job = place.submit(place.config("sweep", ""), "--nodes", "1", "--sweep", "policy.optimizer.lr=5e-5,1e-3")
     until(lambda: not place.slurm.run("squeue", "--noheader", "--jobs", job.number), "end of the sweep")
@@ -42,7 +42,7 @@ def test_a_sweep_runs_its_tasks_beside_each_other(place, local_run):
 
 @pytest.mark.parametrize("partition", ["normal", "scavenge"])
 def test_pre_empted_it_is_requeued_and_learns_the_same(place, local_run, partition):
-    """With a grace time, in which it ends by itself, and without."""
+    """With a grace time, in which it ends, and without."""
     config = place.config(f"pre-empted-{partition}", LONGER)
     job = place.submit(config, "--nodes", "2", "--partition", partition)
     job.reaches_step(5)
@@ -54,7 +54,7 @@ def test_pre_empted_it_is_requeued_and_learns_the_same(place, local_run, partiti
 
 
 def test_the_daemon_of_a_node_is_killed(place, local_run):
-    """Slurm takes the node for lost; the run goes on when it is back."""
+    """Slurm considers the node lost; the run resumes when it is back."""
     job = place.submit(place.config("daemon-killed", LONGEST), "--nodes", "2")
     job.reaches_step(5)
     place.slurm.kill_daemon("n2")
@@ -78,7 +78,7 @@ def test_ray_dies_on_a_node(place, local_run):
     assert metrics(job.run_dir) == local_run(LONGER)
 
 
-def test_before_the_time_limit_it_saves_and_goes_on_in_the_next_start(place, local_run):
+def test_before_the_time_limit_it_saves_and_the_next_start_resumes(place, local_run):
     job = place.submit(place.config("out-of-time", LONGEST), "--nodes", "2", "--sbatch=--signal=USR1@120")
     job.reaches_step(5)
     job.may_run(job.minutes + 2)

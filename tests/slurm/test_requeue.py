@@ -1,6 +1,6 @@
-"""What becomes of a job on a real Slurm when it is disturbed; Ray and the run are stubs.
+"""A job on a real Slurm that is disturbed; Ray and the run are stubs.
 
-With real ones, and the metrics that they leave: test_on_cluster_disturbed.py.
+With real ones: test_resume.py, and test_on_cluster_disturbed.py, which compares the metrics.
 """
 
 import json
@@ -24,10 +24,10 @@ exec {python} -m tests.slurm.stub "$@"
 
 
 class StubRun:
-    """A job whose Ray and run are stubs, steered by files in a folder."""
+    """A job whose Ray and run are stubs, controlled by files in a folder."""
 
     def __init__(self, place: Place, name: str, *words: str, ends: str = "runs") -> None:
-        """Submit it, with further words for `submit`; wait until the run begins to do what `ends` says."""
+        """Submit it with further options; `ends` is what the run does. Wait until the run begins."""
         self.folder = place.folder / f"stub-{name}"
         program = self.folder / "bin" / "nemorl"
         program.parent.mkdir(parents=True)
@@ -39,11 +39,11 @@ class StubRun:
         until((self.folder / "began").exists, f"begin of the run\n{self.job.output}")
 
     def will(self, what: str) -> None:
-        """What the next run does."""
+        """Set what the next run does."""
         (self.folder / "train").write_text(what)
 
     def ends_well_after_another_start(self) -> None:
-        """The job is queued again, and done."""
+        """Wait for a requeue, and for the end of the job."""
         self.will("ends 0")
         self.job.is_requeued()
         assert self.job.ends() == "COMPLETED", self.job.output
@@ -53,7 +53,7 @@ class StubRun:
 
 @pytest.mark.parametrize("partition", ["normal", pytest.param("scavenge", marks=pytest.mark.slow)])
 def test_pre_empted(place, partition):
-    """With a grace time, in which it ends by itself and would not come back, and without."""
+    """With a grace time, in which it ends and would not come back, and without."""
     run = StubRun(place, f"urgent-{partition}", "--partition", partition)
     place.urgent_job("n2")
     run.ends_well_after_another_start()
@@ -82,7 +82,7 @@ def test_nodes_for_cpus_are_the_second_part_of_a_heterogeneous_job(place):
     assert parts == {"n1": "gpu", "n2": "cpu"}
 
 
-def test_a_sweep_runs_its_tasks_beside_each_other(place):
+def test_a_sweep_runs_its_tasks_concurrently(place):
     """Each on a node of its own, of the same machine; none takes the other's ports."""
     words = ("--nodes", "1", "--sweep", "policy.optimizer.lr=1e-4,2e-4")
     run = StubRun(place, "sweep", *words, ends="ends 0")
