@@ -97,7 +97,9 @@ def test_a_sweep_runs_its_tasks_concurrently(place):
 
 def test_ray_ends_on_a_node(place):
     run = StubRun(place, "ray-ends")
-    os.kill(int((run.folder / "n2.ray").read_text()), signal.SIGKILL)
+    process = run.folder / "n2.ray"
+    until(lambda: process.exists() and bool(process.read_text()), "start of Ray on n2")
+    os.kill(int(process.read_text()), signal.SIGKILL)
     run.ends_well_after_another_start()
     assert "node n2 is lost: Ray ended there" in run.job.output
 
