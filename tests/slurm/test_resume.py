@@ -1,5 +1,7 @@
 """A run with real processes on a real Slurm that loses its node: requeued and resumed."""
 
+import pytest
+
 from nemorl.observe.metrics import read_metrics
 
 # One policy process, and nothing that samples.
@@ -17,6 +19,7 @@ cluster: {policy_threads: 1}
 """
 
 
+@pytest.mark.ci
 def test_a_lost_node_is_named_and_the_run_resumes(place):
     config = place.folder / "resumed.yaml"
     config.write_text(SFT)
