@@ -1,6 +1,6 @@
-"""How the tests are shared out among processes: `make test` runs two of them at the same time.
+"""How the tests are divided between `make test` and `make test-ci`, and among the processes of each.
 
-Most tests wait for processes to start more than they compute, so two halves take little more than one.
+Both run two processes: most tests wait for processes to start more than they compute.
 """
 
 import pytest
@@ -9,6 +9,30 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
+
+# Files of the second part, `make test-ci`: the longest ones of their folder, next to which `make test` keeps others
+# that reach the same code. CONTRIBUTING.md has the minutes.
+SECOND_PART = {
+    "tests/cluster/test_nodes.py",
+    "tests/cluster/test_runtime.py",
+    "tests/megatron/test_checkpoint.py",
+    "tests/megatron/test_decode.py",
+    "tests/megatron/test_experts.py",
+    "tests/megatron/test_families.py",
+    "tests/megatron/test_layouts.py",
+    "tests/megatron/test_lora.py",
+    "tests/megatron/test_scalar_head.py",
+    "tests/models/test_policy_layout.py",
+    "tests/weights/test_matrix.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the second part."""
+    for item in items:
+        if item.nodeid.partition("::")[0] in SECOND_PART:
+            item.add_marker("ci")
 
 
 class ByWhatIsShared(LoadScopeScheduling):
