@@ -85,7 +85,8 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
         "moe": {"router_replay": True},
     }
     rewards = [{"function": "tests.run.rewards:differs"}]
-    path = experiment(folder / "mixture", out, "megatron", policy=policy, rewards=rewards)
+    (folder / "experts").mkdir()
+    path = experiment(folder / "experts", out, "megatron", policy=policy, rewards=rewards)
     status, output = finish(start("train", path))
     assert status == 0, output
     steps = lines(path.with_suffix(""))

@@ -110,7 +110,7 @@ def test_what_is_asked_together_is_scored_together():
         (
             {"model": "taste", "conversations": []},
             400,
-            "conversations = []: a list with a length of at least 1",
+            "conversations = []: expected a list with a length of at least 1",
         ),
         ({"model": "taste"}, 400, "conversations is missing"),
         ({"model": "taste", "conversations": [{"prompt": [USER]}]}, 400, "completion is missing"),
