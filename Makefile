@@ -29,14 +29,10 @@ test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than 
 mutants: .venv/ready-mutants  ## Measure how many small mutations of pure modules the tests detect
 	@$(BIN)/python tools/mutants.py
 
-# Folders whose words are not checked yet.
-UNCHECKED_WORDS = ':!nemorl/session' ':!nemorl/commands/slurm*' ':!docs/slurm.md'
-CHECKED_WORDS = nemorl algorithms environments tools benchmarks configs containers docs README.md CONTRIBUTING.md Makefile
-
 lint: .venv/ready-dev  ## Check style, format, words and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/python tools/words.py $(CHECKED_WORDS) $(UNCHECKED_WORDS)
+	@$(BIN)/python tools/words.py
 	@MYPY=$(CURDIR)/$(BIN)/mypy tools/types.sh
 
 format: .venv/ready-dev  ## Apply automatic fixes of style and format

@@ -100,7 +100,7 @@ class ControlServer:
             ) from None
 
     def announce_ray(self) -> None:
-        """Tell all nodes that Ray runs on all of them."""
+        """Announce to all nodes that Ray runs on all of them."""
         for writer in self._writers.values():
             _send(writer, {"begin": True})
 
@@ -205,7 +205,7 @@ class ControlClient:
         )
 
     async def report_failure(self, reason: str) -> None:
-        """Tell the head that this node cannot take part any more."""
+        """Report to the head that this node cannot take part any more."""
         with suppress(OSError):
             _send(self._writer, {"failed": reason})
             await self._writer.drain()

@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
 
-# Files of the second part, `make test-ci`: the longest ones of their folder, next to which `make test` keeps others
+# The second part, `make test-ci`: the longest files of their folders. `make test` keeps others of each folder
 # that reach the same code. CONTRIBUTING.md has the minutes.
 SECOND_PART = {
     "tests/cluster/test_nodes.py",

@@ -124,7 +124,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
         return False
 
 
-Told = Mapping[str, Mapping[str, Any]]  # by token id: `logprob` and `rank`
+TokenScores = Mapping[str, Mapping[str, Any]]  # by token id: `logprob` and `rank`
 
 
 class EndpointTeacher:
@@ -135,7 +135,7 @@ class EndpointTeacher:
         self._config = config
         self._section = f"teachers.{name}"
 
-    async def tell(
+    async def score(
         self, batch: PackedBatch, sequences: Sequence[int], top_k: int | None, seconds: float
     ) -> dict[str, Tensor]:
         """The fields of the batch that the teacher fills, of these sequences; the others' stay as they are.
@@ -165,60 +165,62 @@ class EndpointTeacher:
             await client.close()
         return filled(batch, spans, answers, top_k)
 
-    async def _ask(self, client: OpenAIClient, tokens: list[int], top_k: int | None) -> list[Told]:
-        """What is told of each token but the first."""
+    async def _ask(self, client: OpenAIClient, tokens: list[int], top_k: int | None) -> list[TokenScores]:
+        """Logprobs of every token but the first."""
         body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
         answer = await client.post("/completions", {**body, "prompt_logprobs": top_k or 0})
         choices = answer.get("choices") or [{}]
-        told = choices[0].get("prompt_logprobs")
-        if not told:
+        scores = choices[0].get("prompt_logprobs")
+        if not scores:
             raise RunError(
                 f"{self._section}.base_url: {self._config.base_url} answers without prompt_logprobs: serve "
-                "the teacher by vLLM, whose server tells them, or in processes of the run (kind: model)"
+                "the teacher by vLLM, whose server returns them, or in processes of the run (kind: model)"
             )
-        if len(told) != len(tokens):
+        if len(scores) != len(tokens):
             raise RunError(
-                f"{self._section}.base_url: {self._config.base_url} was sent {len(tokens)} tokens and tells "
-                f"of {len(told)}: it has to take prompts as token ids as they are"
+                f"{self._section}.base_url: {self._config.base_url} was sent {len(tokens)} tokens and "
+                f"returned logprobs of {len(scores)}: use a server that keeps token ids as they are"
             )
-        return list(told[1:])
+        return list(scores[1:])
 
 
 def filled(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Told]], top_k: int | None
+    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[TokenScores]], top_k: int | None
 ) -> dict[str, Tensor]:
-    """The teacher's fields with what is told of the tokens of the loss mask in these spans."""
+    """The teacher's fields for the tokens of the loss mask in these spans."""
     if top_k is None:
         logprobs = _kept(batch.reference_logprobs, (batch.num_tokens,))
-        for place, told in _told(batch, spans, answers):
-            logprobs[place] = told[str(int(batch.tokens[place]))]["logprob"]
+        for place, scores in _scored(batch, spans, answers):
+            logprobs[place] = scores[str(int(batch.tokens[place]))]["logprob"]
         return {"reference_logprobs": logprobs}
     ids = _kept(batch.top_ids, (batch.num_tokens, top_k), torch.int32)
     of_top = _kept(batch.top_logprobs, (batch.num_tokens, top_k))
-    for place, told in _told(batch, spans, answers):
-        # The token that stands there is told of too, wherever it ranks.
-        top = sorted(told.items(), key=lambda item: -item[1]["logprob"])[:top_k]
+    for place, scores in _scored(batch, spans, answers):
+        # The token of the prompt itself is included whatever its rank.
+        top = sorted(scores.items(), key=lambda item: -item[1]["logprob"])[:top_k]
         if len(top) < top_k:
-            raise RunError(f"a teacher's server tells {len(top)} of {top_k} likeliest tokens: ask for fewer")
+            raise RunError(
+                f"a teacher's server returned {len(top)} of {top_k} likeliest tokens: set a smaller top_k"
+            )
         ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
         of_top[place] = torch.tensor([known["logprob"] for _, known in top])
     return {"top_ids": ids, "top_logprobs": of_top}
 
 
-def _told(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Told]]
-) -> list[tuple[int, Told]]:
-    """Places of the loss mask, each with what is told of it."""
+def _scored(
+    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[TokenScores]]
+) -> list[tuple[int, TokenScores]]:
+    """Places of the loss mask, each with its scores."""
     return [
-        (place, told)
+        (place, scores)
         for span, answer in zip(spans, answers, strict=True)
-        for place, told in zip(range(span.start + 1, span.stop), answer, strict=True)
+        for place, scores in zip(range(span.start + 1, span.stop), answer, strict=True)
         if batch.loss_mask[place]
     ]
 
 
 def _spans(batch: PackedBatch, sequences: Sequence[int]) -> list[slice]:
-    """Where the sequences lie that have anything to be told of."""
+    """Spans of the sequences that have scored tokens."""
     starts = batch.cu_seqlens.tolist()
     spans = [slice(starts[s], starts[s + 1]) for s in sequences]
     return [span for span in spans if bool(batch.loss_mask[span].any())]

@@ -85,7 +85,7 @@ class PolicyHost(PolicyWorker):
         self._batch = with_rows(self.batch, field, shard.rows())
 
     def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
-        """Fill `advantages`, and `returns` for a critic; figures of the estimator."""
+        """Fill `advantages`, and `returns` for a critic; metrics of the estimator."""
         found = estimator(self.batch, self._sum_over_copies)
         self._batch = replace(self.batch, advantages=found.advantages, returns=found.returns)
         return found.metrics
@@ -101,8 +101,8 @@ class PolicyHost(PolicyWorker):
         """Fill the teacher's fields of these sequences of the batch with what a server says."""
         if sequences:
             teacher = EndpointTeacher(config, name)
-            told = asyncio.run(teacher.tell(self.batch, sequences, top_k, seconds))
-            self._batch = replace(self.batch, **told)
+            scored = asyncio.run(teacher.score(self.batch, sequences, top_k, seconds))
+            self._batch = replace(self.batch, **scored)
 
     def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
         """[S] a number for each sequence of this data-parallel rank."""
@@ -156,7 +156,7 @@ class SamplingPolicyHost(PolicyHost):
             )
 
     def serve(self, version: int) -> None:
-        """Sample with the weights in place, which are of `version`, until the leaders are told to stop."""
+        """Sample with the weights in place, of `version`, until the leaders receive the stop request."""
         if self._leader is None:
             self._decoding.follow()
         else:
@@ -189,7 +189,7 @@ class SamplingPolicyHost(PolicyHost):
         await self._sampler.pause(mode)
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self._sampler.resume()
 
     async def stats(self) -> EngineStats:
@@ -197,7 +197,7 @@ class SamplingPolicyHost(PolicyHost):
         return await self._sampler.stats()
 
     async def health(self) -> EngineHealth:
-        """Where the engine stands. Raises EngineFailed, with its cause, if it is dead."""
+        """State of the engine. Raises EngineFailed, with its cause, if it is dead."""
         return self._sampler.health()
 
     @property

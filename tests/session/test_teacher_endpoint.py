@@ -72,7 +72,7 @@ def tell(
     async def main() -> dict[str, torch.Tensor]:
         async with serving(answer) as url:
             config = EndpointTeacherConfig(kind="endpoint", base_url=url, model="m", max_retries=0)
-            return await EndpointTeacher(config, "sums").tell(batch, sequences, top_k, 20.0)
+            return await EndpointTeacher(config, "sums").score(batch, sequences, top_k, 20.0)
 
     return asyncio.run(main())
 
@@ -109,7 +109,7 @@ def test_sequences_of_other_teachers_stay_as_they_are() -> None:
         ),
         (
             lambda body: {"choices": [{"prompt_logprobs": [None, {}]}]},
-            "was sent 3 tokens and tells of 2",
+            "was sent 3 tokens and returned logprobs of 2",
         ),
     ],
 )
