@@ -354,11 +354,11 @@ class Head:
         if self._signal is not None:
             details = [*map(str, lost), *([failure] if status != REQUEUE else [])]
             return await self._stopped("; ".join(details))
+        if status == 2 and not lost:
+            return 2, "invalid configuration; nothing was started"
         lost = lost or await control.find_lost()
         if lost:
             return REQUEUE, "; ".join(map(str, lost))
         if status == REQUEUE:
             return REQUEUE, "a signal stopped the run"
-        if status == 2:
-            return 2, "invalid configuration; nothing was started"
         return 1, failure

@@ -90,14 +90,17 @@ class SlurmCluster:
 
     def run(self, *command: str, check: bool = True) -> str:
         """What one of Slurm's commands says. Raises `ClusterError` with its complaint where it fails."""
-        answer = subprocess.run(
-            command,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            cwd=self.folder,
-        )
+        for _ in range(3):
+            answer = subprocess.run(
+                command,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_SECONDS,
+                cwd=self.folder,
+            )
+            if answer.returncode != -signal.SIGPIPE:  # the controller of a busy machine closed the connection
+                break
         if check and answer.returncode != 0:
             raise ClusterError(f"{' '.join(command)} ended with {answer.returncode}: {answer.stderr.strip()}")
         return answer.stdout

@@ -43,9 +43,12 @@ def _launch(words: Sequence[str]) -> int:
     this = [sys.executable, "-m", "tests.slurm.stub"]
     launcher.train_command = lambda config, overrides: [*this, "--train", str(config), *overrides]
     ray_node.members_command = lambda nodes: [*this, "--members"]
-    seconds = float(os.environ.get("RENDEZVOUS_SECONDS", "30"))
-    rendezvous.Rendezvous.wait_for_nodes.__defaults__ = (seconds,)
-    control.ControlServer.find_lost.__defaults__ = (1.0,)
+    for function, variable in (
+        (rendezvous.Rendezvous.wait_for_nodes, "RENDEZVOUS_SECONDS"),
+        (control.ControlServer.find_lost, "PONG_SECONDS"),
+    ):
+        if variable in os.environ:
+            function.__defaults__ = (float(os.environ[variable]),)
     launcher.RAY_GRACE_SECONDS = 1.0
     launcher.URGENT_STOP_SECONDS = float(os.environ.get("URGENT_STOP_SECONDS", launcher.URGENT_STOP_SECONDS))
     if "WHY" in os.environ:

@@ -17,7 +17,7 @@ from tests.config.experiments import GRPO, write
 from tests.plan.models import write_model
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 240.0  # of a busy machine
 
 
 @dataclass
@@ -267,7 +267,7 @@ def test_a_run_that_fails_before_the_end_of_ray_is_noticed_is_requeued(
 
 def test_a_run_that_fails_because_a_node_hangs_is_requeued(launchers: Launchers) -> None:
     """The run notices first; a node that hangs keeps its connection."""
-    launchers.start("ends 1 later")
+    launchers.start("ends 1 later", PONG_SECONDS="1")
     launchers.began()
     launchers.processes["n2"].send_signal(signal.SIGSTOP)
     (launchers.folder / "go").touch()
