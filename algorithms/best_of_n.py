@@ -11,9 +11,9 @@ from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSampling
 from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
+from nemorl.data.shards import SequencePlace
 from nemorl.megatron.stats import TrainStats
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .gate import versions_of

@@ -19,9 +19,9 @@ from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.examples import Example
 from nemorl.data.losses import Loss, LossOutput
 from nemorl.data.packed import PackedBatch
+from nemorl.data.shards import SequencePlace
 from nemorl.megatron.stats import TrainStats
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .gate import versions_of

@@ -25,10 +25,10 @@ from nemorl.data.datasets import TaskOrder
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
+from nemorl.data.shards import SequencePlace
 from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
 from nemorl.session.session import Session
-from nemorl.session.shard import SequencePlace
 
 from .aggregation import sequence_weights
 from .losses import CrossEntropyLoss, finish_metrics

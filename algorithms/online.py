@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.data.losses import Loss
+from nemorl.data.shards import SequencePlace
 from nemorl.errors import RunError
 from nemorl.megatron.stats import TrainStats
 from nemorl.observe.observer import Observer
@@ -25,7 +26,6 @@ from nemorl.observe.timeline import Stage
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
-from nemorl.session.shard import SequencePlace
 
 from .filters import filter_groups
 from .gate import LogprobGate, gap_metrics

@@ -8,9 +8,9 @@ from nemorl.config.algorithm import Aggregation, OnlineConfig
 from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.batches import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.losses import Loss
+from nemorl.data.shards import SequencePlace
 from nemorl.megatron.stats import TrainStats
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
-from nemorl.session.shard import SequencePlace
 
 from .advantages import Estimator, estimator
 from .aggregation import sequence_weights

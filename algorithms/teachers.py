@@ -7,13 +7,19 @@ go to the policy's ranks by object reference; the driver only assigns sequences 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
 from nemorl.config.facts import teacher_group
+from nemorl.data.packed import PackedBatch
+from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
+from nemorl.generation.openai_client import OpenAIClient
+from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.session.session import Session
-from nemorl.session.shard import Column, Field, SequencePlace
 from nemorl.trajectories import Task
 
 # What a teacher computes, and what it is to the policy.
@@ -64,7 +70,7 @@ class Teachers:
         config = self.configs[name]
         if isinstance(config, EndpointTeacherConfig):
             policy = self.session.learner
-            await policy.ask_teacher(config, name, set(rows), self.top_k)
+            await policy.fill(set(rows), EndpointTeacher(config, name, self.top_k), stage="teachers")
             shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
             return {field: [column.places[row] for row in rows] for field, column in shared.items()}
         own, teacher = [places[row] for row in rows], self.session.model(teacher_group(name))
@@ -96,3 +102,118 @@ def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence
             )
         named.append(str(name))
     return named
+
+
+Scores = Mapping[str, Mapping[str, Any]]  # of one position, by token id: `logprob` and `rank`
+
+
+class EndpointTeacher:
+    """A teacher behind an endpoint, which the policy's ranks call.
+
+    It is sent token ids and returns logprobs of the prompt, as vLLM's server does: `prompt_logprobs: k` of a
+    request gives at each token its logprob and the k likeliest tokens with theirs.
+    """
+
+    def __init__(self, config: EndpointTeacherConfig, name: str, top_k: int | None) -> None:
+        """`name` is that of the teacher, for messages; for `top_k` see `Teachers`."""
+        self._config = config
+        self._section = f"teachers.{name}"
+        self._top_k = top_k
+
+    def __call__(self, batch: PackedBatch, sequences: Sequence[int], *, seconds: float) -> dict[str, Tensor]:
+        """The fields of the batch that the teacher fills, of these sequences; the others keep their values.
+
+        `reference_logprobs` [N], or with `top_k` `top_ids` and `top_logprobs` [N, k]. Raises MissingKey, and
+        RunError when the server does not answer, or not with logprobs.
+        """
+        return asyncio.run(self._fields(batch, sequences, seconds))
+
+    async def _fields(
+        self, batch: PackedBatch, sequences: Sequence[int], seconds: float
+    ) -> dict[str, Tensor]:
+        client = OpenAIClient(
+            self._config.base_url,
+            api_key_env=self._config.api_key_env,
+            max_concurrent=self._config.max_concurrent_requests,
+            max_retries=self._config.max_retries,
+            key_field=f"{self._section}.api_key_env",
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                spans = _spans(batch, sequences)
+                answers = await asyncio.gather(
+                    *(self._ask(client, batch.tokens[span].tolist()) for span in spans)
+                )
+        except (EngineFailed, RequestRefused, TimeoutError) as error:
+            timeout = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)"
+            problem = timeout if isinstance(error, TimeoutError) else error
+            raise RunError(f"{self._section}: {problem}") from error
+        finally:
+            await client.close()
+        return filled(batch, spans, answers, self._top_k)
+
+    async def _ask(self, client: OpenAIClient, tokens: list[int]) -> list[Scores]:
+        """The scores at each token but the first."""
+        body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
+        answer = await client.post("/completions", {**body, "prompt_logprobs": self._top_k or 0})
+        choices = answer.get("choices") or [{}]
+        scores = choices[0].get("prompt_logprobs")
+        if not scores:
+            raise RunError(
+                f"{self._section}.base_url = {self._config.base_url}: the server answers without "
+                "prompt_logprobs; serve the teacher with vLLM, whose server returns them, or in processes of "
+                "the run (kind: model)"
+            )
+        if len(scores) != len(tokens):
+            raise RunError(
+                f"{self._section}.base_url = {self._config.base_url}: the server received {len(tokens)} "
+                f"tokens and returns prompt_logprobs of {len(scores)}; use a server that does not change "
+                "prompts of token ids"
+            )
+        return list(scores[1:])
+
+
+def filled(
+    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Scores]], top_k: int | None
+) -> dict[str, Tensor]:
+    """The teacher's fields with the scores at the tokens of the loss mask in these spans."""
+    if top_k is None:
+        logprobs = _kept(batch.reference_logprobs, (batch.num_tokens,))
+        for place, scores in _scores(batch, spans, answers):
+            logprobs[place] = scores[str(int(batch.tokens[place]))]["logprob"]
+        return {"reference_logprobs": logprobs}
+    ids = _kept(batch.top_ids, (batch.num_tokens, top_k), torch.int32)
+    of_top = _kept(batch.top_logprobs, (batch.num_tokens, top_k))
+    for place, scores in _scores(batch, spans, answers):
+        # The scores include the token of the prompt, at any rank.
+        top = sorted(scores.items(), key=lambda item: -item[1]["logprob"])[:top_k]
+        if len(top) < top_k:
+            raise RunError(
+                f"a teacher's server returns {len(top)} of {top_k} likeliest tokens: request fewer"
+            )
+        ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
+        of_top[place] = torch.tensor([score["logprob"] for _, score in top])
+    return {"top_ids": ids, "top_logprobs": of_top}
+
+
+def _scores(
+    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Scores]]
+) -> list[tuple[int, Scores]]:
+    """Positions of the loss mask, each with its scores."""
+    return [
+        (place, scores)
+        for span, answer in zip(spans, answers, strict=True)
+        for place, scores in zip(range(span.start + 1, span.stop), answer, strict=True)
+        if batch.loss_mask[place]
+    ]
+
+
+def _spans(batch: PackedBatch, sequences: Sequence[int]) -> list[slice]:
+    """The positions of those of the sequences that have tokens of the loss mask."""
+    starts = batch.cu_seqlens.tolist()
+    spans = [slice(starts[s], starts[s + 1]) for s in sequences]
+    return [span for span in spans if bool(batch.loss_mask[span].any())]
+
+
+def _kept(field: Tensor | None, size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype) if field is None else field.clone()

@@ -124,7 +124,7 @@ class Nemorl:
                 )
             self._worker.load_batch(batch)
             loss = PolicyLoss(ClipLossConfig()) if variant == "grpo" else CrossEntropyLoss()
-            stats = self._worker.train(loss, work.packed(self._hidden_size))
+            stats = self._worker.train(work.packed(self._hidden_size), loss)
             self._grad_norm = stats.grad_norm
             return stats.sums["logprob_gap/mean" if variant == "grpo" else "nll"] / work.num_trained
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"config", "errors"},
     "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"},
     "weights": {"config", "errors", "models"},
-    "megatron": {"config", "errors", "models", "data"},
+    "megatron": {"config", "errors", "models", "data", "weights"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
     "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "trajectories"},
     "slurm": {"config", "errors", "cluster", "observe", "plan"},

@@ -352,7 +352,8 @@ class CallGraph:
             yield from self._special(_CALLED, self._type(called, function))
         for argument in node.args:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                yield from self._special((argument.value,), frozenset(self._hosted))
+                method = argument.value.rpartition(".")[2]  # `attribute.method` of a hosted object
+                yield from self._special((method,), frozenset(self._hosted))
 
     def _special(self, names: Sequence[str], types: Types) -> Iterator[Key]:
         for cls in sorted(types):

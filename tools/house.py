@@ -2,8 +2,8 @@
 
     python tools/house.py [--json] [--path] [--root FOLDER] [--limit grpo_path_files=45 ...]
 
-Everything is read from the source; nothing of the product is imported. `--help` defines each metric, `--path`
-lists the modules on the GRPO path with a reason each, and `--limit` exits with 1 where a metric is larger.
+Everything is read from the source; nothing of the product is imported. `--help` defines each figure, `--path`
+lists the modules on the GRPO path with a reason each, and `--limit` exits with 1 where a figure is larger.
 """
 
 import argparse
@@ -37,10 +37,10 @@ ROOTS = (
     "OnlineAlgorithm.step",  # the driver
     "RayRolloutWorker.stream_groups",  # the rollout worker and its turn loop
     "ThreadDriver._run",  # the engine's loop
-    "PolicyHost.load_trajectories",  # the policy's name for it is put together at run time
+    "PolicyWorker.load_trajectories",  # the policy's name for it is put together at run time
 )
 # Classes whose methods the driver calls by their names as strings.
-HOSTED = ("PolicyHost", "GenerationHost", "RayRolloutWorker")
+HOSTED = ("PolicyWorker", "WeightSender", "GenerationHost", "RayRolloutWorker")
 # Of an interface or base class with several implementations, the one that this step uses; "" for none.
 CHOSEN = {
     "Update": "PolicyGradientUpdate",
@@ -59,8 +59,7 @@ CHOSEN = {
     "EngineFront": "GenerationHost",
     "Driver": "ThreadDriver",
     "GenerationWorker": "GenerationHost",
-    "PolicyWorker": "PolicyHost",
-    "PolicyHost": "PolicyHost",
+    "PolicyWorker": "PolicyWorker",
     "Venue": "SocketVenue",
     "SendingChannel": "SocketSender",
     "ReceivingChannel": "SocketReceiver",
@@ -74,8 +73,14 @@ STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
     "a process that died": ("ReplicaSupervisor", "_death"),
     "models that share devices": ("DeviceScheduler",),
-    "a critic": ("PolicyHost.estimate", "PolicyHost.share", "PolicyHost.take", "value_metrics", "ScalarHead"),
-    "a teacher": ("head:logprobs_at", "Teachers", "PolicyHost.ask_teacher"),
+    "a critic": (
+        "PolicyWorker.estimate",
+        "PolicyWorker.share",
+        "PolicyWorker.take",
+        "value_metrics",
+        "ScalarHead",
+    ),
+    "a teacher": ("head:logprobs_at", "Teachers", "PolicyWorker.fill"),
     "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
     "a function of the user's": ("own_advantages", "policy_losses:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
@@ -131,7 +136,7 @@ for _kind in EXTENSIONS:
         + ", ".join(EXTENSIONS[_kind])
     )
 
-Metrics: TypeAlias = dict[str, float]
+Figures: TypeAlias = dict[str, float]
 Graph: TypeAlias = Mapping[str, set[str]]
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = (
@@ -334,8 +339,8 @@ def is_inner(name: str) -> bool:
     return top_package(name) in INNER
 
 
-def measure(root: Path) -> Metrics:
-    """Return all metrics of DEFINITIONS for the product below `root`."""
+def measure(root: Path) -> Figures:
+    """Return all figures of DEFINITIONS for the product below `root`."""
     files = read_modules(root)
     modules = [module for module in files.values() if not module.is_package]
     graph = import_graph(files)
@@ -346,7 +351,7 @@ def measure(root: Path) -> Metrics:
     private = [places for module in files.values() for places in private_functions(module)]
     package_cycles, module_cycles = cycles(package_graph(graph)), cycles(graph)
     path = grpo_path(files)
-    metrics: Metrics = {
+    figures: Figures = {
         "files": len(files),
         "modules": len(modules),
         "lines": sum(module.lines for module in files.values()),
@@ -368,30 +373,30 @@ def measure(root: Path) -> Metrics:
         "grpo_path_outer_files": sum(not is_inner(name) for name in path),
     }
     for kind, examples in EXTENSIONS.items():
-        metrics[f"edits_for_{kind}"] = edits(files.values(), examples)
-    return metrics
+        figures[f"edits_for_{kind}"] = edits(files.values(), examples)
+    return figures
 
 
-def over_limit(metrics: Mapping[str, float], limits: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each metric that is larger than its limit."""
+def over_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each figure that is larger than its limit."""
     return [
-        f"{name} = {metrics[name]:g}: larger than {limit:g}"
+        f"{name} = {figures[name]:g}: larger than {limit:g}"
         for name, limit in limits.items()
-        if metrics[name] > limit
+        if figures[name] > limit
     ]
 
 
-def table(metrics: Metrics) -> str:
-    """Return the metrics as lines of a name, a number and the definition."""
-    return "\n".join(f"{name:<29}{metrics[name]:>9,g}  {DEFINITIONS[name]}" for name in metrics)
+def table(figures: Figures) -> str:
+    """Return the figures as lines of a name, a number and the definition."""
+    return "\n".join(f"{name:<29}{figures[name]:>9,g}  {DEFINITIONS[name]}" for name in figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the metrics; 1 if one is over its limit."""
+    """Print the figures; 1 if one is over its limit."""
     definitions = "\n".join(f"  {name}: {text}" for name, text in DEFINITIONS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"metrics:\n{definitions}",
+        epilog=f"figures:\n{definitions}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -402,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--path", action="store_true", help="print the files on the GRPO path and their callers"
     )
     parser.add_argument(
-        "--limit", nargs="*", default=[], metavar="METRIC=NUMBER", help="fail above this number"
+        "--limit", nargs="*", default=[], metavar="FIGURE=NUMBER", help="fail above this number"
     )
     options = parser.parse_args(arguments)
     if options.path:
@@ -411,15 +416,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             side = "inner" if is_inner(name) else "outer"
             sys.stdout.write(f"{side}  {name}  {step.function[1]}  from {caller}\n")
         return 0
-    metrics = measure(options.root)
-    sys.stdout.write((json.dumps(metrics, indent=2) if options.json else table(metrics)) + "\n")
+    figures = measure(options.root)
+    sys.stdout.write((json.dumps(figures, indent=2) if options.json else table(figures)) + "\n")
     limits = {}
     for limit in options.limit:
         name, _, number = limit.partition("=")
-        if name not in metrics:
-            parser.error(f"--limit {limit}: unknown metric; expected one of {', '.join(metrics)}")
+        if name not in figures:
+            parser.error(f"--limit {limit}: unknown figure; expected one of {', '.join(figures)}")
         limits[name] = float(number)
-    problems = over_limit(metrics, limits)
+    problems = over_limit(figures, limits)
     sys.stderr.writelines(f"{problem}\n" for problem in problems)
     return bool(problems)
 

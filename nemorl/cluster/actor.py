@@ -1,7 +1,8 @@
 """The process that hosts a worker: an instance of any class, given by its import path.
 
 The methods of a synchronous target run one at a time, always in the same thread, as collective operations
-require. Its coroutine methods, and all methods of a concurrent target, run in the event loop.
+require. Its coroutine methods, and all methods of a concurrent target, run in the event loop. A method may be
+one of an attribute of the target: `attribute.method`.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +28,7 @@ import ray
 
 from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
+from .placement import own_gpus
 
 
 def references_in(tree: Any) -> list[ray.ObjectRef]:
@@ -83,11 +86,12 @@ class Identity:
 class Invocation:
     """A method to run, and the stage it belongs to."""
 
-    method: str
+    method: str  # of the target, or `attribute.method`
     stage: str
     deadline_seconds: float
     resolve: bool = False  # replace object references inside the arguments by their values
     background: bool = False  # run in a second thread, while other methods run
+    keep: str = ""  # store the answer under this name until the next one, and return a reference to it
 
 
 @runtime_checkable
@@ -152,6 +156,7 @@ class Actor:
         self.running: list[_Running] = []
         self._concurrent = concurrent
         self._target: Any = None
+        self._kept: dict[str, ray.ObjectRef] = {}  # answers that other workers read
         self._unshared = [folder for folder in (identity.folder, identity.log.parent) if not folder.is_dir()]
         self._turn = asyncio.Lock()  # of the thread: first come, first served
         self._thread = ThreadPoolExecutor(1, "methods")
@@ -159,8 +164,11 @@ class Actor:
         send_output_to(identity.log, identity.group, identity.rank)
         ray._private.worker._changeproctitle = lambda *_: nullcontext()  # by which each call is a new title
 
-    async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> None:
-        """Import the class, make its instance where its methods will run, and start it if it can be."""
+    async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> tuple[str, ...]:
+        """Import the class, make its instance where its methods will run, and start it if it can be.
+
+        Returns the process's GPUs, as CUDA_VISIBLE_DEVICES names them.
+        """
         ray._raylet.setproctitle(f"nemorl {self.identity.group} {self.identity.rank}")
         with _Running(self, invocation) as running:
             if self._concurrent:
@@ -169,11 +177,12 @@ class Actor:
                     await self._target.start()
             else:
                 await self._in_thread(self._thread, running, self._make_target, (path, kwargs), {})
+        return own_gpus()
 
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the target."""
         with _Running(self, invocation) as running:
-            method = getattr(self._target, invocation.method)
+            method = attrgetter(invocation.method)(self._target)
             if self._concurrent or inspect.iscoroutinefunction(method):
                 args, kwargs = await _resolved(invocation, args, kwargs)
                 answer = method(*args, **kwargs)
@@ -182,13 +191,17 @@ class Actor:
                 return await self._in_thread(self._background, running, method, args, kwargs)
             async with self._turn:
                 args, kwargs = await _resolved(invocation, args, kwargs)
-                return await self._in_thread(self._thread, running, method, args, kwargs)
+                answer = await self._in_thread(self._thread, running, method, args, kwargs)
+            if not invocation.keep or answer is None:
+                return answer
+            self._kept[invocation.keep] = ray.put(answer)
+            return self._kept[invocation.keep]
 
     async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Run an async generator of the target and yield each item as it comes."""
         with _Running(self, invocation):
             args, kwargs = await _resolved(invocation, args, kwargs)
-            async for item in getattr(self._target, invocation.method)(*args, **kwargs):
+            async for item in attrgetter(invocation.method)(self._target)(*args, **kwargs):
                 yield item
 
     async def close(self, invocation: Invocation) -> None:

@@ -29,6 +29,7 @@ class Worker:
     log: Path
     actor: Any  # Ray's handle of an `Actor`
     home: Home | None = None  # in a run over several nodes
+    prefix: str = ""  # of the methods: `attribute.` for those of an attribute of the target
 
     async def call(
         self,
@@ -44,7 +45,7 @@ class Worker:
         `resolve` replaces object references inside the arguments by their values. Raises `WorkerFailed`,
         `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
         """
-        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        invocation = Invocation(self.prefix + method, stage, deadline_seconds, resolve)
         reference = self.actor.call.remote(invocation, *args, **kwargs)
         return (await answers({reference: self}, stage, deadline_seconds))[0]
 
@@ -65,7 +66,7 @@ class Worker:
         The worker has to be asynchronous. Raises like `call`. A consumer that leaves early should close
         the iterator (`contextlib.aclosing`): this cancels the generator in the worker.
         """
-        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        invocation = Invocation(self.prefix + method, stage, deadline_seconds, resolve)
         items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args, **kwargs)
         end = time.monotonic() + deadline_seconds
         running = True
@@ -157,6 +158,7 @@ class WorkerGroup:
         self._launch = launch
         self.workers = tuple(workers)
         self.mesh = mesh
+        self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self._ended: str | None = None
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
@@ -194,7 +196,7 @@ class WorkerGroup:
         log_path(launch.run_dir, name, 0).parent.mkdir(parents=True, exist_ok=True)
         group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
         invocation = Invocation("__init__", f"start {name}", deadline_seconds)
-        await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)
+        group.gpus = await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)
         return group
 
     def kill(self, worker: Worker) -> None:
@@ -262,11 +264,14 @@ class WorkerGroup:
         resolve: bool = False,
         outputs: Literal["all", "output_ranks"] = "all",
         ends_group: bool = True,
+        keep: str = "",
         **kwargs: Any,
     ) -> list[Any]:
-        """Like `call`, with a first argument of its own for each data-parallel rank, or for each rank.
+        """Like `call`, with a separate first argument for each data-parallel rank, or for each rank.
 
         With `axis="dp"` all tensor- and pipeline-parallel ranks of a data-parallel rank get the same shard.
+        With `keep` the answers stay in the workers' object stores, until the next ones under this name, and
+        references to them are returned; an answer that is None is returned itself.
         """
         if axis == "dp":
             # One copy in the object store for all ranks that share the shard.
@@ -275,7 +280,7 @@ class WorkerGroup:
             raise ValueError(
                 f"{len(shards)} shards for {len(self.workers)} ranks of {self.name}: give as many."
             )
-        invocation = Invocation(method, stage, deadline_seconds, resolve)
+        invocation = Invocation(method, stage, deadline_seconds, resolve, keep=keep)
         own = [(shard, *args) for shard in shards]
         return await self._call(invocation, own, kwargs, outputs, ends_group)
 

@@ -1,16 +1,18 @@
-"""The policy's own processes as a generation back end, as one of their leaders sees it.
+"""The policy's own processes as a generation back end.
 
 callers ─▶ EngineFront ─▶ StepDriver, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner
         ─▶ all ranks of the copy
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.megatron.decode import DecodingCopy, LeadingRunner
+from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.registry import load_shape
 
 from .batching import BatchingEngine
@@ -62,3 +64,40 @@ class PolicySampler(EngineFront[StepDriver]):
     async def stop(self) -> None:
         """End the stage after the present step."""
         await self.driver.leave()
+
+
+class SamplingPolicyWorker(PolicyWorker):
+    """A policy rank whose data-parallel copy samples while `serve` runs.
+
+    The leader of a copy has a `sampler`, which answers requests in the process's event loop while `serve`
+    runs in the thread of the other methods; the other ranks follow it.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        rank: int,
+        generation: MegatronGenerationConfig,
+        tokenizer_path: Path,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, rank=rank, **options)
+        self._decoding = self.decoding_copy(generation.max_kv_tokens)
+        self.sampler: PolicySampler | None = None
+        if self._decoding.leads:
+            self.sampler = PolicySampler(
+                self._decoding,
+                config,
+                generation,
+                name=f"generation by policy rank {rank}",
+                tokenizer_path=tokenizer_path,
+                device=self.device,
+            )
+
+    def serve(self, version: int) -> None:
+        """Sample with the current weights, which are of `version`, until the leaders' samplers stop."""
+        if self.sampler is None:
+            self._decoding.follow()
+        else:
+            self.sampler.serve(version)

@@ -1,4 +1,4 @@
-"""One rank of a model: its weights and optimizer, on the device, on the host and in files.
+"""One rank of a model: its weights and optimizer, on the device, on the host, in files and sent to engines.
 
 `worker.py` has what it computes on a batch.
 """
@@ -17,6 +17,7 @@ from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_
 from nemorl.models.megatron_names import local_name
 from nemorl.models.registry import load_shape
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.endpoints import WeightSender
 
 from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
@@ -51,10 +52,12 @@ class ModelRank:
         deadline_seconds: float,
         seed: int = 0,
         trains: bool = True,
+        load: bool = False,
     ) -> None:
-        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model, without weights.
+        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model.
 
-        One that does not train has no optimizer and no room for gradients.
+        With `load` it has the weights of `config.model_path`, else none before `load_hf`. One that does not
+        train has no optimizer and no room for gradients.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -95,6 +98,10 @@ class ModelRank:
         self._offload = Offload(device)
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
+        if load:
+            self.load_hf(config.model_path)
+        # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
+        self.sender = WeightSender((*self.slices(), *self.adapter_slices()), self.merged_parameters)
 
     def header(self) -> dict[str, str]:
         """Device, layout, kernels and versions in use; for the header of a run's log."""

@@ -1,9 +1,9 @@
 """The policy worker: one process of the policy, driven by method calls that all its processes receive.
 
-load_hf ─▶ [ load_batch ─▶ compute_logprobs ─▶ train ... ─▶ slices/parameters to the weight exchange ] ─▶
-checkpoint
+load_hf ─▶ [ load_trajectories ─▶ compute_logprobs ─▶ train ... ─▶ sender.send ] ─▶ save_checkpoint
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemorl.data.losses import Loss, UpdateLoss
-from nemorl.data.packed import PackedBatch
+from nemorl.data.batches import pack_examples, pack_trajectories, with_likelihood
+from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator, UpdateLoss
+from nemorl.data.packed import PackedBatch, with_compared, with_turns
+from nemorl.data.shards import ColumnShard, Field, Shard, TokenArray, rows_of, with_rows
 
 from .model_rank import ModelRank
 from .outputs import batch_outputs, batch_top, global_metrics, logprob_gap, over_data_parallel, value_metrics
@@ -24,9 +26,24 @@ from .stats import Evaluation, LogprobStats, TrainStats, ValueStats
 
 
 class PolicyWorker(ModelRank):
-    """A rank as it learns from batches and says what it thinks of them. Methods are collective."""
+    """A rank that trains on batches and evaluates them. Methods are collective unless they say otherwise."""
 
     _batch: PackedBatch | None = None
+
+    # The batch
+
+    def load_trajectories(self, shard: Shard) -> None:
+        """Pack and keep this rank's trajectories; `shard.stores` are the lists themselves. Not collective."""
+        batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        if shard.likelihood is not None:
+            batch = with_likelihood(batch, shard.likelihood)
+        if shard.rewards is not None:
+            batch = with_turns(batch, shard.sequences(), shard.rewards)
+        self.load_batch(batch if shard.compared is None else with_compared(batch, shard.compared))
+
+    def load_examples(self, shard: Shard) -> None:
+        """Pack and keep this rank's examples. Not collective."""
+        self.load_batch(pack_examples(shard.sequences(), shard.weights, shard.compared))
 
     def load_batch(self, batch: PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
@@ -39,6 +56,38 @@ class PolicyWorker(ModelRank):
                 "does not return them, so set it to false"
             )
         self._batch = batch.to(torch.device("cpu"))
+
+    def take_advantages(self, shard: Shard) -> None:
+        """Replace the advantages of the loaded batch. Not collective."""
+        batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        self._batch = replace(self.batch, advantages=batch.advantages)
+
+    def share(self, required: bool, field: Field) -> list[TokenArray] | None:
+        """A field of the batch as an array for each sequence, if `required`. Not collective."""
+        return rows_of(self.batch, field) if required else None
+
+    def take(self, shard: ColumnShard, field: Field) -> None:
+        """Fill a field of the batch with what another group has shared. Not collective."""
+        self._batch = with_rows(self.batch, field, shard.rows())
+
+    def fill(
+        self, sequences: list[int], compute: Callable[[PackedBatch, list[int]], Mapping[str, Tensor]]
+    ) -> None:
+        """Fill the fields that `compute` returns for these sequences of the batch. Not collective."""
+        if sequences:
+            self._batch = replace(self.batch, **compute(self.batch, sequences))
+
+    def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
+        """Fill `advantages`, and `returns` for a critic; metrics of the estimator."""
+        estimated = estimator(self.batch, self._sum_over_copies)
+        self._batch = replace(self.batch, advantages=estimated.advantages, returns=estimated.returns)
+        return estimated.metrics
+
+    def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
+        """[S] a number for each sequence of this data-parallel rank. Not collective."""
+        return metric(self.batch).tolist()
+
+    # Computation
 
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
@@ -94,7 +143,7 @@ class PolicyWorker(ModelRank):
         )
         self._batch = replace(self.batch, top_ids=ids, top_logprobs=logprobs)
 
-    def train(self, loss: Loss, micro_batches: list[list[int]]) -> TrainStats:
+    def train(self, micro_batches: list[list[int]], loss: Loss) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
         self._offload.require_back()
         batch = self.batch
@@ -104,8 +153,8 @@ class PolicyWorker(ModelRank):
         if loss.needs_entropy:
             self._require_head("lm", "a loss that needs the entropy")
         if isinstance(loss, UpdateLoss):
-            mine = batch.select([sequence for micro in micro_batches for sequence in micro])
-            loss = loss.prepared(mine, partial(over_data_parallel, device=self._device))
+            minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
+            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self._device))
         outputs = run_training(self._chunks, made, loss, self._temperature)
         step = self.optimizer.step()
         sums, maxima = global_metrics(outputs, self._device)
@@ -129,8 +178,8 @@ class PolicyWorker(ModelRank):
             experts,
         )
 
-    def evaluate(self, loss: Loss, micro_batches: list[list[int]]) -> Evaluation:
-        """The loss of these sequences under the weights as they are; nothing learns."""
+    def evaluate(self, micro_batches: list[list[int]], loss: Loss) -> Evaluation:
+        """The loss of these sequences under the current weights, which do not change."""
         self._offload.require_back()
         if loss.needs_entropy:
             self._require_head("lm", "a loss that needs the entropy")
@@ -155,6 +204,11 @@ class PolicyWorker(ModelRank):
         if self._batch is None:
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch
+
+    def _sum_over_copies(self, values: Tensor) -> Tensor:
+        total = values.to(self._device)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return total.cpu()
 
     def _make(self, batch: PackedBatch, micro_batches: list[list[int]]) -> list[MicroBatch]:
         return [self._maker.make(batch, sequences) for sequences in micro_batches]

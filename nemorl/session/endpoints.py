@@ -1,33 +1,25 @@
-"""HTTP endpoints: over a run's engines, over engines alone, and over a reward model; and teachers behind one.
+"""HTTP endpoints: over a run's engines, over engines alone, and over a reward model.
 
-A reward model runs in the same worker as policies and critics (`PolicyHost`), so every family and layout can
-be served, and an answer's score is the one that training a policy or the reward model itself computes. It has
-no optimizer.
+A reward model runs in the same worker as policies and critics (`PolicyWorker`), so every family and layout
+can be served, and an answer's score is the one that training a policy or the reward model itself computes. It
+has no optimizer.
 """
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
-from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import EndpointConfig
 from nemorl.data.examples import Example
-from nemorl.data.packed import PackedBatch
 from nemorl.data.tokenizer import load_tokenizer
-from nemorl.errors import RunError
-from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.generation.types import EngineFailed, NoReplicaLeft, RequestRefused
+from nemorl.generation.types import NoReplicaLeft
 from nemorl.rollout.worker import PooledRouter
 from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
@@ -122,112 +114,6 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-TokenScores = Mapping[str, Mapping[str, Any]]  # by token id: `logprob` and `rank`
-
-
-class EndpointTeacher:
-    """Asks one server."""
-
-    def __init__(self, config: EndpointTeacherConfig, name: str) -> None:
-        """`name` is that of the teacher, for messages. Raises MissingKey."""
-        self._config = config
-        self._section = f"teachers.{name}"
-
-    async def score(
-        self, batch: PackedBatch, sequences: Sequence[int], top_k: int | None, seconds: float
-    ) -> dict[str, Tensor]:
-        """The fields of the batch that the teacher fills, of these sequences; the others' stay as they are.
-
-        `reference_logprobs` [N], or with `top_k` `top_ids` and `top_logprobs` [N, k]. Raises RunError when
-        the server does not answer, or not with that.
-        """
-        client = OpenAIClient(
-            self._config.base_url,
-            api_key_env=self._config.api_key_env,
-            max_concurrent=self._config.max_concurrent_requests,
-            max_retries=self._config.max_retries,
-            key_field=f"{self._section}.api_key_env",
-        )
-        try:
-            async with asyncio.timeout(seconds):
-                spans = _spans(batch, sequences)
-                answers = await asyncio.gather(
-                    *(self._ask(client, batch.tokens[span].tolist(), top_k) for span in spans)
-                )
-        except (EngineFailed, RequestRefused, TimeoutError) as error:
-            what = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)" * (
-                isinstance(error, TimeoutError)
-            )
-            raise RunError(f"{self._section}: {what or error}") from error
-        finally:
-            await client.close()
-        return filled(batch, spans, answers, top_k)
-
-    async def _ask(self, client: OpenAIClient, tokens: list[int], top_k: int | None) -> list[TokenScores]:
-        """Logprobs of every token but the first."""
-        body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
-        answer = await client.post("/completions", {**body, "prompt_logprobs": top_k or 0})
-        choices = answer.get("choices") or [{}]
-        scores = choices[0].get("prompt_logprobs")
-        if not scores:
-            raise RunError(
-                f"{self._section}.base_url: {self._config.base_url} answers without prompt_logprobs: serve "
-                "the teacher by vLLM, whose server returns them, or in processes of the run (kind: model)"
-            )
-        if len(scores) != len(tokens):
-            raise RunError(
-                f"{self._section}.base_url: {self._config.base_url} was sent {len(tokens)} tokens and "
-                f"returned logprobs of {len(scores)}: use a server that keeps token ids as they are"
-            )
-        return list(scores[1:])
-
-
-def filled(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[TokenScores]], top_k: int | None
-) -> dict[str, Tensor]:
-    """The teacher's fields for the tokens of the loss mask in these spans."""
-    if top_k is None:
-        logprobs = _kept(batch.reference_logprobs, (batch.num_tokens,))
-        for place, scores in _scored(batch, spans, answers):
-            logprobs[place] = scores[str(int(batch.tokens[place]))]["logprob"]
-        return {"reference_logprobs": logprobs}
-    ids = _kept(batch.top_ids, (batch.num_tokens, top_k), torch.int32)
-    of_top = _kept(batch.top_logprobs, (batch.num_tokens, top_k))
-    for place, scores in _scored(batch, spans, answers):
-        # The token of the prompt itself is included whatever its rank.
-        top = sorted(scores.items(), key=lambda item: -item[1]["logprob"])[:top_k]
-        if len(top) < top_k:
-            raise RunError(
-                f"a teacher's server returned {len(top)} of {top_k} likeliest tokens: set a smaller top_k"
-            )
-        ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
-        of_top[place] = torch.tensor([known["logprob"] for _, known in top])
-    return {"top_ids": ids, "top_logprobs": of_top}
-
-
-def _scored(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[TokenScores]]
-) -> list[tuple[int, TokenScores]]:
-    """Places of the loss mask, each with its scores."""
-    return [
-        (place, scores)
-        for span, answer in zip(spans, answers, strict=True)
-        for place, scores in zip(range(span.start + 1, span.stop), answer, strict=True)
-        if batch.loss_mask[place]
-    ]
-
-
-def _spans(batch: PackedBatch, sequences: Sequence[int]) -> list[slice]:
-    """Spans of the sequences that have scored tokens."""
-    starts = batch.cu_seqlens.tolist()
-    spans = [slice(starts[s], starts[s + 1]) for s in sequences]
-    return [span for span in spans if bool(batch.loss_mask[span].any())]
-
-
-def _kept(field: Tensor | None, size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(size, dtype=dtype) if field is None else field.clone()
 
 
 def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:

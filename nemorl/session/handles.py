@@ -7,15 +7,15 @@ Rollout workers use `EngineHandle` too, so this module imports torch for type ch
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.group import Worker, WorkerGroup
-from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
@@ -31,7 +31,10 @@ from nemorl.generation.types import (
 from nemorl.rollout.groups import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
+    from nemorl.data.shards import Column, Field, LoadedBatch, SequencePlace
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
     from nemorl.serve.app import Listening
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from nemorl.weights.session import RefitSession
 
     from .devices import DeviceScheduler
-    from .shard import Column, Field, LoadedBatch, SequencePlace
 
 # Beyond a deadline that the processes keep themselves, and whose error says what did not finish.
 GRACE_SECONDS = 30.0
@@ -90,10 +92,6 @@ class ModelHandle:
         else:
             await self.devices.give_to(None)
 
-    async def gpus(self) -> list[tuple[str, ...]]:
-        """GPUs of each rank, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-        return await self.group.call("gpus", stage="start", deadline_seconds=self._deadlines.start)
-
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
         headers: list[dict[str, str]] = await self.group.call(
@@ -111,7 +109,7 @@ class ModelHandle:
         num_minibatches: int = 1,
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
-        from .shard import LoadedBatch
+        from nemorl.data.shards import LoadedBatch
 
         self._batch = LoadedBatch.plan_for(sequences, self._config, self.group.mesh.data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
@@ -132,6 +130,7 @@ class ModelHandle:
             deadline_seconds=self._deadlines.logprobs,
             axis="rank",
             outputs="output_ranks",
+            keep=field,
         )
         return self.batch.column(stores)
 
@@ -157,26 +156,22 @@ class ModelHandle:
         )
         return self.batch.in_order(values)
 
-    async def ask_teacher(
-        self, config: EndpointTeacherConfig, name: str, taught: Set[int], top_k: int | None
+    async def fill(
+        self, sequences: Set[int], compute: "Callable[..., Mapping[str, Tensor]]", *, stage: str
     ) -> None:
-        """Have a server score the loaded sequences with these numbers.
+        """Fill the fields that `compute` returns for the loaded sequences with these numbers.
 
-        It fills their `reference_logprobs`, or their `top_ids` and `top_logprobs`, on the output ranks, which
-        may then share them.
+        On the output ranks, which may then share them. It gets the deadline as `seconds`.
         """
         numbers: list[list[int]] = [[] for _ in range(self.group.mesh.world_size)]
         for rank, held in zip(self.group.mesh.output_ranks, self.batch.plan.ranks, strict=True):
-            numbers[rank] = [row for row, place in enumerate(held) if place in taught]
+            numbers[rank] = [row for row, place in enumerate(held) if place in sequences]
         seconds = self._deadlines.logprobs
         await self.group.call_sharded(
-            "ask_teacher",
+            "fill",
             numbers,
-            config,
-            name,
-            top_k,
-            seconds,
-            stage="teachers",
+            partial(compute, seconds=seconds),
+            stage=stage,
             deadline_seconds=seconds + GRACE_SECONDS,
             axis="rank",
         )
@@ -238,7 +233,7 @@ class ModelHandle:
     async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
         """One optimizer step over a minibatch of the loaded batch."""
         stats: list[TrainStats] = await self._compute(
-            "train_on",
+            "train",
             self.batch.plan.minibatches[minibatch],
             loss,
             stage="training",
@@ -249,7 +244,7 @@ class ModelHandle:
     async def evaluate(self, loss: "Loss") -> "Evaluation":
         """The loss of the complete loaded batch under the current weights."""
         evaluations: list[Evaluation] = await self._compute(
-            "evaluate_on",
+            "evaluate",
             self.batch.micro_batches,
             loss,
             stage="validation",
@@ -281,7 +276,10 @@ class ModelHandle:
     @property
     def samplers(self) -> "list[EngineHandle]":
         """The leader of each data-parallel copy, which answers requests."""
-        return [EngineHandle(self.group.workers[rank]) for rank in self.group.mesh.output_ranks]
+        workers = self.group.workers
+        return [
+            EngineHandle(replace(workers[rank], prefix="sampler.")) for rank in self.group.mesh.output_ranks
+        ]
 
     @asynccontextmanager
     async def sampling(self, version: int) -> AsyncIterator[None]:
@@ -296,7 +294,7 @@ class ModelHandle:
             with suppress(ClusterError):  # what ended a rank ended `serve` too, which reports it
                 await asyncio.gather(
                     *(
-                        sampler.worker.call("stop_serving", stage="generation", deadline_seconds=seconds)
+                        sampler.worker.call("stop", stage="generation", deadline_seconds=seconds)
                         for sampler in self.samplers
                     )
                 )
@@ -475,9 +473,9 @@ class _WeightSide:
             ends_group=False,
         )
 
-    async def _prepare(self, parts: Sequence[Any]) -> None:
+    async def _prepare(self, method: str, parts: Sequence[Any]) -> None:
         await self.group.call_sharded(
-            "prepare_refit",
+            method,
             parts,
             axis="rank",
             stage="refit",
@@ -491,15 +489,15 @@ class PolicySenders(_WeightSide):
 
     async def describe(self) -> "Sequence[SenderLayout]":
         """What each rank holds."""
-        return await self._call("describe_weights")
+        return await self._call("sender.describe")
 
     async def prepare(self, parts: "Sequence[Part]") -> None:
         """Give every rank its part of the plan."""
-        await self._prepare(parts)
+        await self._prepare("sender.prepare", parts)
 
     async def send(self, session: "RefitSession") -> "Sequence[SendReport]":
         """Send on every rank."""
-        return await self._call("send_weights", session)
+        return await self._call("sender.send", session)
 
 
 @dataclass(frozen=True)
@@ -521,7 +519,8 @@ class GenerationReceivers(_WeightSide):
     async def prepare(self, parts: "Sequence[Part]") -> None:
         """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
-        await self._prepare([tuple(itertools.islice(left, count)) for count in self._ranks])
+        of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
+        await self._prepare("prepare_refit", of_replicas)
 
     async def receive(self, session: "RefitSession") -> "Sequence[ReceiveReport]":
         """Receive on every rank."""

@@ -22,6 +22,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.prompts import prompts_of
+from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.serve.app import AppOf, Listening
 from nemorl.serve.requests import ApiError
@@ -29,7 +30,6 @@ from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
 
 from .devices import DeviceScheduler
 from .handles import ModelHandle
-from .shard import SequencePlace
 
 
 @dataclass(frozen=True)

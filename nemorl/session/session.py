@@ -91,12 +91,13 @@ class Starter:
             "keep_reference": False,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
             "trains": model.trains,
+            "load": True,
         }
-        target = "nemorl.session.policy_host:PolicyHost"
+        target = "nemorl.megatron.worker:PolicyWorker"
         if model.name == "policy":
             shared["keep_reference"] = algorithm.keeps_reference and self.experiment.reference is None
             if not self.experiment.generation.has_engines:
-                target = "nemorl.session.policy_host:SamplingPolicyHost"
+                target = "nemorl.generation.megatron_engine:SamplingPolicyWorker"
                 tokenizer = model.config.tokenizer.path or model.config.model_path
                 shared["generation"] = self.experiment.generation
                 shared["tokenizer_path"] = tokenizer.absolute()
@@ -359,7 +360,7 @@ class _Opening:
 
     async def engines_on_policy_devices(self, policy: ModelHandle) -> None:
         """Engines on the policy's devices, which models may take back when they sleep."""
-        gpus = await policy.gpus() if self.starter.device == "cuda" else []
+        gpus = policy.group.gpus if self.starter.device == "cuda" else []
         await policy.release_devices()
         await self.engines(gpus)
         await self.session.engines.sleep()

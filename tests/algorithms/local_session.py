@@ -1,4 +1,4 @@
-"""A run's learner in the process of the test: the policy host itself, without Ray."""
+"""A run's learner in the process of the test: the policy worker itself, without Ray."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,20 +13,20 @@ from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Loss
 from nemorl.data.micro_batches import packing_metrics, plan_batch
+from nemorl.data.shards import SequencePlace, make_shards
 from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
+from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
-from nemorl.session.policy_host import PolicyHost
-from nemorl.session.shard import SequencePlace, make_shards
 
 HIDDEN = 32
 
 
-def start_host(experiment: Experiment, folder: Path) -> PolicyHost:
+def start_host(experiment: Experiment, folder: Path) -> PolicyWorker:
     """One process, with a reference."""
-    return PolicyHost(
+    return PolicyWorker(
         experiment.policy,
         rank=0,
         world_size=1,
@@ -36,6 +36,7 @@ def start_host(experiment: Experiment, folder: Path) -> PolicyHost:
         temperature=1.0,
         keep_reference=True,
         deadline_seconds=60,
+        load=True,
     )
 
 
@@ -49,7 +50,7 @@ class Stored(tuple[Any, ...]):
 class LocalLearner:
     """What `ModelHandle` does for one rank."""
 
-    def __init__(self, host: PolicyHost, tokens: int) -> None:
+    def __init__(self, host: PolicyWorker, tokens: int) -> None:
         self.host = host
         self.loads = 0
         self.forwards = 0
@@ -77,11 +78,11 @@ class LocalLearner:
 
     async def evaluate(self, loss: Loss) -> Evaluation:
         """Nothing learns."""
-        return self.host.evaluate_on(self._micro_batches, loss)
+        return self.host.evaluate(self._micro_batches, loss)
 
     async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
         """One step."""
-        return self.host.train_on(self._micro_batches, loss)
+        return self.host.train(self._micro_batches, loss)
 
     def packing_metrics(self) -> dict[str, float]:
         """Of the plan."""
@@ -95,7 +96,7 @@ class LocalLearner:
 class Run:
     """An offline run over a host that may have had others before; its weights are those of the folder."""
 
-    def __init__(self, experiment: Experiment, host: PolicyHost) -> None:
+    def __init__(self, experiment: Experiment, host: PolicyWorker) -> None:
         self.experiment = experiment
         self.lines: list[StepMetrics] = []
         self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)

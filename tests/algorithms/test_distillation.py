@@ -19,12 +19,12 @@ from nemorl.algorithms.distillation import (
 from nemorl.algorithms.losses import finish_metrics
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
+from nemorl.algorithms.teachers import EndpointTeacher, Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, ReverseKlLossConfig
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.packed import Compared, PackedBatch
+from nemorl.data.shards import Column, SequencePlace
 from nemorl.errors import RunError
-from nemorl.session.shard import Column, SequencePlace
 from nemorl.trajectories import Task
 from tests.algorithms.groups import failed, group
 
@@ -260,8 +260,8 @@ class StandInGroup:
     async def top(self, k: int) -> None:
         self.calls.append(k)
 
-    async def ask_teacher(self, config: object, name: str, taught: set[int], top_k: int | None) -> None:
-        self.calls.append((name, taught, top_k))
+    async def fill(self, sequences: set[int], compute: EndpointTeacher, *, stage: str) -> None:
+        self.calls.append((compute._section, sequences, compute._top_k))
 
     async def share(self, field: str) -> Column:
         rows = [place.row for place in self.loaded[-1]]
@@ -298,7 +298,7 @@ def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
     assert [place.row for place in sums.loaded[0]] == [0, 2, 4, 0]  # filled up to a multiple of two
     assert [place.weight for place in sums.loaded[0]] == [0.5, 0.5, 0.5, 0]
     assert [place.row for place in prose.loaded[0]] == [1]
-    assert policy.calls == [("far", {3}, None)]
+    assert policy.calls == [("teachers.far", {3}, None)]
     own, asked = "old_logprobs", "reference_logprobs"
     assert policy.taken == {
         asked: [((1, own), 0), ((2, own), 10), ((1, own), 20), ((0, asked), 30), ((1, own), 40)]
@@ -308,7 +308,7 @@ def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
 def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
     policy, sums, _ = told(8, shares_devices=False)
     assert sums.calls == [8]
-    assert policy.calls == [("far", {3}, 8)]
+    assert policy.calls == [("teachers.far", {3}, 8)]
     assert policy.taken.keys() == {"top_ids", "top_logprobs"}
     assert policy.taken["top_ids"][:2] == [((1, "top_ids"), 0), ((2, "top_ids"), 10)]
 

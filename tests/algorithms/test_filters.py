@@ -14,10 +14,10 @@ from nemorl.config.facts import metric_names
 from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.datasets import TaskOrder
 from nemorl.data.micro_batches import plan_batch
+from nemorl.data.shards import make_shards
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.shard import make_shards
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, trajectory
 

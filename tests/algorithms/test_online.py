@@ -14,9 +14,9 @@ from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
 from nemorl.config.algorithm import OnlineConfig
+from nemorl.data.shards import SequencePlace
 from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.rollout.groups import GroupSummary
-from nemorl.session.shard import SequencePlace
 from tests.algorithms.groups import failed, group, trajectory
 
 GROUPS = [

@@ -81,7 +81,7 @@ def live(
         gap = worker.compute_logprobs(micro_batches, old=True, reference=True)
         if not steps:
             first = gap, worker.batch.old_logprobs
-        steps.append(worker.train(LOSS, micro_batches))
+        steps.append(worker.train(micro_batches, LOSS))
     worker.close()
     return Life(*first, steps)
 
@@ -101,6 +101,6 @@ def updates(
     micro_batches = partition(mine.num_sequences, per_micro_batch)
     worker.load_batch(mine)
     worker.compute_logprobs(micro_batches, old=True, reference=True, entropy=True)
-    steps = [worker.train(loss, micro_batches) for loss in losses]
+    steps = [worker.train(micro_batches, loss) for loss in losses]
     worker.close()
     return steps

@@ -78,7 +78,7 @@ def sample_and_train(
     mine = asked[number :: config.layout.data_parallel_size]
     completions = {c.id: c for c in _stage(copy, config, mine)}
     gap = _gap(worker, mine, completions, copy.leader, reference=True)
-    stats = worker.train(LOSS, partition(len(mine), 2))
+    stats = worker.train(partition(len(mine), 2), LOSS)
     worker.close()
     return completions, gap, stats
 

@@ -27,7 +27,7 @@ def train(worker, rank, config, seed):
     micro_batches = partition(batch.num_sequences, 3)
     worker.load_batch(batch)
     worker.compute_logprobs(micro_batches, old=True, reference=True)
-    return worker.train(LOSS, micro_batches)
+    return worker.train(micro_batches, LOSS)
 
 
 def save_in_the_middle(rank, world_size, rendezvous, config, folder):

@@ -15,9 +15,9 @@ from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.micro_batches import BatchPlan, plan_batch
 from nemorl.data.packed import PackedBatch
+from nemorl.data.shards import Column, column_of, column_shards, rows_of
 from nemorl.megatron.stats import TrainStats
-from nemorl.session.policy_host import PolicyHost
-from nemorl.session.shard import Column, column_of, column_shards, rows_of
+from nemorl.megatron.worker import PolicyWorker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 
 ESTIMATOR = TokenEstimator(GaeConfig(name="gae", gamma=0.99, lam=0.9), None)
@@ -31,8 +31,8 @@ class Stored(list):
     __eq__ = object.__eq__
 
 
-def host(rank: int, world_size: int, rendezvous: str, config: PolicyConfig) -> PolicyHost:
-    return PolicyHost(
+def host(rank: int, world_size: int, rendezvous: str, config: PolicyConfig) -> PolicyWorker:
+    return PolicyWorker(
         config,
         rank=rank,
         world_size=world_size,
@@ -42,6 +42,7 @@ def host(rank: int, world_size: int, rendezvous: str, config: PolicyConfig) -> P
         temperature=1.0,
         keep_reference=False,
         deadline_seconds=60,
+        load=True,
     )
 
 
@@ -85,7 +86,7 @@ def rows_by_rank(
         worker.estimate(ESTIMATOR)
     if method == "learn":
         worker.take(shard, "returns")
-        stats = worker.train_on(minibatch[copy], LOSS)
+        stats = worker.train(minibatch[copy], LOSS)
     rows = rows_of(worker.batch, "returns" if method == "estimate" else "values")
     worker.close()
     return rows, stats

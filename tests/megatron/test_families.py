@@ -65,7 +65,7 @@ def embedding_rows_that_moved(rank, world_size, rendezvous, config, batch):
     everything = partition(batch.num_sequences, 3)
     worker.load_batch(batch)
     worker.compute_logprobs(everything, old=True, reference=True)
-    worker.train(LOSS, everything)
+    worker.train(everything, LOSS)
     moved = (worker.parameters()[name] != before).any(1)
     worker.close()
     return moved[:VOCABULARY]

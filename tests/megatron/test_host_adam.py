@@ -77,7 +77,7 @@ def five_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfig
         micro_batches = partition(batch.num_sequences, 3)
         worker.load_batch(batch)
         worker.compute_logprobs(micro_batches, old=True, reference=True)
-        steps.append(worker.train(LOSS, micro_batches))
+        steps.append(worker.train(micro_batches, LOSS))
     inner = [one.optimizer for one in worker.optimizer.megatron.chained_optimizers]
     hosted = {
         tensor.untyped_storage().data_ptr()

@@ -87,7 +87,7 @@ def test_logprobs_and_gradients_equal_peft(worker, family, lora):
     torch.testing.assert_close(policy.batch.reference_logprobs, base, atol=1e-4, rtol=0)
     assert (policy.batch.old_logprobs - base).abs().max() > 0.1
 
-    stats = policy.train(LOSS, partition(8, 3))
+    stats = policy.train(partition(8, 3), LOSS)
     loss = LOSS(policy.batch, *logprobs_and_entropy(theirs, batch)).loss
     loss.backward()
     assert stats.sums["loss/total"] == pytest.approx(loss.item(), rel=1e-5)
@@ -207,7 +207,7 @@ def train(worker, rank, config, seeds):
         batch = share(ragged_batch(seed=seed), rank, config)
         worker.load_batch(batch)
         worker.compute_logprobs(partition(batch.num_sequences, 2), old=True, reference=True)
-        steps.append(worker.train(LOSS, partition(batch.num_sequences, 2)))
+        steps.append(worker.train(partition(batch.num_sequences, 2), LOSS))
     return steps
 
 

@@ -36,7 +36,7 @@ def record_steps(rank, world_size, rendezvous, config, num_steps):
         for seed in range(num_steps):
             worker.load_batch(ragged_batch(seed=seed))
             worker.compute_logprobs(partition(8, 8), old=True, reference=True)
-            worker.train(LOSS, partition(8, 8))
+            worker.train(partition(8, 8), LOSS)
     after = in_hf_names(worker, worker.parameters())
     worker.close()
     return before, gradients, after

@@ -40,7 +40,7 @@ def three_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfi
         micro_batches = partition(mine.num_sequences, 3)
         worker.load_batch(mine)
         worker.compute_logprobs(micro_batches, old=True, reference=True)
-        steps.append(worker.train(LOSS, micro_batches))
+        steps.append(worker.train(micro_batches, LOSS))
     states = {f"weight {name}": weight.detach().clone() for name, weight in worker.parameters().items()}
     for state in worker.optimizer.state_names:
         shards = worker.optimizer.shards(state)
@@ -84,7 +84,7 @@ def read_while_away(rank: int, world_size: int, rendezvous: str, config: PolicyC
         worker.offload,
         worker.parameters,
         lambda: worker.compute_logprobs([[0]], old=True, reference=False),
-        lambda: worker.train(LOSS, [[0]]),
+        lambda: worker.train([[0]], LOSS),
         lambda: worker.save_checkpoint(Path("/nowhere")),
         worker.copy_for_checkpoint,
     ):

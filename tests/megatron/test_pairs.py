@@ -71,9 +71,9 @@ def learn(rank, world_size, rendezvous, config, micro_batch_tokens):
     for _ in range(STEPS):
         worker.load_batch(batch)
         worker.compute_logprobs(micro_batches, old=False, reference=True)
-        steps.append(worker.train(LOSS, micro_batches))
+        steps.append(worker.train(micro_batches, LOSS))
     reference = worker.sequence_logprobs(micro_batches, reference=True)
-    evaluation = worker.evaluate(LOSS, micro_batches)
+    evaluation = worker.evaluate(micro_batches, LOSS)
     worker.close()
     return mine, Seen(reference, steps, evaluation)
 

@@ -123,7 +123,7 @@ def test_replay_and_balance_do_not_depend_on_the_layout(pool, model, where, reco
 def train_on_nothing(rank, world_size, rendezvous, config, batch):
     worker = start_worker(rank, world_size, rendezvous, config)
     worker.load_batch(batch)
-    stats = worker.train(Nothing(), partition(batch.num_sequences, 3))
+    stats = worker.train(partition(batch.num_sequences, 3), Nothing())
     worker.close()
     return stats
 
@@ -167,7 +167,7 @@ def weights_after_two_steps(rank, world_size, rendezvous, config):
         worker.load_batch(ragged_batch(seed=seed))
         everything = partition(worker.batch.num_sequences, 3)
         worker.compute_logprobs(everything, old=True, reference=True)
-        worker.train(LOSS, everything)
+        worker.train(everything, LOSS)
     same = {name: torch.equal(p, before[name]) for name, p in worker.parameters().items()}
     worker.close()
     return same

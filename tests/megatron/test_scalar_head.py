@@ -98,7 +98,7 @@ def test_values_and_a_step_equal_transformers(worker, critic, family):
 
     loss = (batch.weights * (values - batch.advantages).square()).sum()
     grads = torch.autograd.grad(loss, list(theirs.parameters()))
-    step = policy.train(SquaredError(), partition(batch.num_sequences, 3))
+    step = policy.train(partition(batch.num_sequences, 3), SquaredError())
     assert step.sums["loss/value"] == pytest.approx(loss.item(), rel=1e-5)
     assert step.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-4)
 
@@ -108,7 +108,7 @@ def test_a_language_model_gets_a_head_of_zeros_that_learns(worker, model):
     policy.load_batch(ragged_batch())
     assert policy.compute_values(partition(8, 3)).mean == 0
     for _ in range(2):
-        policy.train(SquaredError(), partition(8, 3))
+        policy.train(partition(8, 3), SquaredError())
     assert policy.compute_values(partition(8, 3)).mean > 0.01
 
 
@@ -139,7 +139,7 @@ def learn(rank, world_size, rendezvous, config, folder=None):
         micro_batches = partition(batch.num_sequences, 2)
         worker.load_batch(batch)
         course.means.append(worker.compute_values(micro_batches).mean)
-        course.steps.append(worker.train(SquaredError(), micro_batches))
+        course.steps.append(worker.train(micro_batches, SquaredError()))
     if folder is not None:
         worker.save_checkpoint(folder)
     worker.close()
@@ -214,6 +214,6 @@ def test_what_a_head_cannot_do_is_refused(worker, critic, model):
     with pytest.raises(
         RuntimeError, match=r"a loss that needs the entropy requires a model with policy.head 'lm'"
     ):
-        policy.train(LOSS, partition(8, 3))
+        policy.train(partition(8, 3), LOSS)
     with pytest.raises(UnsupportedModel, match=r"'LlamaForSequenceClassification', which has no head for"):
         load_shape(critic("llama-tied")[1])

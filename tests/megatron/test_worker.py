@@ -83,7 +83,7 @@ def test_a_step_of_sgd_equals_transformers(worker, model):
 
     policy = worker("qwen3", optimizer={"name": "sgd", "lr": 0.5, "momentum": 0.0}, max_grad_norm=norm / 2)
     policy.load_batch(batch)
-    stats = policy.train(CrossEntropyLoss(), ALL)
+    stats = policy.train(ALL, CrossEntropyLoss())
     assert stats.sums["loss/sft"] == pytest.approx(loss.item(), rel=1e-5)
     assert stats.grad_norm == pytest.approx(norm, rel=1e-4)
     named = dict(zip((name for name, _ in theirs.named_parameters()), grads, strict=True))
@@ -105,7 +105,7 @@ def test_reference_logprobs_stay_when_the_policy_learns(worker):
     policy.compute_logprobs(ALL, old=True, reference=True)
     before = policy.batch
     for _ in range(3):
-        policy.train(LOSS, ALL)
+        policy.train(ALL, LOSS)
     policy.compute_logprobs(ALL, old=True, reference=True)
     assert torch.equal(policy.batch.reference_logprobs, before.reference_logprobs)
     assert (policy.batch.old_logprobs - before.old_logprobs).abs().max() > 0.1
@@ -114,12 +114,12 @@ def test_reference_logprobs_stay_when_the_policy_learns(worker):
 def test_a_step_with_nan_gradients_changes_nothing_and_is_counted(worker):
     policy = worker(max_skipped_steps=2)
     policy.load_batch(ragged_batch())
-    policy.train(CrossEntropyLoss(), ALL)
+    policy.train(ALL, CrossEntropyLoss())
     weights = {name: p.clone() for name, p in policy.parameters().items()}
     moments = {name: shard.values.clone() for name, shard in policy.optimizer.shards("exp_avg").items()}
 
     for _ in range(2):
-        stats = policy.train(NotANumber(), ALL)
+        stats = policy.train(ALL, NotANumber())
         assert stats.skipped
         assert math.isnan(stats.grad_norm)
     assert all(torch.equal(p, weights[name]) for name, p in policy.parameters().items())
@@ -128,12 +128,12 @@ def test_a_step_with_nan_gradients_changes_nothing_and_is_counted(worker):
     progress = policy.optimizer.progress
     assert (progress.updates, progress.skipped_in_a_row) == (1, 2)
 
-    assert not policy.train(CrossEntropyLoss(), ALL).skipped
+    assert not policy.train(ALL, CrossEntropyLoss()).skipped
     assert progress.skipped_in_a_row == 0
     for _ in range(2):
-        policy.train(NotANumber(), ALL)
+        policy.train(ALL, NotANumber())
     with pytest.raises(TooManySkippedSteps, match=r"not finite in 3 optimizer steps in a row"):
-        policy.train(NotANumber(), ALL)
+        policy.train(ALL, NotANumber())
 
 
 @pytest.mark.parametrize("where", [layout(), layout(tp=2, sp=True), layout(pp=2), layout(dp=2)])
@@ -148,7 +148,7 @@ def learn_by_heart(rank, world_size, rendezvous, config):
     worker = start_worker(rank, world_size, rendezvous, config)
     assert all(p.dtype == torch.bfloat16 for p in worker.parameters().values())
     worker.load_batch(ragged_batch())
-    losses = [worker.train(CrossEntropyLoss(), ALL).sums["loss/sft"] for _ in range(12)]
+    losses = [worker.train(ALL, CrossEntropyLoss()).sums["loss/sft"] for _ in range(12)]
     worker.close()
     return losses
 
@@ -161,7 +161,7 @@ def test_a_micro_batch_without_learned_tokens_is_harmless(worker):
         field[start:end] = 0
     policy.load_batch(batch)
     policy.compute_logprobs([[2], [0, 1]], old=True, reference=False)
-    stats = policy.train(LOSS, [[2], [0, 1]])
+    stats = policy.train([[2], [0, 1]], LOSS)
     assert math.isfinite(stats.grad_norm)
     assert stats.sums["tokens"] == batch.loss_mask[: batch.cu_seqlens[2]].sum()
 
@@ -170,7 +170,7 @@ def test_broken_batches_are_refused(worker):
     policy = worker()
     batch = ragged_batch()
     with pytest.raises(RuntimeError, match="call load_batch"):
-        policy.train(LOSS, ALL)
+        policy.train(ALL, LOSS)
     with pytest.raises(ValueError, match="sequence 0 of the batch has 49 tokens"):
         policy.load_batch(ragged_batch((49,)))
     with pytest.raises(ValueError, match="does not run from 0 to the"):
@@ -210,12 +210,12 @@ def test_a_step_without_any_gradient_changes_nothing(worker):
     """As where a correction left out every token: neither momentum nor decay moves, and no rate is used."""
     policy = worker(optimizer={"name": "adam", "lr": 0.1, "weight_decay": 0.1}, schedule={"warmup_steps": 5})
     policy.load_batch(ragged_batch())
-    assert not policy.train(LOSS, ALL).empty
+    assert not policy.train(ALL, LOSS).empty
     weights = {name: p.clone() for name, p in policy.parameters().items()}
     moments = {name: shard.values.clone() for name, shard in policy.optimizer.shards("exp_avg").items()}
     policy.load_batch(replace(ragged_batch(), logprobs=torch.full_like(ragged_batch().logprobs, -30.0)))
     masked = PolicyLoss(ClipLossConfig(), correction=MaskedCorrectionConfig(name="mis"))
-    stats = policy.train(masked, ALL)
+    stats = policy.train(ALL, masked)
     assert (stats.empty, stats.skipped, stats.grad_norm) == (True, False, 0.0)
     assert stats.sums["tokens"] == ragged_batch().loss_mask.sum()
     assert all(torch.equal(p, weights[name]) for name, p in policy.parameters().items())

@@ -73,6 +73,6 @@ def distilled(
     assert told.top_ids is not None
     assert told.top_logprobs is not None
     worker.load_batch(replace(told, reference_logprobs=torch.zeros(told.num_tokens)))
-    steps = [worker.train(loss, micro_batches) for loss in losses]
+    steps = [worker.train(micro_batches, loss) for loss in losses]
     worker.close()
     return told.top_ids, told.top_logprobs, steps

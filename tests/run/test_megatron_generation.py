@@ -58,7 +58,7 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
 
     The step replays the choices of their routers, which come with the samples.
     """
-    out = folder / "mixture"
+    out = folder / "mixture_model"
     config = Qwen3MoeConfig(
         vocab_size=load_shape(dense).vocab_size,
         hidden_size=32,

@@ -13,11 +13,12 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.batches import Advantage
-from nemorl.data.micro_batches import BatchPlan, packing_metrics, plan_batch
-from nemorl.data.packed import Compared, PackedBatch
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import Float32Array, Int32Array
+
+from .batches import Advantage
+from .micro_batches import BatchPlan, packing_metrics, plan_batch
+from .packed import Compared, PackedBatch
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""A server's prompt logprobs become fields of the batch; what it does not say is refused with a mend."""
+"""A server's prompt logprobs become fields of the batch; what it does not return is an error with a fix."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,10 +10,10 @@ import pytest
 import torch
 from aiohttp import web
 
+from nemorl.algorithms.teachers import EndpointTeacher
 from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
-from nemorl.session.endpoints import EndpointTeacher
 
 VOCABULARY = 6
 BATCH = PackedBatch(
@@ -63,7 +63,7 @@ async def serving(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> AsyncIt
         await runner.cleanup()
 
 
-def tell(
+def ask(
     batch: PackedBatch,
     sequences: list[int],
     top_k: int | None,
@@ -72,32 +72,33 @@ def tell(
     async def main() -> dict[str, torch.Tensor]:
         async with serving(answer) as url:
             config = EndpointTeacherConfig(kind="endpoint", base_url=url, model="m", max_retries=0)
-            return await EndpointTeacher(config, "sums").score(batch, sequences, top_k, 20.0)
+            teacher = EndpointTeacher(config, "sums", top_k)
+            return await asyncio.to_thread(teacher, batch, sequences, seconds=20.0)
 
     return asyncio.run(main())
 
 
-def test_logprobs_of_the_tokens_that_stand_there() -> None:
-    (logprobs,) = tell(BATCH, [0, 1], None).values()
+def test_logprobs_of_the_tokens_of_the_prompt() -> None:
+    (logprobs,) = ask(BATCH, [0, 1], None).values()
     expected = torch.zeros(7)
     for place, before in ((1, [0]), (2, [0, 3]), (5, [5, 2]), (6, [5, 2, 2])):
         expected[place] = log_p(before)[BATCH.tokens[place]]
     torch.testing.assert_close(logprobs, expected)
 
 
-def test_the_likeliest_tokens_without_the_one_that_stands_there() -> None:
-    told = tell(BATCH, [0, 1], 2)
+def test_the_likeliest_tokens_without_the_one_of_the_prompt() -> None:
+    fields = ask(BATCH, [0, 1], 2)
     for place, before in ((1, [0]), (2, [0, 3]), (5, [5, 2]), (6, [5, 2, 2])):
         values, ids = log_p(before).topk(2)
-        assert told["top_ids"][place].tolist() == ids.tolist()
-        torch.testing.assert_close(told["top_logprobs"][place], values)
-    assert not told["top_ids"][[0, 3, 4]].any()
+        assert fields["top_ids"][place].tolist() == ids.tolist()
+        torch.testing.assert_close(fields["top_logprobs"][place], values)
+    assert not fields["top_ids"][[0, 3, 4]].any()
 
 
 def test_sequences_of_other_teachers_stay_as_they_are() -> None:
-    first = tell(BATCH, [0], None)
-    both = tell(replace(BATCH, **first), [1], None)
-    torch.testing.assert_close(both, tell(BATCH, [0, 1], None))
+    first = ask(BATCH, [0], None)
+    both = ask(replace(BATCH, **first), [1], None)
+    torch.testing.assert_close(both, ask(BATCH, [0, 1], None))
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,14 @@ def test_sequences_of_other_teachers_stay_as_they_are() -> None:
     [
         (
             lambda body: {"choices": [{"text": "x"}]},
-            "answers without prompt_logprobs: serve",
+            "answers without prompt_logprobs; serve",
         ),
         (
             lambda body: {"choices": [{"prompt_logprobs": [None, {}]}]},
-            "was sent 3 tokens and returned logprobs of 2",
+            "received 3 tokens and returns prompt_logprobs of 2",
         ),
     ],
 )
-def test_what_it_does_not_say_is_refused(answer: Any, problem: str) -> None:
-    with pytest.raises(RunError, match=rf"teachers\.sums\.base_url: .*{problem}"):
-        tell(BATCH, [0], None, answer)
+def test_what_it_does_not_return_is_an_error(answer: Any, problem: str) -> None:
+    with pytest.raises(RunError, match=rf"teachers\.sums\.base_url = .*{problem}"):
+        ask(BATCH, [0], None, answer)
