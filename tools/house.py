@@ -2,8 +2,8 @@
 
     python tools/house.py [--json] [--path] [--root FOLDER] [--limit grpo_path_files=45 ...]
 
-Everything is read from the source; nothing of the product is imported. `--help` defines each figure, `--path`
-lists the modules on the GRPO path with a reason each, and `--limit` exits with 1 where a figure is larger.
+Everything is read from the source; nothing of the product is imported. `--help` defines each metric, `--path`
+lists the modules on the GRPO path with a reason each, and `--limit` exits with 1 where a metric is larger.
 """
 
 import argparse
@@ -136,7 +136,7 @@ for _kind in EXTENSIONS:
         + ", ".join(EXTENSIONS[_kind])
     )
 
-Figures: TypeAlias = dict[str, float]
+Metrics: TypeAlias = dict[str, float]
 Graph: TypeAlias = Mapping[str, set[str]]
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = (
@@ -339,8 +339,8 @@ def is_inner(name: str) -> bool:
     return top_package(name) in INNER
 
 
-def measure(root: Path) -> Figures:
-    """Return all figures of DEFINITIONS for the product below `root`."""
+def measure(root: Path) -> Metrics:
+    """Return all metrics of DEFINITIONS for the product below `root`."""
     files = read_modules(root)
     modules = [module for module in files.values() if not module.is_package]
     graph = import_graph(files)
@@ -351,7 +351,7 @@ def measure(root: Path) -> Figures:
     private = [places for module in files.values() for places in private_functions(module)]
     package_cycles, module_cycles = cycles(package_graph(graph)), cycles(graph)
     path = grpo_path(files)
-    figures: Figures = {
+    metrics: Metrics = {
         "files": len(files),
         "modules": len(modules),
         "lines": sum(module.lines for module in files.values()),
@@ -373,30 +373,30 @@ def measure(root: Path) -> Figures:
         "grpo_path_outer_files": sum(not is_inner(name) for name in path),
     }
     for kind, examples in EXTENSIONS.items():
-        figures[f"edits_for_{kind}"] = edits(files.values(), examples)
-    return figures
+        metrics[f"edits_for_{kind}"] = edits(files.values(), examples)
+    return metrics
 
 
-def over_limit(figures: Mapping[str, float], limits: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each figure that is larger than its limit."""
+def over_limit(metrics: Mapping[str, float], limits: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each metric that is larger than its limit."""
     return [
-        f"{name} = {figures[name]:g}: larger than {limit:g}"
+        f"{name} = {metrics[name]:g}: larger than {limit:g}"
         for name, limit in limits.items()
-        if figures[name] > limit
+        if metrics[name] > limit
     ]
 
 
-def table(figures: Figures) -> str:
-    """Return the figures as lines of a name, a number and the definition."""
-    return "\n".join(f"{name:<29}{figures[name]:>9,g}  {DEFINITIONS[name]}" for name in figures)
+def table(metrics: Metrics) -> str:
+    """Return the metrics as lines of a name, a number and the definition."""
+    return "\n".join(f"{name:<29}{metrics[name]:>9,g}  {DEFINITIONS[name]}" for name in metrics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; 1 if one is over its limit."""
+    """Print the metrics; 1 if one is over its limit."""
     definitions = "\n".join(f"  {name}: {text}" for name, text in DEFINITIONS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"figures:\n{definitions}",
+        epilog=f"metrics:\n{definitions}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--path", action="store_true", help="print the files on the GRPO path and their callers"
     )
     parser.add_argument(
-        "--limit", nargs="*", default=[], metavar="FIGURE=NUMBER", help="fail above this number"
+        "--limit", nargs="*", default=[], metavar="METRIC=NUMBER", help="fail above this number"
     )
     options = parser.parse_args(arguments)
     if options.path:
@@ -416,15 +416,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             side = "inner" if is_inner(name) else "outer"
             sys.stdout.write(f"{side}  {name}  {step.function[1]}  from {caller}\n")
         return 0
-    figures = measure(options.root)
-    sys.stdout.write((json.dumps(figures, indent=2) if options.json else table(figures)) + "\n")
+    metrics = measure(options.root)
+    sys.stdout.write((json.dumps(metrics, indent=2) if options.json else table(metrics)) + "\n")
     limits = {}
     for limit in options.limit:
         name, _, number = limit.partition("=")
-        if name not in figures:
-            parser.error(f"--limit {limit}: unknown figure; expected one of {', '.join(figures)}")
+        if name not in metrics:
+            parser.error(f"--limit {limit}: unknown metric; expected one of {', '.join(metrics)}")
         limits[name] = float(number)
-    problems = over_limit(figures, limits)
+    problems = over_limit(metrics, limits)
     sys.stderr.writelines(f"{problem}\n" for problem in problems)
     return bool(problems)
 
