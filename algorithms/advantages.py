@@ -32,8 +32,8 @@ from nemorl.config.algorithm.advantages import (
     TurnAdvantageConfig,
 )
 from nemorl.config.base import Config
-from nemorl.data.batches import Advantage
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.data.packed import Advantage
+from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 
 from .custom import own_advantages
 

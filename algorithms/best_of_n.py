@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSamplingConfig
-from nemorl.data.batches import PLACEHOLDER_TOKENS
-from nemorl.data.losses import Loss
-from nemorl.data.packed import Compared
+from nemorl.data.losses import Loss, TrainStats
+from nemorl.data.packed import PLACEHOLDER_TOKENS, Compared
 from nemorl.data.shards import SequencePlace
-from nemorl.megatron.stats import TrainStats
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 
-from .aggregation import sequence_weights
-from .gate import versions_of
 from .losses import CrossEntropyLoss, finish_metrics
+from .metrics import versions_of
+from .objective import sequence_weights
 from .online import Batch
 from .pair_losses import PreferenceLoss, pair_metrics
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.config.base import NotImported, function_at
-from nemorl.data.batches import Advantage
+from nemorl.data.packed import Advantage
 from nemorl.errors import NemorlError
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 

@@ -15,18 +15,15 @@ from nemorl.config.algorithm import (
     ReverseKlLossConfig,
     TopLossConfig,
 )
-from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.examples import Example
-from nemorl.data.losses import Loss, LossOutput
-from nemorl.data.packed import PackedBatch
+from nemorl.data.losses import Loss, LossOutput, TrainStats
+from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
 from nemorl.data.shards import SequencePlace
-from nemorl.megatron.stats import TrainStats
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import GroupSummary
 
-from .aggregation import sequence_weights
-from .gate import versions_of
-from .kl import kl_divergence
 from .losses import finish_metrics
+from .metrics import versions_of
+from .objective import kl_divergence, sequence_weights
 from .offline import Unit
 from .online import Batch
 
@@ -39,7 +36,7 @@ class SampledReverseKL:
     """KL(policy || teacher) of each sampled token, in the loss; the batch's reference is the teacher.
 
     The value is k1, `x = log policy - log teacher`, which has no bias; the gradient is k2's, `x` times that
-    of the logprob, which is that of the divergence at this place (`kl.py`). It is also that of a policy
+    of the logprob, which is that of the divergence here (`objective.py`). It is also that of a policy
     gradient with advantage `-x` in an on-policy step, as others write it (Lu 2025, "On-Policy Distillation").
     The effect of a token on the divergence of later ones is left out, as in GKD (arXiv 2306.13649). `x` is
     clamped to ±20 in value and gradient.

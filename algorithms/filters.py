@@ -12,8 +12,7 @@ import torch
 
 from nemorl.config.algorithm.online import FiltersConfig
 from nemorl.errors import RunError
-from nemorl.rollout.collector import Refill
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import GroupSummary, Refill
 from nemorl.trajectories import StopReason
 
 

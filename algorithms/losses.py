@@ -19,10 +19,20 @@ from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-from .aggregation import Divisor, sequence_of, sequence_weights, totals
-from .correction import correct, kept
-from .kl import gap_divergence, kl_divergence, kl_penalty
-from .policy_losses import Choice, bounded_exp, choose, least_entropy, log_ratio, token_loss
+from .objective import (
+    Divisor,
+    bounded_exp,
+    correct,
+    gap_divergence,
+    kept,
+    kl_divergence,
+    kl_penalty,
+    log_ratio,
+    sequence_of,
+    sequence_weights,
+    totals,
+)
+from .policy_losses import Choice, choose, least_entropy, token_loss
 
 
 @dataclass(frozen=True)

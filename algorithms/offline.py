@@ -30,9 +30,9 @@ from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
 from nemorl.session.session import Session
 
-from .aggregation import sequence_weights
 from .losses import CrossEntropyLoss, finish_metrics
 from .metrics import optimizer_metrics
+from .objective import sequence_weights
 from .teachers import Teachers
 
 FILE = "reference_logprobs.json"

@@ -17,20 +17,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemorl.config.algorithm import OnlineBase
-from nemorl.data.losses import Loss
+from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.shards import SequencePlace
 from nemorl.errors import RunError
-from nemorl.megatron.stats import TrainStats
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
-from nemorl.rollout.collector import Collector
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import Collector, GroupSummary
 from nemorl.session.session import Session
 
 from .filters import filter_groups
-from .gate import LogprobGate, gap_metrics
 from .losses import value_metrics
-from .metrics import environment_share, optimizer_metrics, rollout_metrics, samples_of
+from .metrics import (
+    LogprobGate,
+    environment_share,
+    gap_metrics,
+    optimizer_metrics,
+    rollout_metrics,
+    samples_of,
+)
 from .teachers import Teachers
 from .token_advantages import SequenceKL, TokenEstimator
 

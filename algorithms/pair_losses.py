@@ -34,7 +34,7 @@ from nemorl.data.examples import Example, mismatched
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-from .aggregation import averages, totals
+from .objective import averages, totals
 from .offline import Unit
 
 # A mean logprob of 0 would have infinite odds.

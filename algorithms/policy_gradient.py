@@ -6,17 +6,15 @@ from functools import cached_property, partial
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
 from nemorl.config.algorithm.advantages import TokenAdvantageBase
-from nemorl.data.batches import PLACEHOLDER_TOKENS, Advantage
-from nemorl.data.losses import Loss
+from nemorl.data.losses import Loss, TrainStats
+from nemorl.data.packed import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.shards import SequencePlace
-from nemorl.megatron.stats import TrainStats
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 
 from .advantages import Estimator, estimator
-from .aggregation import sequence_weights
-from .gate import versions_of
-from .kl import EntropyWeight
 from .losses import PolicyLoss, ValueLoss, finish_metrics
+from .metrics import versions_of
+from .objective import EntropyWeight, sequence_weights
 from .online import Batch, RewardPenalty
 from .token_advantages import SequenceKL, TokenEstimator
 

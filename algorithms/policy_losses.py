@@ -2,7 +2,7 @@
 
 They take a packed micro-batch with the logprobs of the policy that learns, the `old` ones of the ratio, and
 advantages, all [N] float32, and return the loss of each token. Masks, weights and sums are in
-`correction.py`, `aggregation.py` and `losses.py`. In `gspo` and `gmpo` a sequence has one ratio, made of
+`objective.py` and `losses.py`. In `gspo` and `gmpo` a sequence has one ratio, made of
 those of all its sampled tokens; in the others each token has one, or none. A new built-in loss is a config in
 `nemorl/config/algorithm/losses.py`, a function here and a line in `_LOSSES`.
 
@@ -44,11 +44,8 @@ from nemorl.config.algorithm.losses import (
 )
 from nemorl.data.packed import PackedBatch
 
-from .aggregation import sequence_means
 from .custom import CustomFunctionError, find, num_positional, tried
-
-# Beyond this the ratio carries no information and its exponential overflows in float32.
-MAX_LOG_RATIO = 20.0
+from .objective import bounded_exp, log_ratio, sequence_means
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,6 @@ class TokenLoss:
     loss: Tensor  # [N] float32, differentiable
     ratio: Tensor | None = None  # [N] current policy over old one, as the loss takes it
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: reported as means over tokens
-
-
-def log_ratio(batch: PackedBatch, logprobs: Tensor, old: Tensor) -> Tensor:
-    """`logprobs - old` [N], and 0 outside the loss mask."""
-    return torch.where(batch.loss_mask, logprobs - old, torch.zeros_like(logprobs))
-
-
-def bounded_exp(log: Tensor) -> Tensor:
-    """The exponential of what is clamped to ±MAX_LOG_RATIO, without gradient beyond, as verl and OpenRLHF."""
-    return log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

@@ -25,8 +25,7 @@ from nemorl.config.algorithm.advantages import (
 from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
-from .aggregation import totals
-from .kl import kl_penalty
+from .objective import kl_penalty, totals
 
 SumOverRanks = Callable[[Tensor], Tensor]
 

@@ -19,8 +19,15 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from nemorl.weights.session import RefitSession, Transport
+from nemorl.weights.messages import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitSession,
+    SenderLayout,
+    SendReport,
+    Transport,
+)
 
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box

@@ -32,7 +32,7 @@ from training_work import Padded, Work
 from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
-from nemorl.data.batches import pack_examples
+from nemorl.data.packed import pack_examples
 from nemorl.megatron.device import DTYPES, DeviceKind, building, select_device
 from nemorl.megatron.packing import MicroBatch
 from nemorl.megatron.worker import PolicyWorker

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nemorl.data.examples import Example
-from nemorl.data.micro_batches import plan_batch
+from nemorl.data.shards import plan_batch
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 

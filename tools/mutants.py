@@ -23,12 +23,16 @@ REQUIRED_SHARE = 0.9
 # Modules without processes, devices or files, with the tests of each.
 MODULES: dict[str, Sequence[str]] = {
     "algorithms.advantages": ["algorithms/test_advantages.py"],
-    "algorithms.aggregation": ["algorithms/test_losses.py", "algorithms/test_policy_losses.py"],
     "algorithms.filters": ["algorithms/test_filters.py"],
-    "algorithms.kl": ["algorithms/test_kl.py", "algorithms/test_entropy.py"],
+    "algorithms.objective": [
+        "algorithms/test_correction.py",
+        "algorithms/test_entropy.py",
+        "algorithms/test_kl.py",
+        "algorithms/test_losses.py",
+        "algorithms/test_policy_losses.py",
+    ],
     "algorithms.token_advantages": ["algorithms/test_token_advantages.py"],
-    "cluster.mesh": ["cluster/test_mesh.py"],
-    "data.micro_batches": ["data/test_micro_batches.py"],
+    "data.shards": ["data/test_micro_batches.py", "data/test_shards.py", "data/test_columns.py"],
     "generation.router": ["generation/test_router.py"],
     "models.layout": ["models/test_policy_layout.py"],
     "models.layout_rules": ["models/test_layout_rules.py", "models/test_moe_rules.py"],
@@ -37,7 +41,6 @@ MODULES: dict[str, Sequence[str]] = {
     "rollout.collector": ["rollout/test_collector.py"],
     "rollout.turn_loop": ["rollout/test_turn_loop.py"],
     "weights.plan": ["weights/test_transfer_plan.py"],
-    "weights.regions": ["weights/test_transfer_plan.py"],
 }
 CONFIG = """
 [tool.mutmut]

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Raises NemorlError."""
     ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
-    from nemorl.run.evaluate import evaluate  # Ray and the engine: not before the checks
+    from nemorl.run.train import evaluate  # Ray and the engine: not before the checks
     from nemorl.run.validation import with_intervals
 
     evaluation = evaluate(ready.experiment)

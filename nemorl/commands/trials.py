@@ -118,7 +118,7 @@ def _built_in_trial(config: FunctionRewardConfig, found: FoundReward, field: str
 
 
 def _scores_nothing(experiment: Experiment, config: FunctionRewardConfig) -> str | None:
-    from nemorl.rewards.function import smoke_test_reward  # with numpy
+    from nemorl.rewards.compose import smoke_test_reward  # with numpy
 
     task = _first_task(experiment)
     if task is None:

@@ -14,8 +14,7 @@ from nemorl.errors import NemorlError
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message
 
 from .datasets import Dialogue, Feedback, Messages, Pair, Steps
-from .prompts import Prompts
-from .tokenizer import Tokenizer
+from .tokenizer import Prompts, Tokenizer
 
 
 class ExampleError(NemorlError, ValueError):

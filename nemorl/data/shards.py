@@ -3,11 +3,17 @@
 Layouts of the same sequences differ between models, so a field is transferred by sequence and not through the
 driver: each data-parallel rank of the one model stores a list of arrays, and a rank of the other reads
 those of its sequences.
+
+Distribution of a step's work: sequences over data-parallel ranks, and into micro-batches on each rank.
+
+Pure functions of lengths in tokens; the driver calls them, workers get the indices. What is planned is a
+unit: one sequence, or several that a loss compares, such as a pair, which share a micro-batch.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -16,9 +22,194 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import Float32Array, Int32Array
 
-from .batches import Advantage
-from .micro_batches import BatchPlan, packing_metrics, plan_batch
-from .packed import Compared, PackedBatch
+from .packed import Advantage, Compared, PackedBatch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The micro-batch of every sequence of a batch. All ranks have equally many micro-batches, none empty."""
+
+    ranks: list[list[int]]  # [rank] indices into the batch, in the order in which the rank holds them
+    minibatches: list[list[list[list[int]]]]  # [minibatch][rank][micro-batch] places in that rank's list
+
+
+def sequence_cost(length: int, hidden_size: int) -> int:
+    """Relative time of a sequence of `length` tokens in a decoder.
+
+    Per layer the matrices take about 24·h² operations a token and causal attention 2·h·length a token;
+    divided by 2·h that is 12·h·length + length².
+    """
+    return length * (12 * hidden_size + length)
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    num_ranks: int,
+    num_minibatches: int,
+    max_tokens: int,
+    hidden_size: int,
+    fewest: int = 1,
+    units: Sequence[int] | None = None,
+) -> BatchPlan:
+    """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
+
+    Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
+    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least, as
+    interleaved pipeline stages require it. Neighbors with the same number in `units` stay together;
+    without it each sequence goes alone. Raises ValueError when the counts do not divide, or a unit is longer
+    than `max_tokens`.
+    """
+    members = _runs(range(len(lengths)) if units is None else units)
+    size, rest = divmod(len(members), num_minibatches)
+    if rest or not size:
+        raise ValueError(f"{len(members)} sequences do not divide into {num_minibatches} minibatches")
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    minibatches = []
+    for start in range(0, len(members), size):
+        part = members[start : start + size]
+        tokens = [sum(lengths[i] for i in unit) for unit in part]
+        costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit) for unit in part]
+        shares = balance(costs, num_ranks)
+        local = plan_micro_batches([[tokens[u] for u in share] for share in shares], max_tokens, fewest)
+        minibatches.append(
+            [
+                _take([part[u] for u in share], batches, rank)
+                for share, batches, rank in zip(shares, local, ranks, strict=True)
+            ]
+        )
+    return BatchPlan(ranks, minibatches)
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Group the positions of equal neighbors."""
+    return [list(run) for _, run in groupby(range(len(numbers)), key=lambda place: numbers[place])]
+
+
+def _take(units: list[list[int]], batches: list[list[int]], rank: list[int]) -> list[list[int]]:
+    """Append the units' sequences to what a rank holds; micro-batches of units as places in that."""
+    places = []
+    for unit in units:
+        places.append(range(len(rank), len(rank) + len(unit)))
+        rank.extend(unit)
+    return [[place for unit in batch for place in places[unit]] for batch in batches]
+
+
+def packing_metrics(
+    plan: BatchPlan, lengths: Sequence[int], max_tokens: int, hidden_size: int
+) -> dict[str, float]:
+    """Balance of a plan's work, and fill of its micro-batches.
+
+    `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
+    even; over several minibatches both are summed, since ranks wait for one another at each. `packing/fill`
+    is the share of the token budget that is used, `packing/micro_batches` their number on a rank.
+    """
+    most, mean = 0.0, 0.0
+    for minibatch in plan.minibatches:
+        costs = [
+            sum(sequence_cost(lengths[held[i]], hidden_size) for batch in batches for i in batch)
+            for held, batches in zip(plan.ranks, minibatch, strict=True)
+        ]
+        most += max(costs)
+        mean += sum(costs) / len(costs)
+    count = sum(len(minibatch[0]) for minibatch in plan.minibatches)
+    return {
+        "packing/imbalance": most / mean,
+        "packing/fill": sum(lengths) / (count * len(plan.ranks) * max_tokens),
+        "packing/micro_batches": float(count),
+    }
+
+
+def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Indices for each rank: counts differ by at most one, sums of cost nearly equal.
+
+    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003, "Performance ratios for the
+    differencing method applied to the balanced number partitioning problem"): sequences sorted by cost are
+    dealt in rounds, one to a rank; the two rounds of largest spread are joined, heavy with light, until one
+    is left.
+    """
+    if len(costs) < num_ranks:
+        raise ValueError(f"{len(costs)} sequences cannot occupy {num_ranks} data-parallel ranks")
+    descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for number, start in enumerate(range(0, len(costs), num_ranks)):
+        members = [(costs[i], [i]) for i in descending[start : start + num_ranks]]
+        blanks: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_ranks - len(members))]
+        heap.append(_round(members + blanks, number))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, heavy_first = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [
+            (a + b, left + right) for (a, left), (b, right) in zip(heavy_first, other[::-1], strict=True)
+        ]
+        heapq.heappush(heap, _round(joined, number))
+    return [sorted(indices) for _, indices in heap[0][2]]
+
+
+def _round(members: list[tuple[int, list[int]]], number: int) -> tuple[int, int, list[tuple[int, list[int]]]]:
+    """A heap entry: largest spread first, then the round dealt first."""
+    members = sorted(members, key=lambda member: -member[0])
+    return members[-1][0] - members[0][0], number, members
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in few groups of at most `max_tokens` tokens each.
+
+    First-fit decreasing: at most 11/9 of the fewest possible groups plus 6/9 (Dósa 2007). The packing
+    libraries found give neither a cap with a count to reach nor a stable order, hence these lines.
+    Raises ValueError for a sequence longer than `max_tokens`.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > max_tokens:
+            raise ValueError(
+                f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}: raise "
+                "`policy.micro_batch_tokens` or lower `policy.max_sequence_length`"
+            )
+        place = next((g for g, free in enumerate(room) if free >= length), None)
+        if place is None:
+            groups.append([index])
+            room.append(max_tokens - length)
+        else:
+            groups[place].append(index)
+            room[place] -= length
+    return groups
+
+
+def plan_micro_batches(
+    lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, fewest: int = 1
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches as places in its list; as many on every rank, none empty.
+
+    Equal counts are what collectives over data-parallel ranks need. Raises ValueError when a sequence is too
+    long, or a rank holds fewer sequences than `fewest`, or than another needs micro-batches.
+    """
+    plans = [micro_batches(lengths, max_tokens) for lengths in lengths_per_rank]
+    count = max(fewest, *(len(plan) for plan in plans))
+    for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
+        if len(lengths) < count:
+            required = (
+                f"{count} interleaved stages require as many"
+                if count == fewest > 1
+                else f"another rank needs {count}"
+            )
+            raise ValueError(
+                f"data-parallel rank {rank} has {len(lengths)} sequences, but {required} micro-batches: make "
+                "the number of sequences a larger multiple of the data-parallel size"
+            )
+        while len(plan) < count:
+            _split_largest(plan, lengths)
+    return plans
+
+
+def _split_largest(plan: list[list[int]], lengths: Sequence[int]) -> None:
+    """Halve, by tokens, the micro-batch of most tokens that has more than one sequence."""
+    batch = max((b for b in plan if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
+    plan.remove(batch)
+    plan.extend([batch[i] for i in half] for half in balance([lengths[i] for i in batch], 2))
+
 
 T = TypeVar("T")
 
@@ -31,7 +222,7 @@ class SequencePlace:
     row: int
     num_tokens: int
     advantage: Advantage = 0.0
-    weight: float = 0.0  # of each of its trained tokens, see algorithms/aggregation.py; 0 trains nothing
+    weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
     likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
     rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
     compared: Compared | None = None  # of a sequence that a loss compares with others

@@ -3,6 +3,11 @@
 waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) ──▶ Sampler ──▶ completions
 
 The embedded engine and the policy itself sample with it, each with its own network (`Runner`) and cache.
+
+Drawing one token per row: temperature, then top-k, top-p and min-p, each row by its own parameters.
+
+Every draw is the inverse of a cumulative distribution at one uniform number, and that number is a hash of the
+request's seed and the token's position: neither the batch nor what was drawn before changes it.
 """
 
 import time
@@ -11,14 +16,175 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
-from .sampling import Sampled, Sampler
 from .tokens import Decode, RequestLimits, StopStringFinder, TokenBuffer
-from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
+from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused, SamplingParams
+
+_FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted
+_CANDIDATE_GROWTH = 8
+
+
+class Sampled(NamedTuple):
+    """What was drawn."""
+
+    tokens: Tensor  # [n] int64
+    logprobs: Tensor  # [n] float32, of the distribution sampled
+
+
+_Draw = Callable[[Tensor, Tensor], Sampled]  # (logits [n, vocabulary], uniform numbers [n, 1])
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, position): two rounds of splitmix64 (https://prng.di.unimi.it)."""
+    bits = _splitmix64(_splitmix64(seeds) ^ positions)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Sampler:
+    """Samples for a fixed sequence of rows."""
+
+    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
+        """`params` and `seeds` have one entry per row; seeds count modulo 2^64."""
+        self._device = device
+        self._seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+        temperatures = [p.temperature or 1.0 for p in params]
+        self._temperatures: Tensor | None = None  # [n, 1]
+        if any(temperature != 1.0 for temperature in temperatures):
+            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
+
+        greedy = [row for row, p in enumerate(params) if p.temperature == 0]
+        filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _filters(p)]
+        plain = [row for row, p in enumerate(params) if p.temperature > 0 and not _filters(p)]
+        self._groups: list[tuple[_Draw, Tensor]] = []  # a way to draw, and the rows that are drawn so
+        for draw, rows in (
+            (_draw_greedy, greedy),
+            (_draw_plain, plain),
+            (_Filters([params[row] for row in filtered], device).draw, filtered),
+        ):
+            if rows:
+                self._groups.append((draw, torch.tensor(rows, device=device)))
+
+    def __call__(self, logits: Tensor, positions: Sequence[int]) -> Sampled:
+        """Draw from `logits` [n, vocabulary], float32; `positions[i]` counts row i's sampled tokens so far.
+
+        The logprobs are those of the distribution after temperature and filters. A greedy row draws from a
+        point mass; its logprob is that of the unfiltered distribution at temperature 1, which says more.
+        Raises FloatingPointError for logits that are not numbers.
+        """
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights are broken, by a corrupt model folder or by "
+                "training that diverged"
+            )
+        if self._temperatures is not None:
+            logits = logits / self._temperatures
+        numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))
+        uniforms = torch.from_numpy(numbers).to(self._device).unsqueeze(1)  # [n, 1] float64
+        if len(self._groups) == 1:
+            return self._groups[0][0](logits, uniforms)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=self._device)
+        for draw, rows in self._groups:
+            tokens[rows], logprobs[rows] = draw(logits[rows], uniforms[rows])
+        return Sampled(tokens, logprobs)
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k is not None or params.top_p < 1 or params.min_p > 0
+
+
+def _draw_greedy(logits: Tensor, uniforms: Tensor) -> Sampled:
+    largest, tokens = logits.max(-1)
+    return Sampled(tokens, largest - logits.logsumexp(-1))
+
+
+def _draw_plain(logits: Tensor, uniforms: Tensor) -> Sampled:
+    probabilities = logits.softmax(-1)
+    tokens = _invert(probabilities, uniforms)
+    return Sampled(tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1))
+
+
+class _Filters:
+    """Top-k, top-p and min-p of some rows; a filter that is off keeps everything."""
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+        self._has_top_k = torch.tensor([[p.top_k is not None] for p in params], device=device)
+        self._top_k = torch.tensor([[p.top_k or 0] for p in params], device=device)
+        self._top_p = column([p.top_p for p in params])
+        self._log_min_p = column([p.min_p for p in params]).log()
+        self._candidates = max([_FIRST_CANDIDATES, *(p.top_k or 0 for p in params)])
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> Sampled:
+        """Draw among the most likely tokens of each row that pass the filters."""
+        logsumexp = logits.logsumexp(-1, keepdim=True)
+        sampled = Sampled(logits.new_zeros(len(logits), dtype=torch.int64), logits.new_zeros(len(logits)))
+        vocabulary = logits.shape[-1]
+        rows = torch.arange(len(logits), device=logits.device)
+        count = min(self._candidates, vocabulary)
+        # Sorting a vocabulary is slow and few rows need more than its beginning: those are tried again.
+        while len(rows):
+            ranked, candidates = logits[rows].topk(count, dim=-1)
+            keep = self._keep(ranked, logsumexp[rows], rows)
+            probabilities = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
+            ranks = _invert(probabilities, uniforms[rows])
+            sampled.tokens[rows] = candidates.gather(1, ranks).squeeze(1)
+            sampled.logprobs[rows] = probabilities.gather(1, ranks).log().squeeze(1)
+            # What is kept is a prefix: where the last candidate fell out, nothing behind it can be in.
+            rows = rows[keep[:, -1]] if count < vocabulary else rows[:0]
+            count = min(count * _CANDIDATE_GROWTH, vocabulary)
+        return sampled
+
+    def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
+        """Which of `ranked` [n, k], logits in descending order, stay: a prefix of each row, [n, k].
+
+        `logsumexp` [n, 1] is that of the whole row, of which `ranked` may be a beginning only; `rows` [n]
+        says whose filters count.
+        """
+        has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
+        by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
+        # Top-p acts on what top-k left, renormalised.
+        mass_of_top_k = ranked.masked_fill(~by_rank, float("-inf")).logsumexp(-1, keepdim=True)
+        probabilities = (ranked - torch.where(has_top_k, mass_of_top_k, logsumexp)).exp()
+        before = _cumulative(probabilities) - probabilities
+        by_mass = (before < top_p) | (top_p >= 1)
+        by_ratio = ranked >= ranked[:, :1] + self._log_min_p[rows]
+        keep = by_rank & by_mass & by_ratio
+        keep[:, 0] = True  # rounding must not leave a row with nothing
+        return keep
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index whose cumulative probability exceeds the uniform number: [n, k], [n, 1] -> [n, 1]."""
+    cumulative = _cumulative(probabilities)
+    total = cumulative[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum((uniforms * total).to(total.dtype), below_total)
+    return torch.searchsorted(cumulative, target, right=True)
+
+
+def _cumulative(probabilities: Tensor) -> Tensor:
+    """Cumulative sums over the last dimension that never decrease."""
+    # The CPU adds one by one in double and rounds at the end; a GPU adds in a tree, which in single precision
+    # could decrease by an ulp and let a token of probability zero be drawn.
+    dtype = torch.float32 if probabilities.device.type == "cpu" else torch.float64
+    return probabilities.cumsum(-1, dtype=dtype)
+
 
 _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from nemorl.trajectories import Int16Array, StopReason
-from nemorl.weights.session import RefitDeadline, RefitFailed
+from nemorl.weights.messages import RefitDeadline, RefitFailed
 
 from .front import PauseMode, ReportStream
 from .tokens import TokenBuffer

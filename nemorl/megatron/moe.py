@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from nemorl.config.policy import MoeConfig, PolicyConfig
+from nemorl.data.losses import ExpertLoad
 from nemorl.models.shape import ModelShape
 
 from .packing import PackedLayout, TokenRouting
-from .stats import ExpertLoad
 
 
 class _Choice:

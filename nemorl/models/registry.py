@@ -13,8 +13,7 @@ from .gpt_oss import GPT_OSS
 from .hf_config import HfConfig
 from .json_files import read_json_object
 from .llama import LLAMA
-from .mistral import MISTRAL
-from .mixtral import MIXTRAL
+from .mistral import MISTRAL, MIXTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .shape import ModelShape
 

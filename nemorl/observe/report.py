@@ -16,8 +16,8 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from .charts import Chart, metric_charts, reward_chart, stage_chart, stage_totals
+from .console import format_number, format_seconds
 from .files import RunFolderError, write_atomically
-from .formatting import format_number, format_seconds
 from .metrics import SHOWN, Sample, StepMetrics, read_metrics, read_samples
 from .run_folder import RunPaths, read_header
 

@@ -14,8 +14,7 @@ from typing import Any
 from nemorl.config.environment import JudgeRewardConfig
 from nemorl.trajectories import Conversation, Task
 
-from .scored import Answers, Failed, Score, Scored, text_of
-from .service import Call, Service
+from .scored import Answers, Call, Failed, Score, Scored, Service, text_of
 
 
 class JudgeReward:

@@ -8,8 +8,7 @@ from typing import Any
 from nemorl.config.environment import ModelRewardConfig
 from nemorl.trajectories import Conversation
 
-from .scored import Answers, Failed, Score, Scored, as_dicts
-from .service import Call, Service
+from .scored import Answers, Call, Failed, Score, Scored, Service, as_dicts
 
 
 class ModelServiceReward:

@@ -8,15 +8,235 @@ versions when its batch's turn comes:
 
 Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
 gets the shortest run of the data that holds enough groups, whatever the order in which they finish.
+
+Assignments of the driver to rollout workers and their summaries: metadata, never token arrays.
+
+Handing groups to rollout workers and taking them back as they finish.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from nemorl.data.datasets import TaskOrder
+from nemorl.errors import RunError
+from nemorl.rewards.scored import ScoringMetrics
+from nemorl.trajectories import Conversation, StopReason, Trajectory
 
-from .dispatch import Dispatcher, OnFinished, RunGroups, ignore
-from .groups import GroupAssignment, GroupSummary
+
+@dataclass(frozen=True)
+class GroupAssignment:
+    """Sample one task several times."""
+
+    group: int  # unique among training groups of a run, and among validation groups of one validation
+    task_index: int  # in the training or the validation dataset
+    num_samples: int
+    validation: bool = False
+    validation_set: str = ""  # of `data.validation_sets`; empty: `data.validation`
+    num_texts: int = 0  # samples of which the summary carries the text
+    greedy_baseline: bool = False  # one sample more, at temperature 0, which is scored and does not train
+
+
+@dataclass(frozen=True)
+class TrajectorySummary:
+    """All that the driver knows of one trajectory."""
+
+    row: int  # place in the list behind the group's reference
+    reward: float  # the weighted sum
+    rewards: dict[str, float]  # by name, before weights; absent = not applicable
+    num_tokens: int
+    num_sampled: int  # tokens of the policy; after an error too, where none of them trains
+    num_turns: int
+    stop: StopReason
+    min_version: int  # oldest weights that sampled a token; -1 when none was sampled
+    max_version: int
+    error: str | None
+    seconds_generation: float
+    seconds_environment: float
+    turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
+    answer: str | None = None  # canonical final answer; in validations with votes
+    trains: bool = True  # False after an error, or where a filter takes it out
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One trajectory as text, special tokens included."""
+
+    row: int
+    prompt: str
+    completion: str
+    answer: str | None = None  # what the task expects
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One sampled group. `reference` is what `store` gave for its list of trajectories."""
+
+    group: int
+    task_index: int
+    reference: Any
+    trajectories: tuple[TrajectorySummary, ...]
+    texts: tuple[SampleText, ...] = ()
+    greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
+    scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
+
+
+def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
+    """The summary of a trajectory at `row` of its group's list."""
+    sampled = trajectory.versions[trajectory.versions >= 0]
+    return TrajectorySummary(
+        row=row,
+        reward=trajectory.reward,
+        rewards=trajectory.rewards,
+        num_tokens=trajectory.num_tokens,
+        num_sampled=trajectory.num_sampled,
+        num_turns=len(trajectory.turns),
+        stop=trajectory.stop,
+        min_version=int(sampled.min()) if len(sampled) else -1,
+        max_version=int(sampled.max()) if len(sampled) else -1,
+        error=trajectory.error,
+        seconds_generation=trajectory.seconds_generation,
+        seconds_environment=trajectory.seconds_environment,
+        turn_rewards=tuple(turn.reward for turn in trajectory.turns),
+        trains=trajectory.error is None,
+    )
+
+
+_MAX_LENGTH = 200  # characters that go to the driver; of longer answers their hash
+
+
+@runtime_checkable
+class ReadsAnswers(Protocol):
+    """A factory of environments that knows where in a text the answer is."""
+
+    async def answer_in(self, text: str) -> str | None:
+        """The answer, the same text for equal answers; None without one."""
+        ...
+
+
+async def last_answer(conversation: Conversation, environments: object) -> str | None:
+    """The answer in the policy's last message, as the environment reads it, else the whole message.
+
+    None after an error, and where nothing is said.
+    """
+    if conversation.trajectory.error is not None:
+        return None
+    texts = [message.content for message in conversation.exchange if message.role == "assistant"]
+    text = texts[-1] if texts else ""
+    if isinstance(environments, ReadsAnswers):
+        answer = await environments.answer_in(text)
+    else:
+        answer = text
+    answer = " ".join((answer or "").split())
+    if len(answer) > _MAX_LENGTH:
+        return hashlib.sha256(answer.encode()).hexdigest()
+    return answer or None
+
+
+RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
+OnFinished = Callable[[int], None]  # receives how many more groups have finished
+
+
+class RolloutFailed(RunError):
+    """Groups that will not come; the message names them and their workers."""
+
+
+def ignore(finished: int) -> None:
+    """For a caller that does not count them."""
+
+
+class Dispatcher:
+    """Spreads groups over rollout workers, evenly by those still to finish. Belongs to one event loop."""
+
+    def __init__(self, workers: Sequence[RunGroups], seconds: float) -> None:
+        """`workers`: each takes assignments and yields summaries as they finish. `seconds` bounds `take`."""
+        self._workers = list(workers)
+        self._seconds = seconds
+        self._waiting: list[set[int]] = [set() for _ in workers]  # groups each worker still has to finish
+        self._finished: list[GroupSummary] = []  # in the order of finishing
+        self._calls: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def start(self, assignments: Sequence[GroupAssignment]) -> None:
+        """Begin to sample these groups: one call for each worker that gets some."""
+        shares: list[list[GroupAssignment]] = [[] for _ in self._workers]
+        for assignment in assignments:
+            worker = min(range(len(self._workers)), key=lambda w: len(self._waiting[w]))
+            shares[worker].append(assignment)
+            self._waiting[worker].add(assignment.group)
+        for worker, share in enumerate(shares):
+            if share:
+                call = asyncio.create_task(self._follow(worker, share))
+                self._calls.add(call)
+                call.add_done_callback(partial(self._end, worker, share))
+
+    async def take(self, count: int, on_finished: OnFinished = ignore) -> list[GroupSummary]:
+        """The first `count` finished groups not taken yet, in the order of their ids.
+
+        `on_finished` receives the number of groups finished since its last call. Raises what a worker raises,
+        and RolloutFailed when one ends early or the deadline passes.
+        """
+        reported = 0
+        try:
+            async with asyncio.timeout(self._seconds) as timeout:
+                while reported < count:
+                    await self._more_than(reported)
+                    finished = min(len(self._finished), count)
+                    on_finished(finished - reported)
+                    reported = finished
+        except TimeoutError as error:
+            if not timeout.expired():  # a worker's own
+                raise
+            raise self._stalled(count) from error
+        taken, self._finished = self._finished[:count], self._finished[count:]
+        return sorted(taken, key=lambda summary: summary.group)
+
+    async def _more_than(self, count: int) -> None:
+        """Return when more than `count` groups have finished."""
+        while len(self._finished) <= count:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Stop following calls that are still running."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
+        async for summary in self._workers[worker](share):
+            self._waiting[worker].discard(summary.group)
+            self._finished.append(summary)
+            self._changed.set()
+
+    def _end(self, worker: int, share: list[GroupAssignment], call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        missing = sorted(self._waiting[worker] & {assignment.group for assignment in share})
+        if call.cancelled() or (call.exception() is None and not missing):
+            return
+        early = RolloutFailed(f"rollout worker {worker} ended without groups {_ids(missing)}")
+        self._failure = call.exception() or early
+        self._changed.set()
+
+    def _stalled(self, count: int) -> RolloutFailed:
+        waiting = "; ".join(
+            f"worker {w}: groups {_ids(sorted(groups))}" for w, groups in enumerate(self._waiting) if groups
+        )
+        return RolloutFailed(
+            f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
+            f"(`cluster.deadlines.generation`); waiting for {waiting or 'no group: too few were started'}"
+        )
+
+
+def _ids(groups: Sequence[int]) -> str:
+    shown = ", ".join(map(str, groups[:8]))
+    return f"{shown} and {len(groups) - 8} more" if len(groups) > 8 else shown
 
 
 @dataclass(frozen=True)

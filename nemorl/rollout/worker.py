@@ -12,8 +12,7 @@ from typing import Any
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
-from nemorl.data.prompts import prompts_of
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import (
     Generator,
@@ -22,7 +21,7 @@ from nemorl.generation.types import (
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .groups import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
+from .collector import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
 
 

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.metrics import samples_of
+from nemorl.algorithms.objective import EntropyWeight
 from nemorl.config.algorithm import EntropyBonusConfig, OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics

@@ -1,25 +1,34 @@
 """What `nemorl train` calls: a run from a checked experiment to its end.
 
 data ─▶ session ─▶ [reference sums] ─▶ [restore] ─▶ { step ─▶ recorder } ─▶ export ─▶ report
+
+Start the processes of a run, and run its coroutine to the end.
+
+What `nemorl eval` calls: measure a model on the validation tasks, without training it.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
-from nemorl.algorithms.gate import LogprobGate
+from nemorl.algorithms.metrics import LogprobGate, samples_of
 from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
+from nemorl.cluster.placement import worker_requests
+from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import (
     DistillationConfig,
     IterativePreferenceConfig,
@@ -30,22 +39,60 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import reward_weights
+from nemorl.config.facts import models_of, reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import TaskOrder, load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
+from nemorl.observe.files import write_atomically
+from nemorl.observe.metrics import SampleWriter
 from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
 from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.session.session import Session
+from nemorl.session.session import Session, open_session
 
-from .checkpoints import Checkpoints, Origin, Progress, replace_hf
+from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
 from .recorder import RunRecorder
-from .start import run_to_end, started_session
 from .stop import EarlyStop, StepCancelled, StopRequest
+from .validation import validate, validation_sets
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def started_session(
+    experiment: Experiment, *, policy: bool, sampling: bool, install_signals: Callable[[], None]
+) -> AsyncIterator[Session]:
+    """Open a session in a new Ray cluster, or in the one that RAY_ADDRESS names.
+
+    `install_signals` is called once Ray runs, because Ray replaces signal handlers when it starts.
+    """
+    models = {model.name: sampling if model.scores else policy for model in models_of(experiment)}
+    policy = policy or not experiment.generation.has_engines  # the policy itself samples then
+    groups = {**models, "policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
+    requests = [request for request in worker_requests(experiment) if groups[request.group]]
+    with ClusterRuntime(experiment.cluster, requests) as runtime:
+        install_signals()
+        placement = await runtime.reserve()
+        try:
+            async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
+                yield session
+        finally:
+            placement.release()
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run the work. Raises RunError if a signal cancelled it."""
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        raise RunError(
+            "Terminated immediately by a signal; all processes have ended. Continue a run from its newest "
+            "checkpoint with --resume."
+        ) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -317,3 +364,44 @@ def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) 
         else str(algorithm.num_steps),
         **{f"policy {name}": value for name, value in policy.items()},
     }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of `nemorl eval`."""
+
+    model: Path
+    origin: Origin | None  # of a model that was exported from a run
+    metrics: dict[str, float]
+    samples: Path
+
+
+def evaluate(experiment: Experiment) -> Evaluation:
+    """Measure the model on the validation tasks. Raises NemorlError."""
+    return run_to_end(_evaluate(experiment))
+
+
+async def _evaluate(experiment: Experiment) -> Evaluation:
+    folder = experiment.run_dir / "eval"
+    evaluated = experiment.model_copy(update={"run_dir": folder})
+    samples = folder / "samples.jsonl"
+    with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or set another run_dir."):
+        folder.mkdir(parents=True, exist_ok=True)
+        samples.unlink(missing_ok=True)
+    started = started_session(evaluated, policy=False, sampling=True, install_signals=_cancel_at_sigterm)
+    async with started as session, session.generating():
+        metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
+    writer = SampleWriter(samples)
+    writer.write(list(samples_of(0, groups, "validation")))
+    writer.close()
+    model = experiment.policy.model_path
+    origin = Origin.read(model)
+    content = {"model": str(model), "origin": asdict(origin) if origin else None, "metrics": metrics}
+    write_atomically(folder / "metrics.json", json.dumps(content, indent=2) + "\n")
+    return Evaluation(model, origin, metrics, samples)
+
+
+def _cancel_at_sigterm() -> None:
+    work = asyncio.current_task()
+    assert work is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)

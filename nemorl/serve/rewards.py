@@ -21,8 +21,7 @@ from aiohttp import web
 from pydantic import Field
 
 from nemorl.data.examples import Example, ExampleError, dialogue_example
-from nemorl.data.prompts import Prompts
-from nemorl.data.tokenizer import Tokenizer, TokenizerError
+from nemorl.data.tokenizer import Prompts, Tokenizer, TokenizerError
 from nemorl.trajectories import Message
 
 from .app import at_a_time, errors_as_json, require_key

@@ -28,18 +28,31 @@ from nemorl.generation.types import (
     Report,
     RequestRefused,
 )
-from nemorl.rollout.groups import GroupAssignment, GroupSummary
+from nemorl.rollout.collector import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nemorl.data.losses import Loss, SequenceMetric, TokenEstimator
+    from nemorl.data.losses import (
+        Evaluation,
+        LogprobStats,
+        Loss,
+        SequenceMetric,
+        TokenEstimator,
+        TrainStats,
+        ValueStats,
+    )
     from nemorl.data.shards import Column, Field, LoadedBatch, SequencePlace
     from nemorl.megatron.checkpoint_store import FileRecord
-    from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats, ValueStats
     from nemorl.serve.app import Listening
-    from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-    from nemorl.weights.session import RefitSession
+    from nemorl.weights.messages import (
+        Part,
+        ReceiveReport,
+        ReceiverLayout,
+        RefitSession,
+        SenderLayout,
+        SendReport,
+    )
 
     from .devices import DeviceScheduler
 

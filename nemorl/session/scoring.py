@@ -21,9 +21,8 @@ from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.packed import PackedBatch
-from nemorl.data.prompts import prompts_of
 from nemorl.data.shards import SequencePlace
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.serve.app import AppOf, Listening
 from nemorl.serve.requests import ApiError
 from nemorl.serve.rewards import Score, ServedRewards, make_reward_app

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import ray
 
 from nemorl.cluster.errors import WorkerDied
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.placement import Placement
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
@@ -21,7 +20,7 @@ from nemorl.errors import NemorlError
 from nemorl.generation.types import NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
-from nemorl.rollout.dispatch import RunGroups
+from nemorl.rollout.collector import RunGroups
 from nemorl.serve.app import answering
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import RefitStats, WeightExchange

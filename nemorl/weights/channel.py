@@ -19,9 +19,8 @@ from torch import Tensor
 
 from .files import FileVenue, file_sender
 from .group_channel import group_receiver, group_sender
-from .messages import Part, ReceiverLayout, SenderLayout
+from .messages import Part, ReceiverLayout, RefitSession, SenderLayout, Transport, socket_session
 from .process_group import GroupVenue, Membership
-from .session import RefitSession, Transport, socket_session
 from .shared_memory import socket_receiver, socket_sender
 
 

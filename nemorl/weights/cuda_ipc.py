@@ -13,8 +13,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from .session import RefitFailed
-from .slots import SLOTS
+from .messages import SLOTS, RefitFailed
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,22 @@ from nemorl.models.tensors import local_view
 from .channel import ReceivingChannel, receiving_channel, sending_channel
 from .delta import BrokenChanges, LastSent, apply
 from .files import VersionFolder
-from .fingerprint import combine, fingerprint
-from .messages import Part, PartBucket, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from .messages import (
+    CorruptWeights,
+    Part,
+    PartBucket,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitFailed,
+    RefitSession,
+    SenderLayout,
+    SendReport,
+    combine,
+    fingerprint,
+    receiver_name,
+    sender_name,
+)
 from .process_group import Membership
-from .session import CorruptWeights, RefitFailed, RefitSession, receiver_name, sender_name
 
 Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
 Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`

@@ -26,10 +26,18 @@ from nemorl.errors import NemorlError
 
 from .channel import TransportOptions, Venue, make_venue
 from .files import FileVenue
-from .fingerprint import combine
-from .messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+from .messages import (
+    CorruptWeights,
+    Part,
+    PeerClosed,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitSession,
+    SenderLayout,
+    SendReport,
+    combine,
+)
 from .plan import TransferPlan, plan_files, plan_transfers
-from .session import CorruptWeights, PeerClosed, RefitSession
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,20 @@ from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
 
-from .fingerprint import fingerprint
-from .messages import ITEM_BYTES, Part, PartBucket, SendReport
-from .regions import Box, box_of, intersection, narrow
-from .session import CorruptWeights, RefitFailed, RefitSession, sender_name
-from .slots import SLOTS, Slots
+from .messages import (
+    ITEM_BYTES,
+    SLOTS,
+    CorruptWeights,
+    Part,
+    PartBucket,
+    RefitFailed,
+    RefitSession,
+    SendReport,
+    Slots,
+    fingerprint,
+    sender_name,
+)
+from .plan import Box, box_of, intersection, narrow
 
 MANIFEST = "manifest.json"
 _PARTIAL, _REPLACED = ".partial", ".replaced"

@@ -20,10 +20,18 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .messages import Part, PartBucket
+from .messages import (
+    SLOTS,
+    Part,
+    PartBucket,
+    RefitFailed,
+    RefitSession,
+    Slots,
+    Waiting,
+    receiver_name,
+    sender_name,
+)
 from .process_group import ABORTED, Group, Membership, here_key, over_key, store_of
-from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
-from .slots import SLOTS, Slots
 
 _LOOK_UP_SECONDS = 0.2  # how often a rank looks whether the session is over
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from .session import RefitSession
+from .messages import RefitSession
 
 ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
 _GLOO_THREADS = 1

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from .cuda_ipc import DeviceSlots
-from .messages import Part
-from .session import RefitFailed, RefitSession, Waiting, receiver_name, sender_name
-from .slots import SLOTS
+from .messages import SLOTS, Part, RefitFailed, RefitSession, Waiting, receiver_name, sender_name
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes

@@ -19,10 +19,8 @@ from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
 from .endpoints import arriving, node_name
-from .fingerprint import fingerprint
-from .messages import Part, ReceiveReport, ReceiverLayout
+from .messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession, fingerprint
 from .process_group import Membership
-from .session import RefitFailed, RefitSession
 
 
 class Loader(Protocol):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 

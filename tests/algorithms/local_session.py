@@ -11,10 +11,8 @@ from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import TaskOrder
-from nemorl.data.losses import Loss
-from nemorl.data.micro_batches import packing_metrics, plan_batch
-from nemorl.data.shards import SequencePlace, make_shards
-from nemorl.megatron.stats import Evaluation, LogprobStats, TrainStats
+from nemorl.data.losses import Evaluation, LogprobStats, Loss, TrainStats
+from nemorl.data.shards import SequencePlace, make_shards, packing_metrics, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics

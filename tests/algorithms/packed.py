@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.aggregation import sequence_weights
+from nemorl.algorithms.objective import sequence_weights
 from nemorl.data.packed import PackedBatch
 
 # 1 where the policy sampled; the third sequence has two turns, the second one sampled token.

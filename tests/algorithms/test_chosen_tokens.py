@@ -11,8 +11,7 @@ from nemorl.algorithms.losses import PolicyLoss
 from nemorl.algorithms.policy_losses import least_entropy
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig, ReinforceLossConfig
-from nemorl.data.batches import with_likelihood
-from nemorl.data.packed import PackedBatch
+from nemorl.data.packed import PackedBatch, with_likelihood
 from tests.algorithms.packed import MASKS, current, ragged
 
 KL, BONUS = KLConfig(coefficient=0.05, estimator="k2"), 0.01

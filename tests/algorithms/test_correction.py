@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.correction import correct
 from nemorl.algorithms.losses import PolicyLoss, finish_metrics
+from nemorl.algorithms.objective import correct
 from nemorl.config.algorithm import (
     CorrectionConfig,
     IcePopCorrectionConfig,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.losses import PolicyLoss
+from nemorl.algorithms.objective import EntropyWeight
 from nemorl.config.algorithm import AdaptiveEntropyConfig, EntropyBonusConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from tests.algorithms.packed import current, ragged

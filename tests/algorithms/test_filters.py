@@ -11,13 +11,11 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names
-from nemorl.data.batches import PLACEHOLDER_TOKENS
 from nemorl.data.datasets import TaskOrder
-from nemorl.data.micro_batches import plan_batch
-from nemorl.data.shards import make_shards
+from nemorl.data.packed import PLACEHOLDER_TOKENS
+from nemorl.data.shards import make_shards, plan_batch
 from nemorl.errors import RunError
-from nemorl.rollout.collector import Collector, CollectorPlan
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, trajectory
 

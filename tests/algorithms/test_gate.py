@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemorl.algorithms.gate import LogprobGapTooLarge, LogprobGate, gap_metrics, versions_of
+from nemorl.algorithms.metrics import LogprobGapTooLarge, LogprobGate, gap_metrics, versions_of
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
-from nemorl.data.batches import pack_trajectories
+from nemorl.data.packed import pack_trajectories
 from nemorl.generation.torch_engine.host import create_engine
 from nemorl.generation.types import SamplingParams
-from nemorl.rollout.groups import GroupSummary, summarize
+from nemorl.rollout.collector import GroupSummary, summarize
 from nemorl.trajectories import StopReason, Trajectory, Turn
 from tests.generation.examples import request, serve
 from tests.megatron.cases import start_worker

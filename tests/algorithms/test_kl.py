@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.kl import gap_divergence, kl_divergence, kl_penalty
+from nemorl.algorithms.objective import gap_divergence, kl_divergence, kl_penalty
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.presets import PRESETS
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.kl import EntropyWeight
 from nemorl.algorithms.losses import ValueLoss
 from nemorl.algorithms.metrics import optimizer_metrics
+from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
 from nemorl.config.algorithm import OnlineConfig
+from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.shards import SequencePlace
-from nemorl.megatron.stats import LogprobStats, TrainStats
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import GroupSummary
 from tests.algorithms.groups import failed, group, trajectory
 
 GROUPS = [

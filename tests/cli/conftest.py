@@ -88,6 +88,6 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """What the commands find in place of the real one."""
     stand_in = Trainer()
     monkeypatch.setattr("nemorl.run.train.train", stand_in.train)
-    monkeypatch.setattr("nemorl.run.evaluate.evaluate", stand_in.evaluate)
+    monkeypatch.setattr("nemorl.run.train.evaluate", stand_in.evaluate)
     monkeypatch.setattr("nemorl.run.checkpoints.export_checkpoint", stand_in.export_checkpoint)
     return stand_in

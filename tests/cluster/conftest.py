@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig

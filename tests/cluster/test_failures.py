@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemorl.cluster import waiting
+from nemorl.cluster import group as group_module
 from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 
@@ -29,7 +29,7 @@ def alive(pids: list[int]) -> list[int]:
 def test_an_error_in_one_rank_while_another_sleeps(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.1)  # nobody dies of it here
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)  # nobody dies of it here
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(WorkerFailed) as caught:
@@ -137,7 +137,7 @@ def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: St
 def test_a_deadline_does_not_wait_for_a_stopped_process(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting, "ACTIVITY_SECONDS", 0.5)
+    monkeypatch.setattr(group_module, "ACTIVITY_SECONDS", 0.5)
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     os.kill(pids[1], signal.SIGSTOP)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.group import Mesh
 from nemorl.config.policy import LayoutConfig
 
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nemorl.data.batches import PLACEHOLDER_TOKENS, pack_examples, pack_trajectories
 from nemorl.data.examples import Example
+from nemorl.data.packed import PLACEHOLDER_TOKENS, pack_examples, pack_trajectories
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.data.micro_batches import BatchPlan
 from nemorl.data.packed import PackedBatch
-from nemorl.data.shards import column_of, column_shards, rows_of, with_rows
+from nemorl.data.shards import BatchPlan, column_of, column_shards, rows_of, with_rows
 
 LENGTHS = (2, 3, 1, 4)
 

@@ -5,7 +5,7 @@ import pytest
 
 from nemorl.data.datasets import Dialogue
 from nemorl.data.examples import Encoder, ExampleError, dialogue_example, mismatched, steps_example
-from nemorl.data.prompts import ChatPrompts, PlainPrompts
+from nemorl.data.tokenizer import ChatPrompts, PlainPrompts
 from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
 

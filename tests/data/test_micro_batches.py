@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemorl.data.micro_batches import (
+from nemorl.data.shards import (
     BatchPlan,
     balance,
     micro_batches,

@@ -1,8 +1,7 @@
 import pytest
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.prompts import ChatPrompts, PlainPrompts, TemplateError, prompts_of
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import ChatPrompts, PlainPrompts, TemplateError, load_tokenizer, prompts_of
 from nemorl.trajectories import Message
 from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
 

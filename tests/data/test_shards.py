@@ -2,8 +2,7 @@
 
 import pytest
 
-from nemorl.data.micro_batches import BatchPlan
-from nemorl.data.shards import SequencePlace, make_shards
+from nemorl.data.shards import BatchPlan, SequencePlace, make_shards
 
 PLAN = BatchPlan(ranks=[[2, 0], [1]], minibatches=[])
 

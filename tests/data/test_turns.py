@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from nemorl.data.batches import pack_trajectories
-from nemorl.data.packed import with_turns
+from nemorl.data.packed import pack_trajectories, with_turns
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.engine import TorchEngine
+from nemorl.generation.torch_engine.host import TorchEngine
 from nemorl.generation.torch_engine.model import ModelRunner
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 from nemorl.models.shape import ModelShape, Rope

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.generation.sampling import Sampler, _splitmix64, uniform
+from nemorl.generation.batching import Sampler, _splitmix64, uniform
 from nemorl.generation.types import SamplingParams
 
 CPU = torch.device("cpu")

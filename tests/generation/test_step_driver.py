@@ -9,8 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.engine import TorchEngine
-from nemorl.generation.torch_engine.host import GenerationWorker
+from nemorl.generation.torch_engine.host import GenerationWorker, TorchEngine
 from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder

@@ -9,8 +9,9 @@ from nemorl.algorithms.losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
-from nemorl.megatron.worker import LogprobStats, PolicyWorker, TrainStats
+from nemorl.megatron.worker import PolicyWorker
 
 LOSS = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.05), entropy_coefficient=0.01)
 

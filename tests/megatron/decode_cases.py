@@ -14,12 +14,12 @@ from torch import Tensor
 
 from nemorl.config.generation import MegatronGenerationConfig
 from nemorl.config.policy import PolicyConfig
+from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.megatron.cache import KeyValueCache
 from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
-from nemorl.megatron.stats import LogprobStats, TrainStats
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.trajectories import Int16Array
 from tests.megatron.cases import LOSS, partition, start_worker

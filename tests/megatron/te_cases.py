@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nemorl.config.policy import PolicyConfig
+from nemorl.data.losses import TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron import parallel
 from nemorl.megatron.device import building, select_device
 from nemorl.megatron.kernels import Kernels
-from nemorl.megatron.model import PolicyModel, transformer_config
-from nemorl.megatron.worker import TrainStats
+from nemorl.megatron.model import PolicyModel, local_name, transformer_config
 from nemorl.models.layout import policy_rank, policy_slices
-from nemorl.models.megatron_names import local_name
 from nemorl.models.registry import load_shape
 from tests.megatron.cases import Life, live, start_worker
 from tests.megatron.test_checkpoint import train
@@ -145,5 +144,5 @@ def live_with(
     batches: Sequence[PackedBatch],
 ) -> Life:
     """`live` with kernels that a CPU would not be given."""
-    with mock.patch("nemorl.megatron.model_rank.choose", return_value=kernels):
+    with mock.patch("nemorl.megatron.worker.choose", return_value=kernels):
         return live(rank, world_size, rendezvous, config, batches, 3)

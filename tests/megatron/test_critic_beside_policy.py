@@ -13,10 +13,9 @@ from nemorl.algorithms.token_advantages import TokenEstimator
 from nemorl.config.algorithm.advantages import GaeConfig
 from nemorl.config.algorithm.online import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
-from nemorl.data.micro_batches import BatchPlan, plan_batch
+from nemorl.data.losses import TrainStats
 from nemorl.data.packed import PackedBatch
-from nemorl.data.shards import Column, column_of, column_shards, rows_of
-from nemorl.megatron.stats import TrainStats
+from nemorl.data.shards import BatchPlan, Column, column_of, column_shards, plan_batch, rows_of
 from nemorl.megatron.worker import PolicyWorker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemorl.cluster.mesh import Mesh
+from nemorl.cluster.group import Mesh
 from nemorl.config.policy import LayoutConfig, MoeConfig
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 from nemorl.megatron.decode import copies_that_share_experts, copy_leaders

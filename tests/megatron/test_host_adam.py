@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from nemorl.config.policy import AdamConfig, LoraConfig, PolicyConfig
+from nemorl.data.losses import TrainStats
 from nemorl.megatron import inner_optimizer
 from nemorl.megatron.device import DeviceKind
 from nemorl.megatron.inner_optimizer import HostAdam
-from nemorl.megatron.worker import TrainStats
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemorl.config.policy import AdamConfig, OffloadConfig, PolicyConfig, SgdConfig
-from nemorl.megatron.worker import PolicyWorker, TrainStats
+from nemorl.data.losses import TrainStats
+from nemorl.megatron.worker import PolicyWorker
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 

@@ -7,11 +7,10 @@ import pytest
 
 from nemorl.algorithms.pair_losses import PreferenceLoss
 from nemorl.config.algorithm.losses import LogisticLossConfig
-from nemorl.data.batches import pack_examples
 from nemorl.data.examples import PLACEHOLDER, Example
-from nemorl.data.micro_batches import plan_batch
-from nemorl.data.packed import Compared
-from nemorl.megatron.stats import Evaluation, TrainStats
+from nemorl.data.losses import Evaluation, TrainStats
+from nemorl.data.packed import Compared, pack_examples
+from nemorl.data.shards import plan_batch
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import VOCABULARY, layout, policy_config
 

@@ -23,8 +23,7 @@ from nemorl.config.algorithm.losses import (
     ReinforceLossConfig,
     SapoLossConfig,
 )
-from nemorl.data.batches import with_likelihood
-from nemorl.data.packed import PackedBatch
+from nemorl.data.packed import PackedBatch, with_likelihood
 from tests.megatron.cases import updates
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 

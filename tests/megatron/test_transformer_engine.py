@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemorl.config.policy import AdamConfig, LoraConfig, OffloadConfig
-from nemorl.models.megatron_names import local_name
+from nemorl.megatron.model import local_name
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 from tests.megatron.pool import Pool
 from tests.megatron.te_cases import (

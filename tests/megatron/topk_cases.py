@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.losses import Loss
+from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.head import VocabularyShard, logprobs_at, top_logprobs
-from nemorl.megatron.stats import TrainStats
 from tests.megatron.cases import partition, share, start_worker
 
 

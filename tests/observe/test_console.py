@@ -11,8 +11,14 @@ import pytest
 from rich.console import Console as RichConsole
 
 from nemorl.config.run import LoggerConfig
-from nemorl.observe.console import BarConsole, PlainConsole, open_console
-from nemorl.observe.formatting import choose_columns, format_number, format_seconds
+from nemorl.observe.console import (
+    BarConsole,
+    PlainConsole,
+    choose_columns,
+    format_number,
+    format_seconds,
+    open_console,
+)
 from nemorl.observe.metrics import Change, StepMetrics
 from nemorl.observe.timeline import Stages
 

@@ -9,12 +9,11 @@ import pytest
 
 from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.config.environment import FunctionRewardConfig
-from nemorl.rewards import service
+from nemorl.rewards import scored
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.find import RewardError
-from nemorl.rewards.scored import Answers
-from nemorl.rewards.service import attempt
-from nemorl.rollout.groups import GroupSummary, SampleText, summarize
+from nemorl.rewards.scored import Answers, attempt
+from nemorl.rollout.collector import GroupSummary, SampleText, summarize
 from nemorl.run.recorder import samples_of
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
@@ -199,8 +198,8 @@ def test_who_waits_for_a_place_is_not_late(monkeypatch):
         running.clear()
         return outcome
 
-    monkeypatch.setattr(service, "attempt", one_at_a_time)
-    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(scored, "attempt", one_at_a_time)
+    monkeypatch.setattr(scored, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rewards = Rewards([own("half", max_concurrent=1, deadline=60.0)], {}, chat=False, seconds=0.01)
 
     async def main():

@@ -1,6 +1,6 @@
 import asyncio
 
-from nemorl.rewards.service import Outcome, attempt
+from nemorl.rewards.scored import Outcome, attempt
 
 
 def test_a_value_an_exception_and_a_hang_are_all_answers():

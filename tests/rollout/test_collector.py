@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 
 from nemorl.data.datasets import TaskOrder
-from nemorl.rollout.collector import Collector, CollectorPlan, Refill, sample_validation
-from nemorl.rollout.dispatch import RolloutFailed
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.collector import (
+    Collector,
+    CollectorPlan,
+    GroupSummary,
+    Refill,
+    RolloutFailed,
+    sample_validation,
+)
 
 
 class StandInWorker:

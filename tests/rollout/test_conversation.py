@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.prompts import prompts_of
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.torch_engine.host import GenerationWorker
 from nemorl.generation.types import SamplingParams

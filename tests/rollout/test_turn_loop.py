@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.prompts import ChatPrompts, PlainPrompts
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import ChatPrompts, PlainPrompts, load_tokenizer
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.trajectories import Message, Step, StopReason, Task, Turn

@@ -11,7 +11,7 @@ import pytest
 
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.config.load import load_experiment
-from nemorl.megatron.stats import TrainStats
+from nemorl.data.losses import TrainStats
 from nemorl.observe.metrics import MetricsWriter, StepMetrics
 from nemorl.observe.timeline import Stages
 from nemorl.run import validation

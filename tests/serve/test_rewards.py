@@ -15,8 +15,7 @@ from nemorl.config.environment import ModelRewardConfig
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
-from nemorl.data.prompts import prompts_of
-from nemorl.data.tokenizer import load_tokenizer
+from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app

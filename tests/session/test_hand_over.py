@@ -12,7 +12,7 @@ from nemorl.cluster.errors import WorkerDied
 from nemorl.generation.types import NoReplicaLeft
 from nemorl.session.session import Session
 from nemorl.weights.exchange import RefitStats
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import RefitFailed
 
 
 @dataclass

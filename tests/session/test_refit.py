@@ -9,8 +9,7 @@ import pytest
 from nemorl.cluster.group import WorkerGroup
 from nemorl.models.slices import TensorSlice
 from nemorl.session.handles import GenerationReceivers
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitSession
 
 SESSION = RefitSession(1, "shared_memory", "/nowhere", 1.0)
 

@@ -27,8 +27,14 @@ from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import Piece, WeightReceiver, WeightSender
 from nemorl.weights.files import FileSender, VersionFolder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitSession,
+    SenderLayout,
+    SendReport,
+)
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender
 from tests.weights.layouts import whole
 

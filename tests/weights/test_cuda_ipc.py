@@ -8,8 +8,7 @@ import torch
 
 from nemorl.weights.channel import TransportOptions, make_venue
 from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
-from nemorl.weights.messages import ReceiverLayout, SenderLayout
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import ReceiverLayout, RefitFailed, SenderLayout
 from tests.weights.cuda_stand_in import FileDevice
 
 

@@ -14,8 +14,7 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import BrokenChanges, apply, decode, encode
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import PartBucket
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import PartBucket, RefitFailed
 from nemorl.weights.shared_memory import SocketReceiver
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, before_taken, box
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemorl.weights.fingerprint import combine, fingerprint
+from nemorl.weights.messages import combine, fingerprint
 
 MASK = 2**64 - 1
 DTYPES = [torch.float32, torch.bfloat16]

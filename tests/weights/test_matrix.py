@@ -24,8 +24,7 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import ReceiveReport
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import ReceiveReport, RefitSession
 from tests.weights.ranks import SHAPE, Remote, Threads
 
 BUCKET = 4096

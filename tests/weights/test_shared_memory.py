@@ -11,7 +11,7 @@ import torch
 
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import PeerClosed
+from nemorl.weights.messages import PeerClosed
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
 
 BUCKET = 4096  # bytes; the embedding has 26 kilobytes

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.plan import Bucket, TransferPlan, UnservedBox
-from nemorl.weights.regions import Box, difference, intersection, split
+from nemorl.weights.plan import Box, Bucket, TransferPlan, UnservedBox, difference, intersection, split
 from tests.weights.layouts import Case, cases, many_ranks, part, plan_of, whole
 from tests.weights.ranks import SHAPE
 

@@ -18,9 +18,8 @@ from nemorl.weights.channel import LOOPBACK, TransportOptions
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
 from nemorl.weights.group_channel import GroupReceiver, GroupSender
-from nemorl.weights.messages import Part
+from nemorl.weights.messages import CorruptWeights, Part, RefitDeadline, RefitFailed, RefitSession
 from nemorl.weights.process_group import Group, GroupVenue
-from nemorl.weights.session import CorruptWeights, RefitDeadline, RefitFailed, RefitSession
 from tests.full_disk import files_end_at
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import CorruptWeights, WeightExchange
-from nemorl.weights.messages import Part, PartBucket, ReceiveReport
-from nemorl.weights.plan import UnservedBox
-from nemorl.weights.session import (
+from nemorl.weights.messages import (
+    Part,
+    PartBucket,
     PeerClosed,
+    ReceiveReport,
     RefitDeadline,
     RefitFailed,
     RefitSession,
@@ -29,6 +30,7 @@ from nemorl.weights.session import (
     refit_socket,
     socket_session,
 )
+from nemorl.weights.plan import UnservedBox
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender, socket_sender
 from tests.weights.layouts import whole
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemorl.models.layout import hf_tensors
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import RefitFailed
 from nemorl.weights.whole_tensors import WholeTensorReceiver
 from tests.weights.ranks import SHAPE, TP2_PP2, PolicySide, Threads, model
 

@@ -37,8 +37,7 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver, torch_dtype
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
-from nemorl.weights.session import RefitFailed, RefitSession
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from .arguments import Place

@@ -28,9 +28,15 @@ from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed
 from nemorl.models.adapters import adapted_projections
 from nemorl.models.registry import load_shape
-from nemorl.weights import session as refits
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
-from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights import messages as refits
+from nemorl.weights.messages import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitDeadline,
+    RefitFailed,
+    RefitSession,
+)
 
 from .arguments import engine_arguments, environment
 from .backend import VllmBackend

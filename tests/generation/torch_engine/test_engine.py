@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.engine import TorchEngine
+from nemorl.generation.torch_engine.host import TorchEngine
 from nemorl.generation.types import RequestRefused, SamplingParams
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason

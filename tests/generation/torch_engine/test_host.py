@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.host import GenerationHost, GenerationWorker
-from nemorl.weights.session import RefitDeadline
+from nemorl.weights.messages import RefitDeadline
 
 
 async def never(self: GenerationWorker, version: int) -> None:

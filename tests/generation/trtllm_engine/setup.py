@@ -16,8 +16,7 @@ from nemorl.models.tensors import local_view
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitSession
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.weights.ranks import Threads, allocate, box
 

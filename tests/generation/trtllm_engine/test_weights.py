@@ -13,7 +13,7 @@ import torch
 from nemorl.generation.types import EngineFailed
 from nemorl.trajectories import StopReason
 from nemorl.weights.channel import TransportOptions
-from nemorl.weights.session import RefitDeadline, RefitFailed, RefitSession
+from nemorl.weights.messages import RefitDeadline, RefitFailed, RefitSession
 from tests.generation.trtllm_engine.setup import group
 from tests.generation.trtllm_engine.test_requests import greedy
 

@@ -12,8 +12,14 @@ from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, SenderLayout, SendReport
-from nemorl.weights.session import RefitSession
+from nemorl.weights.messages import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitSession,
+    SenderLayout,
+    SendReport,
+)
 from nemorl.weights.whole_tensors import whole_slices
 
 

@@ -13,8 +13,7 @@ from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.weights.endpoints import WeightSender
-from nemorl.weights.fingerprint import combine, fingerprint
-from nemorl.weights.messages import ReceiverLayout
+from nemorl.weights.messages import ReceiverLayout, combine, fingerprint
 from tests.weights.ranks import Threads, allocate
 
 SHARE = 0.02  # of the elements of a folder that `changed` changes

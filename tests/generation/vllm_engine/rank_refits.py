@@ -13,7 +13,7 @@ from nemorl.generation.vllm_engine.weights import WorkerWeights
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import RefitFailed
 from tests.generation.vllm_engine.policy import Policy, other_layouts
 from tests.weights.ranks import Threads
 

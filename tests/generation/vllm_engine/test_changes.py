@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import LastSent
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import CorruptWeights, RefitFailed
+from nemorl.weights.messages import CorruptWeights, RefitFailed
 from tests.generation.vllm_engine.exchange import Receivers
 from tests.generation.vllm_engine.policy import Policy, all_fingerprints, changed
 from tests.generation.vllm_engine.test_engine import PLAIN, collect, gaps, group

@@ -14,8 +14,7 @@ from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import SendReport
-from nemorl.weights.session import RefitFailed, RefitSession
+from nemorl.weights.messages import RefitFailed, RefitSession, SendReport
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.generation.vllm_engine.exchange import Receivers, Sender, exchange_of, of_network
 

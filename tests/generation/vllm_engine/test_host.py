@@ -29,8 +29,7 @@ from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor, hanging
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import ReceiveReport
-from nemorl.weights.session import RefitFailed, receiver_name
+from nemorl.weights.messages import ReceiveReport, RefitFailed, receiver_name
 from nemorl.weights.shared_memory import SocketReceiver
 from tests.generation.examples import Prompts, request
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, model

@@ -15,7 +15,7 @@ import torch
 from nemorl.generation.types import Completion, EngineFailed, SamplingParams
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.session import RefitFailed
+from nemorl.weights.messages import RefitFailed
 from nemorl.weights.shared_memory import SocketSender
 from tests.generation.examples import GREEDY, Prompts, request
 from tests.generation.vllm_engine.exchange import Receivers, checkpoint, exchange_of

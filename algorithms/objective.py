@@ -1,0 +1,341 @@
+"""Parts that policy losses share: aggregation, divergence and entropy terms, off-policy correction.
+
+Aggregation reduces losses per token to one number. Every scheme is a weight for the sampled tokens of each
+sequence, computed from counts of the complete optimizer step. The loss is then a plain sum of
+`weight * token_loss`, which no split into micro-batches or ranks changes. A micro-batch always has complete
+sequences, and under context parallelism every rank has the logprobs of all tokens and takes its part of the
+gradient (`nemorl.megatron.model`), so sums and means over a sequence need no communication.
+
+Divergence: with `x = log policy - log reference` of a token that the policy sampled, KL(policy || reference)
+per token is estimated (Schulman 2020, "Approximating KL divergence") by
+
+    k1 = x                  unbiased, high variance, may be negative
+    k2 = x^2 / 2            biased, low variance
+    k3 = exp(-x) - 1 + x    unbiased, low variance, never negative
+
+An unbiased estimator need not have an unbiased gradient. In a loss, where the samples are given, the
+gradients are, as a factor of the gradient of the logprob,
+
+    k1: 1             only noise: its expectation is 0
+    k2: x             the gradient of KL(policy || reference)
+    k3: 1 - exp(-x)   in expectation that of KL(reference || policy); near x for small x
+
+(Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477.) So
+the config refuses k1 in the loss unless `straight_through` takes the gradient of k2 (verl: `k1+`, `k3+`).
+
+In a reward, an estimate k multiplies the gradients of the logprobs as a number; their expectations are
+
+    k1: the gradient of KL(policy || reference)
+    k2: as k3, to the lowest order in x
+    k3: the gradient of KL(policy || reference) - KL(reference || policy), which vanishes for small x
+
+So the config refuses k2 and k3 in the reward: near the reference their gradient is 0.
+
+Correction (docs/off_policy.md): three policies have a part in a token: the engine's, which sampled it; the
+trainer's before the updates of the step (old); and the current one. The ratio of the losses is current over
+old. The difference between old and engine (other kernels, precision or older weights) is corrected by a
+weight for the loss of each token.
+
+    decoupled   weight of old / engine; ratio = current / old       (Hilton et al. 2021, arXiv 2110.00641)
+    bypass      old := engine, so the ratio corrects both at once; masks compare current / engine
+
+Masked tokens still count in the divisor: a mask makes a term 0 and the others no larger. Divergence and
+entropy terms are neither weighted nor masked. verl removes masked tokens from the divisor, the divergence and
+the entropy too: `divisor: kept`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemorl.config.algorithm import (
+    AdaptiveEntropyConfig,
+    Aggregation,
+    CorrectionConfig,
+    EntropyConfig,
+    IcePopCorrectionConfig,
+    KLConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    TruncatedCorrectionConfig,
+)
+from nemorl.data.packed import PackedBatch
+
+# Beyond this the ratio carries no information and its exponential overflows in float32.
+MAX_LOG_RATIO = 20.0
+
+
+def log_ratio(batch: PackedBatch, logprobs: Tensor, old: Tensor) -> Tensor:
+    """`logprobs - old` [N], and 0 outside the loss mask."""
+    return torch.where(batch.loss_mask, logprobs - old, torch.zeros_like(logprobs))
+
+
+def bounded_exp(log: Tensor) -> Tensor:
+    """The exponential of what is clamped to ±MAX_LOG_RATIO, without gradient beyond, as verl and OpenRLHF."""
+    return log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What an optimizer step has of that which enters the loss; at least 1, so that nothing divides by 0."""
+
+    tokens: float
+    sequences: int  # with any such token
+
+    @classmethod
+    def of(cls, sampled: Sequence[float]) -> "Divisor":
+        """Of all sequences of the step, by their numbers of such tokens."""
+        return cls(max(sum(sampled), 1), max(sum(count > 0 for count in sampled), 1))
+
+
+def sequence_weights(
+    sampled: Sequence[float],
+    aggregation: Aggregation,
+    length: int | None = None,
+    divisor: Divisor | None = None,
+) -> Tensor:
+    """Weight of each sampled token, one per sequence: [S] float32.
+
+    `sampled` [S] counts the tokens that enter the loss; a sequence without any has weight 0 and does not
+    count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al.
+    2025, arXiv 2503.20783); the names of the schemes are the field's. The `divisor` is the whole step's where
+    `sampled` is a part of it.
+    """
+    counts = torch.tensor(sampled, dtype=torch.float64)
+    present = counts > 0
+    whole = divisor or Divisor.of(sampled)
+    tokens, sequences = whole.tokens, whole.sequences
+    match aggregation:
+        case "token-mean":
+            weights = torch.ones_like(counts) / tokens
+        case "token-sum":
+            weights = torch.ones_like(counts)
+        case "seq-mean-token-mean":
+            weights = 1 / (counts.clamp(min=1) * sequences)
+        case "seq-mean-token-sum":
+            weights = torch.ones_like(counts) / sequences
+        case "seq-mean-token-sum-norm":
+            if length is None:
+                raise ValueError(
+                    "seq-mean-token-sum-norm divides by a fixed length: set loss.aggregation_length"
+                )
+            weights = torch.ones_like(counts) / (sequences * length)
+    return torch.where(present, weights, torch.zeros_like(weights)).float()
+
+
+def sequence_of(batch: PackedBatch) -> Tensor:
+    """[N] int64: the number of each token's sequence."""
+    numbers = torch.arange(batch.num_sequences, device=batch.tokens.device)
+    return numbers.repeat_interleave(torch.diff(batch.cu_seqlens).long(), output_size=batch.num_tokens)
+
+
+def totals(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the sum of `values` [N] over the loss mask of each sequence."""
+    masked = torch.where(batch.loss_mask, values, torch.zeros_like(values))
+    return values.new_zeros(batch.num_sequences).index_add(0, sequence_of(batch), masked)
+
+
+def averages(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[S]: the mean of `values` [N] over the loss mask of each sequence; 0 of none."""
+    return totals(values, batch) / totals(torch.ones_like(values), batch).clamp(min=1)
+
+
+def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[N]: `totals` at all tokens of each sequence."""
+    return totals(values, batch).index_select(0, sequence_of(batch))
+
+
+def sequence_means(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[N]: `averages` at all tokens of each sequence."""
+    return averages(values, batch).index_select(0, sequence_of(batch))
+
+
+def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The estimate of each token [N]; `x` is clamped to ±20, without gradient beyond (verl: for k3)."""
+    x = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return x
+        case "k2":
+            return x.square() / 2
+        case "k3":
+            return (-x).exp() - 1 + x
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Tensor | None = None) -> Tensor:
+    """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
+
+    `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped
+    token has no gradient, with `straight_through` too: otherwise the clamp would only change a metric
+    there, which is what it does in verl's `k3+`, whose gradient is had by no `max_value`.
+
+    With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
+    taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
+    of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
+    (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). The gradient of k2, and of
+    `straight_through`, is right without it and the ratio weighs it as a constant. Of a clamped k1 or k3 what
+    is left is the ratio's own gradient, `max_value` times it.
+    """
+    estimate = kl_divergence(logprobs, reference, config.estimator)
+    unweighted_is_right = config.estimator == "k2" or config.straight_through
+    if config.straight_through:
+        pull = kl_divergence(logprobs, reference, "k2")
+        estimate = estimate.detach() + (pull - pull.detach())
+    if config.max_value is not None:
+        estimate = estimate.clamp(-config.max_value, config.max_value)
+    if not config.importance_weighted:
+        return estimate
+    assert ratio is not None, "a divergence weighted by the ratio requires one"
+    return estimate * (ratio.detach() if unweighted_is_right else ratio)
+
+
+def gap_divergence(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor]:
+    """k1 and k3 of KL(engine || trainer) for each token [N] that the engine sampled; no gradients."""
+    return (
+        kl_divergence(engine, trainer, "k1").detach(),
+        kl_divergence(engine, trainer, "k3").detach(),
+    )
+
+
+@dataclass
+class EntropyWeight:
+    """Fixed, or after Skywork-OR1's adaptive control (He et al. 2025, arXiv 2505.22312).
+
+    After a step of mean entropy e per token the coefficient c becomes `c + change` if e is below the target,
+    `c - change` if it is above, and stays between 0 and its limit. The bonus counts, with c, only while the
+    entropy is not above the target. The paper looks at the entropy of a step's samples before its updates;
+    here it is the one during the updates of the step before, which costs no pass of its own.
+    """
+
+    config: EntropyConfig
+    coefficient: float
+    entropy: float | None = None  # of the step before; None before the first
+
+    @classmethod
+    def of(
+        cls, config: EntropyConfig, coefficient: float | None = None, entropy: float | None = None
+    ) -> "EntropyWeight":
+        """The weight of the first step, or of a resumed run from the values of its checkpoint."""
+        if not isinstance(config, AdaptiveEntropyConfig):
+            return cls(config, config.coefficient)
+        return cls(config, config.initial if coefficient is None else coefficient, entropy)
+
+    @property
+    def weight(self) -> float:
+        """Of the step to come."""
+        if not isinstance(self.config, AdaptiveEntropyConfig) or self.entropy is None:
+            return self.coefficient
+        return self.coefficient if self.entropy <= self.config.target else 0.0
+
+    def update(self, entropy: float) -> dict[str, float]:
+        """Update from the mean entropy of a step; return the metric of the coefficient that the step used."""
+        if not isinstance(self.config, AdaptiveEntropyConfig):
+            return {}
+        used = self.weight
+        if entropy != self.config.target:
+            change = self.config.change if entropy < self.config.target else -self.config.change
+            self.coefficient = min(max(self.coefficient + change, 0.0), self.config.max_coefficient)
+        self.entropy = entropy
+        return {"entropy/coefficient": used}
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What the policy's loss of each token is multiplied by, without gradient."""
+
+    weight: Tensor  # [N] float32
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as means over tokens
+    largest: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as maxima
+
+
+@torch.no_grad()
+def correct(
+    batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, *, has_ratio: bool
+) -> Corrected:
+    """Weights for a loss of `logprobs` [N] whose ratio, if it `has_ratio`, is taken against `old` [N].
+
+    In the bypass form the weight is of current over engine; a loss that has this as its ratio already takes
+    from it only what is left out.
+    """
+    assert batch.logprobs is not None, "a correction requires the engine's logprobs"
+    bypass = config.form == "bypass"
+    token_log = log_ratio(batch, logprobs if bypass else old, batch.logprobs)
+    weight = torch.ones_like(token_log)
+    metrics: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
+    if not isinstance(config, NoCorrectionConfig):
+        ratio = bounded_exp(_at_level(token_log, batch, config.level))
+        weight, touched = importance_weights(ratio, config)
+        if bypass and has_ratio:
+            weight = (weight > 0).float()
+        metrics |= {"correction/ratio_mean": ratio, config.weight_metric: touched}
+        largest |= {"correction/ratio_max": ratio}
+    if config.sequence_mask is not None:
+        mean = bounded_exp(sequence_means(token_log, batch))
+        out = (mean < config.sequence_mask.low) | (mean > config.sequence_mask.high)
+        weight = weight * ~out
+        metrics["correction/masked_sequences"] = out
+    if config.off_policy_threshold is not None:
+        out = off_policy(batch, logprobs, config.off_policy_threshold)
+        weight = weight * ~out
+        metrics["correction/masked_off_policy"] = out
+    if metrics:
+        metrics |= {"correction/mean": weight, "correction/square": weight.square()}
+    return Corrected(weight, metrics, largest)
+
+
+@torch.no_grad()
+def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
+    """[N] bool: sampled tokens that neither bounds nor sequence mask leave out, in the decoupled form.
+
+    That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
+    """
+    assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
+    of_old = config.model_copy(update={"off_policy_threshold": None})
+    old = batch.old_logprobs
+    return batch.loss_mask & (correct(batch, old, old, of_old, has_ratio=True).weight > 0)
+
+
+def importance_weights(
+    ratio: Tensor, config: TruncatedCorrectionConfig | MaskedCorrectionConfig | IcePopCorrectionConfig
+) -> tuple[Tensor, Tensor]:
+    """Weights [N] of ratios [N], and which of them were cut or left out [N] bool.
+
+    tis: `clamp(ratio, low, high)` (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training"). mis: the ratio up to `high`, beyond it 0 (Liu et al. 2025, "When
+    speed kills stability"). icepop: the ratio within `low` and `high`, otherwise 0 (arXiv 2510.18855).
+    """
+    match config:
+        case TruncatedCorrectionConfig():
+            return ratio.clamp(config.low, config.high), (ratio < config.low) | (ratio > config.high)
+        case MaskedCorrectionConfig():
+            out = ratio > config.high
+        case IcePopCorrectionConfig():
+            out = (ratio < config.low) | (ratio > config.high)
+    return ratio * ~out, out
+
+
+def off_policy(batch: PackedBatch, logprobs: Tensor, threshold: float) -> Tensor:
+    """[N] bool: tokens left out by DeepSeek-V3.2's sequence mask (arXiv 2512.02556, equation 9).
+
+    Those of negative advantage in sequences where the mean over sampled tokens of `engine - logprobs` is more
+    than `threshold`. As the paper says, the sampling policy is the engine's by its own logprobs, so that the
+    mask sees stale weights, several updates and other arithmetic all at once.
+    """
+    assert batch.logprobs is not None
+    assert batch.advantages is not None
+    drift = sequence_means(log_ratio(batch, batch.logprobs, logprobs), batch)
+    return (batch.advantages < 0) & (drift > threshold)
+
+
+def _at_level(token_log: Tensor, batch: PackedBatch, level: str) -> Tensor:
+    """[N] logarithms of ratios, of tokens or the same for all tokens of a sequence."""
+    match level:
+        case "sequence":
+            return sequence_sums(token_log, batch)
+        case "geometric":
+            return sequence_means(token_log, batch)
+    return token_log
