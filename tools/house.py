@@ -101,7 +101,7 @@ EXTENSIONS = {
     "environment": ("chained_sums",),
     "engine": ("vllm", "trtllm"),
     "optimizer": ("muon",),
-    "model_family": ("gpt_oss", "mixtral"),
+    "model_family": ("gpt_oss", "gemma3"),
     "metric": ("clip_fraction", "tokens_kept"),
 }
 
