@@ -109,7 +109,7 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
     }
     if not updates:
         return counts
-    loads = [u.experts.metrics() for u in updates if u.experts is not None]
+    loads = [u.experts for u in updates if u.experts is not None]
     return {
         **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),

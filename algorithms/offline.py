@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemorl.config.algorithm import Aggregation, OfflineBase, SftConfig
-from nemorl.data.datasets import TaskOrder
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
 from nemorl.data.shards import SequencePlace
 from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
+from nemorl.rollout.collector import TaskOrder
 from nemorl.session.session import Session
 
 from .losses import CrossEntropyLoss, finish_metrics

@@ -15,9 +15,10 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.data import DataConfig, DatasetConfig, JsonlDataset
 from nemorl.config.experiment import Experiment
-from nemorl.data.datasets import TaskOrder, load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
+from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
 from nemorl.data.examples import Encoder, Example
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
+from nemorl.rollout.collector import TaskOrder
 
 from .distillation import Distillation
 from .offline import Objective, Supervised, Unit

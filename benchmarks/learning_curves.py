@@ -23,8 +23,9 @@ from common import OUT, publish, table_of
 from trl_side import train_with_trl
 
 from nemorl.config.load import load_experiment
-from nemorl.data.datasets import TaskOrder, load_tasks
+from nemorl.data.datasets import load_tasks
 from nemorl.observe.metrics import read_metrics
+from nemorl.rollout.collector import TaskOrder
 
 CONFIG = Path("configs/quickstart/grpo.yaml")
 MODEL = Path("runs/quickstart/sft/hf")

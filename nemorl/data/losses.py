@@ -117,25 +117,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class ExpertLoad:
-    """Distribution of one optimizer step's tokens over the experts of each layer."""
-
-    largest: float  # tokens of the busiest expert over the mean, averaged over the layers
-    largest_of_a_layer: float  # the same in the least even layer
-    idle: float  # fraction of the experts of all layers that no token chose
-    balance_loss: float | None  # of all layers, averaged over sequences; None where it has no coefficient
-
-    def metrics(self) -> dict[str, float]:
-        """By the names of the metrics."""
-        metrics = {
-            "experts/load_max": self.largest,
-            "experts/load_max_of_a_layer": self.largest_of_a_layer,
-            "experts/idle": self.idle,
-        }
-        return metrics if self.balance_loss is None else metrics | {"loss/balance": self.balance_loss}
-
-
-@dataclass(frozen=True)
 class TrainStats:
     """One optimizer step; equal on all ranks."""
 
@@ -147,4 +128,4 @@ class TrainStats:
     empty: bool  # the gradients were all 0: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
     num_computed: int  # the same with padding
-    experts: ExpertLoad | None = None  # of models that have any
+    experts: dict[str, float] | None = None  # metrics of the router, of models that have experts

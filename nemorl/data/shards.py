@@ -19,7 +19,6 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.models.registry import load_shape
 from nemorl.trajectories import Float32Array, Int32Array
 
 from .packed import Advantage, Compared, PackedBatch
@@ -360,12 +359,12 @@ class LoadedBatch:
         cls,
         sequences: Sequence[SequencePlace],
         config: PolicyConfig,
+        hidden_size: int,
         num_ranks: int,
         num_minibatches: int,
     ) -> Self:
         """Plan micro-batches and minibatches for `num_ranks` data-parallel ranks."""
         layout, lengths = config.layout, [s.num_tokens for s in sequences]
-        hidden_size = load_shape(config.model_path, config.head).hidden_size
         interleaved = layout.virtual_pipeline_parallel_size > 1
         plan = plan_batch(
             lengths,

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from nemorl.config.policy import MoeConfig, PolicyConfig
-from nemorl.data.losses import ExpertLoad
 from nemorl.models.shape import ModelShape
 
 from .packing import PackedLayout, TokenRouting
@@ -136,8 +135,8 @@ class Routers:
             router.tokens_per_expert = torch.zeros_like(router.tokens_per_expert)
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
-    def load(self, num_experts: int, device: torch.device) -> ExpertLoad | None:
-        """The load of the step, equal on all ranks; each holds other tokens or other layers."""
+    def load(self, num_experts: int, device: torch.device) -> dict[str, float] | None:
+        """Metrics of the step, equal on all ranks; each holds other tokens or other layers."""
         if not self._num_layers:
             return None
         counts = torch.zeros(self._num_layers, num_experts, dtype=torch.float64, device=device)
@@ -148,14 +147,15 @@ class Routers:
         dist.all_reduce(counts)
         dist.all_reduce(balance)
         largest = counts.amax(1) / counts.mean(1).clamp(min=1 / num_experts)
-        return ExpertLoad(
-            largest=float(largest.mean()),
-            largest_of_a_layer=float(largest.max()),
-            idle=float((counts == 0).double().mean()),
-            balance_loss=float(balance) / self._num_sequences
-            if self._config.load_balancing_loss_coefficient
-            else None,
-        )
+        metrics = {
+            # Tokens of the busiest expert over the mean, averaged over the layers; the least even layer's.
+            "experts/load_max": float(largest.mean()),
+            "experts/load_max_of_a_layer": float(largest.max()),
+            "experts/idle": float((counts == 0).double().mean()),
+        }
+        if self._config.load_balancing_loss_coefficient:
+            metrics["loss/balance"] = float(balance) / self._num_sequences
+        return metrics
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class PolicyOptimizer:
         self._config = config
         self._chunks = chunks
         self.progress = OptimizerProgress()
+        # The float32 weights and the optimizer's own tensors, as a checkpoint names them.
+        self.state_names = (WEIGHT, *config.optimizer.moments)
         parameters = {
             chunk_prefix(number) + local_name(name): parameter
             for number, chunk in enumerate(chunks)
@@ -138,11 +140,6 @@ class PolicyOptimizer:
         self.megatron.reload_model_params()
         for part in self._main.values():
             part.take_weight()
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The float32 weights and the optimizer's own tensors, as a checkpoint names them."""
-        return (WEIGHT, *self._config.optimizer.moments)
 
     def shards(self, state: str) -> dict[str, Shard]:
         """This rank's shards of one state, by parameter; the tensors themselves if they are float32."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -17,7 +19,6 @@ from nemorl.models.shape import ModelShape, Rope
 from .cache import CachedPass
 from .device import DTYPES, AttentionKernel, KernelRows, packed_attention_kernel
 from .kernels import Kernels
-from .parallel import ContextShare, context_share
 
 Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 
@@ -26,6 +27,45 @@ Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 SIMILAR = 0.75
 # Below this many tokens the launches always cost more than the padding.
 SHORT = 32
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """A rank's part of every sequence under context parallelism; by default the whole.
+
+    Causal attention costs later tokens more. So that all ranks have equal work, a sequence is cut into twice
+    as many chunks as there are ranks, and rank r of R takes chunk r and chunk 2R - 1 - r.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # of the ranks that share sequences
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a sequence, all equally long: its length has to be a multiple of this."""
+        return 2 * self.size if self.size > 1 else 1
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Numbers of the chunks that the rank takes, in their order."""
+        return (self.rank, self.num_chunks - 1 - self.rank) if self.size > 1 else (0,)
+
+    def places(self, lengths: Sequence[int]) -> Tensor:
+        """[tokens / size] Positions of the rank's tokens in concatenated sequences of `lengths`."""
+        if self.size == 1:
+            return torch.arange(sum(lengths))
+        parts, start = [], 0
+        for length in lengths:
+            chunk = length // self.num_chunks
+            parts += [torch.arange(chunk) + start + number * chunk for number in self.chunks]
+            start += length
+        return torch.cat(parts)
+
+    def order(self, lengths: Sequence[int]) -> Tensor:
+        """[tokens] Position of each token of such sequences when the ranks' shares are concatenated."""
+        shares = [ContextShare(rank, self.size).places(lengths) for rank in range(self.size)]
+        return torch.cat(shares).argsort()
 
 
 @dataclass(frozen=True)
@@ -130,7 +170,7 @@ def packed_layout(
     rotary: Angles,
     kernel: AttentionKernel | None,
     local_rotary: Angles | None = None,
-    share: ContextShare = ContextShare(),  # noqa: B008 - frozen
+    share: ContextShare = ContextShare(),
 ) -> PackedLayout:
     """Layout of sequences laid end to end; neighbors should be of similar length (sort them).
 
@@ -366,7 +406,11 @@ def micro_batch_maker(
         local_rotary=rotary(shape.local_rope) if shape.local_rope else None,
         kernel=packed_attention_kernel(kernels.attention),
         multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
-        share=context_share(),
+        share=ContextShare(
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_group(),
+        ),
         device=device,
         routes=shape.moe is not None,
     )

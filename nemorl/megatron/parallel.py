@@ -2,11 +2,6 @@
 
 Pipeline stages and recomputation, in Megatron's words.
 
-Context parallelism: which tokens of a sequence a rank computes.
-
-Causal attention costs later tokens more. So that all ranks have equal work, a sequence is cut
-into twice as many chunks as there are ranks, and rank r of R takes chunk r and chunk 2R - 1 - r.
-
 Where processes of several machines find each other: a store that one process serves by TCP.
 """
 
@@ -15,9 +10,8 @@ import logging
 import random
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +21,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
@@ -77,57 +70,6 @@ def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: Layer
     if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
         return {}
     return {"recomputation": "not of norms: Transformer Engine computes them with the matrices behind them"}
-
-
-def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
-    """The number of micro-batches that an interleaved stage runs through a chunk before the next chunk.
-
-    The fewest that Megatron's schedule takes: at least as many as there are stages, and so that the last
-    group is whole or also has that many. Raises ValueError for fewer micro-batches than stages.
-    """
-    for group in range(stages, num_micro_batches + 1):
-        left = num_micro_batches % group
-        if left == 0 or left >= stages:
-            return group
-    raise ValueError(
-        f"{num_micro_batches} micro-batches cannot keep {stages} interleaved pipeline stages busy: with "
-        "policy.layout.virtual_pipeline_parallel_size above 1 there have to be as many as stages"
-    )
-
-
-@dataclass(frozen=True)
-class ContextShare:
-    """A rank's part of every sequence; by default the whole."""
-
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None  # of the ranks that share sequences
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of a sequence, all equally long: its length has to be a multiple of this."""
-        return 2 * self.size if self.size > 1 else 1
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Numbers of the chunks that the rank takes, in their order."""
-        return (self.rank, self.num_chunks - 1 - self.rank) if self.size > 1 else (0,)
-
-    def places(self, lengths: Sequence[int]) -> Tensor:
-        """[tokens / size] Positions of the rank's tokens in concatenated sequences of `lengths`."""
-        if self.size == 1:
-            return torch.arange(sum(lengths))
-        parts, start = [], 0
-        for length in lengths:
-            chunk = length // self.num_chunks
-            parts += [torch.arange(chunk) + start + number * chunk for number in self.chunks]
-            start += length
-        return torch.cat(parts)
-
-    def order(self, lengths: Sequence[int]) -> Tensor:
-        """[tokens] Position of each token of such sequences when the ranks' shares are concatenated."""
-        shares = [ContextShare(rank, self.size).places(lengths) for rank in range(self.size)]
-        return torch.cat(shares).argsort()
 
 
 LOOPBACK_INTERFACE = "lo"
@@ -220,15 +162,6 @@ def join(
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
-
-
-def context_share() -> ContextShare:
-    """This rank's part of every sequence."""
-    return ContextShare(
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_group(),
-    )
 
 
 def leave() -> None:

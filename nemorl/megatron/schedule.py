@@ -24,7 +24,6 @@ from nemorl.data.packed import PackedBatch
 
 from .model import PolicyModel, PolicyParallel
 from .packing import MicroBatch
-from .parallel import micro_batches_in_a_row
 
 
 def run_training(
@@ -148,6 +147,22 @@ def _run(
         collect_non_loss_data=forward_only,
     )
     return list(outputs)
+
+
+def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
+    """The number of micro-batches that an interleaved stage runs through a chunk before the next chunk.
+
+    The fewest that Megatron's schedule takes: at least as many as there are stages, and so that the last
+    group is whole or also has that many. Raises ValueError for fewer micro-batches than stages.
+    """
+    for group in range(stages, num_micro_batches + 1):
+        left = num_micro_batches % group
+        if left == 0 or left >= stages:
+            return group
+    raise ValueError(
+        f"{num_micro_batches} micro-batches cannot keep {stages} interleaved pipeline stages busy: with "
+        "policy.layout.virtual_pipeline_parallel_size above 1 there have to be as many as stages"
+    )
 
 
 def global_metrics(

@@ -18,10 +18,11 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.data.datasets import TaskOrder
+import numpy as np
+
 from nemorl.errors import RunError
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import Conversation, StopReason, Trajectory
@@ -237,6 +238,27 @@ class Dispatcher:
 def _ids(groups: Sequence[int]) -> str:
     shown = ", ".join(map(str, groups[:8]))
     return f"{shown} and {len(groups) - 8} more" if len(groups) > 8 else shown
+
+
+class TaskOrder:
+    """Task index of every global position 0, 1, 2, …; each epoch visits every task once.
+
+    A run keeps its place in the data as one position: the order needs no state of its own.
+    """
+
+    def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
+        if num_tasks < 1:
+            raise ValueError("an order needs at least one task")
+        self._num_tasks, self._shuffle = num_tasks, shuffle
+        # A step rarely touches more than two epochs, and a permutation may be large.
+        self._permutation = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng((seed, epoch)).permutation(num_tasks)
+        )
+
+    def task_index(self, position: int) -> int:
+        """The task at a position, counted from the start of the run."""
+        epoch, place = divmod(position, self._num_tasks)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
 
 
 @dataclass(frozen=True)

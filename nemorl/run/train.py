@@ -41,7 +41,7 @@ from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of, reward_weights
 from nemorl.config.load import to_yaml
-from nemorl.data.datasets import TaskOrder, load_tasks
+from nemorl.data.datasets import load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import write_atomically
@@ -50,7 +50,7 @@ from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
 from nemorl.observe.trackers import check_trackers
-from nemorl.rollout.collector import Collector, CollectorPlan
+from nemorl.rollout.collector import Collector, CollectorPlan, TaskOrder
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf

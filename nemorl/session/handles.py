@@ -28,6 +28,7 @@ from nemorl.generation.types import (
     Report,
     RequestRefused,
 )
+from nemorl.models.registry import load_shape
 from nemorl.rollout.collector import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ModelHandle:
         self.trains = trains
         self.devices: DeviceScheduler | None = None  # if other groups compute on the same devices
         self._config = config
+        self._hidden_size = load_shape(config.model_path, config.head).hidden_size
         self._deadlines = deadlines
         self._offloaded = False
         self._batch: LoadedBatch | None = None
@@ -124,7 +126,9 @@ class ModelHandle:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
         from nemorl.data.shards import LoadedBatch
 
-        self._batch = LoadedBatch.plan_for(sequences, self._config, self.group.mesh.data, num_minibatches)
+        self._batch = LoadedBatch.plan_for(
+            sequences, self._config, self._hidden_size, self.group.mesh.data, num_minibatches
+        )
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
         await self._to_ranks(method, self._batch.shards(sequences), stage="loading a batch")
 

@@ -10,12 +10,12 @@ from typing import Any
 from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.config.experiment import Experiment
-from nemorl.data.datasets import TaskOrder
 from nemorl.data.losses import Evaluation, LogprobStats, Loss, TrainStats
 from nemorl.data.shards import SequencePlace, make_shards, packing_metrics, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
+from nemorl.rollout.collector import TaskOrder
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
 

@@ -11,11 +11,10 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names
-from nemorl.data.datasets import TaskOrder
 from nemorl.data.packed import PLACEHOLDER_TOKENS
 from nemorl.data.shards import make_shards, plan_batch
 from nemorl.errors import RunError
-from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary
+from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary, TaskOrder
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, trajectory
 

@@ -13,8 +13,8 @@ from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
-from nemorl.data.datasets import TaskOrder
 from nemorl.models.create import create_arithmetic_model
+from nemorl.rollout.collector import TaskOrder
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write
 

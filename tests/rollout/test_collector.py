@@ -3,13 +3,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from nemorl.data.datasets import TaskOrder
 from nemorl.rollout.collector import (
     Collector,
     CollectorPlan,
     GroupSummary,
     Refill,
     RolloutFailed,
+    TaskOrder,
     sample_validation,
 )
 

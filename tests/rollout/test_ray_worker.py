@@ -12,8 +12,8 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.data.datasets import TaskOrder, load_tasks
-from nemorl.rollout.collector import Collector, CollectorPlan
+from nemorl.data.datasets import load_tasks
+from nemorl.rollout.collector import Collector, CollectorPlan, TaskOrder
 from nemorl.session.handles import EngineHandle, RolloutHandle
 from tests.rollout.test_worker import experiment
 

@@ -1,4 +1,4 @@
-from nemorl.data.datasets import TaskOrder
+from nemorl.rollout.collector import TaskOrder
 
 
 def test_every_epoch_visits_every_task_once_in_another_order():
