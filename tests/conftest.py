@@ -23,16 +23,25 @@ SECOND_PART = {
     "tests/megatron/test_lora.py",
     "tests/megatron/test_scalar_head.py",
     "tests/models/test_policy_layout.py",
+    "tests/run/test_layouts_of_runs.py",
+    "tests/run/test_megatron_generation.py",
+    "tests/run/test_vllm_runs.py",
+    "tests/slurm/test_on_cluster.py",
     "tests/weights/test_matrix.py",
 }
 
 
+# Started first, so that the processes end at about the same time.
+LONG = ("tests/run/", "tests/megatron/", "tests/generation/", "tests/slurm/", "tests/cluster/")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the second part."""
+    """Mark the tests of the second part, and put the long folders first."""
     for item in items:
         if item.nodeid.partition("::")[0] in SECOND_PART:
             item.add_marker("ci")
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 class ByWhatIsShared(LoadScopeScheduling):
@@ -43,5 +52,6 @@ class ByWhatIsShared(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByWhatIsShared:
-    """Take ours, whatever `--dist` says."""
+    """Take ours, whatever `--dist` says, and keep the order of the collection."""
+    config.option.loadscopereorder = False
     return ByWhatIsShared(config, log)
