@@ -15,7 +15,7 @@ from nemorl.config.algorithm import (
     NoCorrectionConfig,
     PolicyLossConfig,
 )
-from nemorl.config.algorithm.online import CriticLearningConfig
+from nemorl.config.algorithm.losses import CriticLearningConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 

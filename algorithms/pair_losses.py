@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemorl.config.algorithm import Aggregation, KtoConfig, PreferenceConfig
-from nemorl.config.algorithm.losses import (
+from nemorl.config.algorithm.pair_losses import (
     AnchoredLossConfig,
     HingeLossConfig,
     LogisticLossConfig,

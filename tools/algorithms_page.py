@@ -1,5 +1,7 @@
 """Generate the parts of docs/algorithms.md about presets and sections from the presets and the schema.
 
+The description of a preset, between its title and its settings, is written in the page by hand.
+
 .venv/bin/python tools/algorithms_page.py
 """
 
@@ -10,17 +12,19 @@ from pathlib import Path
 import yaml
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.presets import PRESETS, Preset
+from nemorl.config.algorithm.base import Preset
+from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.base import Config
 from nemorl.config.schema import names, type_text, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
+_SETTINGS = "The preset:"
 PARTS = ("advantage", "filters", "loss", "kl", "correction", "entropy", "likelihood", "critic")
 
 
 def written(page: str) -> str:
     """The page with its generated parts as the code has them now."""
-    for name, lines in (("presets", _presets()), ("parts", _parts())):
+    for name, lines in (("presets", _presets(page)), ("parts", _parts())):
         before, begin, rest = page.partition(f"<!-- {name}: written by tools/algorithms_page.py -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->\n")
         if not begin or not end:
@@ -29,20 +33,30 @@ def written(page: str) -> str:
     return page
 
 
-def _presets() -> Iterator[str]:
+def _presets(page: str) -> Iterator[str]:
     yield "| `name` | | advantage | loss | aggregation | also sets | paper |"
     yield "|---|---|---|---|---|---|---|"
-    for preset in PRESETS.values():
-        yield _row(preset)
-    for preset in PRESETS.values():
-        yield from ("", f"### {preset.name}", _titled(preset), "", preset.description, "", *_settings(preset))
+    for name, preset in PRESETS.items():
+        yield _row(name, preset)
+    for name, preset in PRESETS.items():
+        title = f"{preset.title}: [paper]({preset.paper})."
+        yield from ("", f"### {name}", title, "", _description(page, name), "", *_settings(name, preset))
 
 
-def _row(preset: Preset) -> str:
-    config = _config(preset)
+def _description(page: str, name: str) -> str:
+    """The text of the page between the title of a preset and its settings."""
+    section = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    before, settings, _ = section.partition(_SETTINGS)
+    if not settings:
+        return "TODO: describe its formulas, and what differs from the paper or from other algorithms."
+    return before.partition("\n")[2].strip("\n")
+
+
+def _row(name: str, preset: Preset) -> str:
+    config = OnlineConfig(name=name, num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=16)
     others = [part for part in preset.settings if part not in ("advantage", "loss")]
     cells = (
-        f"[`{preset.name}`](#{preset.name})",
+        f"[`{name}`](#{name})",
         preset.title,
         f"`{config.advantage.name}`",
         f"`{config.loss.name}`",
@@ -53,17 +67,9 @@ def _row(preset: Preset) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _config(preset: Preset) -> OnlineConfig:
-    return OnlineConfig(name=preset.name, num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=16)
-
-
-def _titled(preset: Preset) -> str:
-    return f"{preset.title}: [paper]({preset.paper})."
-
-
-def _settings(preset: Preset) -> Iterator[str]:
-    tree = {"algorithm": {"name": preset.name, **preset.settings}}
-    yield "The preset:"
+def _settings(name: str, preset: Preset) -> Iterator[str]:
+    tree = {"algorithm": {"name": name, **preset.settings}}
+    yield _SETTINGS
     yield "```yaml"
     yield yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=108).rstrip()
     yield "```"

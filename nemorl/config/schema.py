@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from nemorl.config.algorithm.presets import PREFERENCE_PRESETS, PRESETS
 from nemorl.errors import ABSENT
 
+from .algorithm.online import PRESETS
+from .algorithm.pair_losses import PREFERENCE_PRESETS
 from .base import Config
 from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted

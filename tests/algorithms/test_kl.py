@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemorl.algorithms.objective import gap_divergence, kl_divergence, kl_penalty
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.presets import PRESETS
+from nemorl.config.algorithm.online import PRESETS
 
 POLICY, REFERENCE = [-1.0, -0.2, -3.0, -0.5, -2.5], [-1.5, -0.1, -3.0, -2.9, -0.7]
 

@@ -9,7 +9,7 @@ import torch
 
 from nemorl.algorithms.offline import FILE, ReferenceSums
 from nemorl.algorithms.offline_data import OfflineData
-from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
+from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment

@@ -13,8 +13,8 @@ from nemorl.algorithms.offline import Unit
 from nemorl.algorithms.pair_losses import Kto, Preference, pair_loss
 from nemorl.algorithms.reward_model import RewardModel, ScorePairLoss, StepLoss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
-from nemorl.config.algorithm.losses import LogisticLossConfig, PairLossConfig
-from nemorl.config.algorithm.offline import PREFERENCE_PRESETS, BradleyTerryLossConfig, LogExpLossConfig
+from nemorl.config.algorithm.offline import BradleyTerryLossConfig, LogExpLossConfig
+from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 from nemorl.data.examples import Example
 from nemorl.data.packed import Compared, PackedBatch, with_compared
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemorl.algorithms.losses import ValueLoss, value_metrics
-from nemorl.config.algorithm.online import CriticLearningConfig
+from nemorl.config.algorithm.losses import CriticLearningConfig
 from nemorl.data.packed import PackedBatch
 
 LENGTHS = (5, 1, 7, 4)

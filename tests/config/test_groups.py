@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.algorithm.presets import PRESETS
+from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.environment import LocalModelRewardConfig
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment, to_yaml

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.presets import PRESETS
+from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.load import load_experiment
 
 AGENT = ["data.chat=true", "env={name: calculator, call_weight: 0.1}", "rewards=[]"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.config.algorithm.offline import PREFERENCE_PRESETS
+from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS
 from nemorl.config.load import load_experiment
 from tests.config.experiments import refuses, write
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from nemorl.algorithms.losses import ValueLoss
 from nemorl.algorithms.token_advantages import TokenEstimator
 from nemorl.config.algorithm.advantages import GaeConfig
-from nemorl.config.algorithm.online import CriticLearningConfig
+from nemorl.config.algorithm.losses import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.losses import TrainStats
 from nemorl.data.packed import PackedBatch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemorl.algorithms.pair_losses import PreferenceLoss
-from nemorl.config.algorithm.losses import LogisticLossConfig
+from nemorl.config.algorithm.pair_losses import LogisticLossConfig
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.losses import Evaluation, TrainStats
 from nemorl.data.packed import Compared, pack_examples

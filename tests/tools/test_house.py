@@ -220,12 +220,12 @@ REACHED = {
     "grpo_path_files": 53,
     "grpo_path_outer_files": 38,
     "single_importer_modules": 70,
-    "edits_for_loss": 3,
-    "edits_for_environment": 2,
+    "edits_for_loss": 2,
+    "edits_for_environment": 1,
     "edits_for_engine": 8,
     "edits_for_optimizer": 2,
     "edits_for_model_family": 1,
-    "edits_for_metric": 4,
+    "edits_for_metric": 3,
 }
 
 

@@ -1,6 +1,6 @@
 """`algorithm`: what is optimized.
 
-Its `name` selects one: a preset (`presets.py`) of the online parts or of the losses of pairs, or an algorithm
+Its `name` selects one: a preset of the online parts or of the losses of pairs (`PRESETS`), or an algorithm
 that learns from data.
 """
 

@@ -12,6 +12,8 @@ from pydantic import Field
 from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import Problem
 
+from .base import ARXIV, online_preset
+
 
 class AdvantageBase(Config):
     """Facts about an estimator; each is an attribute of its class."""
@@ -22,6 +24,12 @@ class AdvantageBase(Config):
     needs_group: ClassVar[bool] = False  # compares the trajectories of a task with each other
     needs_greedy_sample: ClassVar[bool] = False  # of each task
     uses_reward_sum: ClassVar[bool] = True  # so that a divergence can be subtracted from it
+
+    @check
+    def _epsilon_is_used(self) -> Iterator[Problem]:
+        if not getattr(self, "normalize", True):
+            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
+            yield from self.without_effect(("epsilon",), reason)
 
 
 class TokenAdvantageBase(AdvantageBase):
@@ -105,12 +113,6 @@ class GroupAdvantageConfig(AdvantageBase):
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
-    @check
-    def _epsilon_is_used(self) -> Iterator[Problem]:
-        if not self.normalize:
-            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
-            yield from self.without_effect(("epsilon",), reason)
-
 
 class ReinforceAdvantageConfig(AdvantageBase):
     """The reward, compared with the batch instead of a group (Williams 1992)."""
@@ -173,12 +175,6 @@ class GpgAdvantageConfig(AdvantageBase):
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
-    @check
-    def _epsilon_is_used(self) -> Iterator[Problem]:
-        if not self.normalize:
-            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
-            yield from self.without_effect(("epsilon",), reason)
-
 
 class GdpoAdvantageConfig(AdvantageBase):
     """Each reward is normalized in its group before they are summed (GDPO, arXiv 2601.05242)."""
@@ -222,12 +218,6 @@ class TurnAdvantageConfig(AdvantageBase):
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
 
-    @check
-    def _epsilon_is_used(self) -> Iterator[Problem]:
-        if not self.normalize:
-            reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
-            yield from self.without_effect(("epsilon",), reason)
-
 
 class CustomAdvantageConfig(AdvantageBase):
     """A custom function (docs/algorithms.md)."""
@@ -258,3 +248,92 @@ AdvantageConfig = Annotated[
     Field(discriminator="name"),
     default_variant(GroupAdvantageConfig),
 ]
+
+_KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
+_REINFORCE = {"name": "reinforce", "aggregation": "seq-mean-token-sum"}
+
+# The named algorithms that are an advantage with a common loss.
+PRESETS = {
+    "bi_level_gae": online_preset(
+        "PPO with GAE over turns and over their tokens",
+        f"{ARXIV}/2510.16907",
+        advantage={"name": "bi_level_gae", "turn_gamma": 0.95},
+        kl=_KL_IN_REWARD,
+        critic={},
+    ),
+    "gdpo": online_preset(
+        "Group-decoupled normalization of several rewards",
+        f"{ARXIV}/2601.05242",
+        advantage={"name": "gdpo"},
+    ),
+    "gpg": online_preset(
+        "Group policy gradient",
+        f"{ARXIV}/2504.02546",
+        advantage={"name": "gpg"},
+        loss={"name": "reinforce"},
+    ),
+    "grpo": online_preset("Group relative policy optimization", f"{ARXIV}/2402.03300"),
+    "mt_grpo": online_preset(
+        "GRPO with an advantage for each turn", f"{ARXIV}/2505.11821", advantage={"name": "turn"}
+    ),
+    "opo": online_preset(
+        "On-policy RL with the optimal baseline",
+        f"{ARXIV}/2505.23585",
+        advantage={"name": "opo"},
+        loss=_REINFORCE,
+    ),
+    "pass_at_k": online_preset(
+        "Training on pass@k", f"{ARXIV}/2508.10751", advantage={"name": "pass_at_k", "k": 4}
+    ),
+    "ppo": online_preset(
+        "Proximal policy optimization with a critic",
+        f"{ARXIV}/1707.06347",
+        advantage={"name": "gae"},
+        kl=_KL_IN_REWARD,
+        critic={},
+    ),
+    "reinforce": online_preset(
+        "REINFORCE with the batch as the baseline",
+        "https://doi.org/10.1007/BF00992696",
+        advantage={"name": "reinforce", "normalization": "mean"},
+        loss=_REINFORCE,
+    ),
+    "reinforce_plus_plus": online_preset(
+        "REINFORCE with returns of tokens, whitened over the batch",
+        f"{ARXIV}/2501.03262",
+        advantage={"name": "token_returns"},
+        kl=_KL_IN_REWARD,
+    ),
+    "reinforce_plus_plus_baseline": online_preset(
+        "REINFORCE++ with the mean of a group as the baseline",
+        f"{ARXIV}/2501.03262",
+        advantage={"name": "group_then_batch"},
+    ),
+    "remax": online_preset(
+        "REINFORCE, a greedy answer as the baseline",
+        f"{ARXIV}/2310.10505",
+        advantage={"name": "remax"},
+        loss=_REINFORCE,
+    ),
+    "rloo": online_preset(
+        "REINFORCE, the others of the group as the baseline",
+        f"{ARXIV}/2402.14740",
+        advantage={"name": "group", "normalize": False, "leave_one_out": True},
+        loss=_REINFORCE,
+    ),
+    "turn_gae": online_preset(
+        "PPO over turns",
+        f"{ARXIV}/1506.02438",
+        advantage={"name": "turn_gae"},
+        kl=_KL_IN_REWARD,
+        critic={},
+    ),
+    "vapo": online_preset(
+        "Value-based augmented PPO",
+        f"{ARXIV}/2504.05118",
+        advantage={"name": "gae", "length_adaptive_alpha": 0.05, "critic_lam": 1.0},
+        loss={"name": "clip", "clip_high": 0.28},
+        likelihood={"coefficient": 0.1},
+        critic={"warmup_steps": 50},
+    ),
+}

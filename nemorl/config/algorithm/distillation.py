@@ -9,7 +9,6 @@ from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import Problem
 
 from .base import Aggregation
-from .losses import LogisticLossConfig, PairLossConfig
 from .offline import (
     PAIR_METRICS,
     SFT_METRICS,
@@ -19,6 +18,7 @@ from .offline import (
     sft_problems,
 )
 from .online import POLICY_METRICS, OnlineBase
+from .pair_losses import LogisticLossConfig, PairLossConfig
 
 
 class DistillationLossBase(Config):

@@ -1,8 +1,4 @@
-"""Losses of a policy on its samples, and losses of two answers to one prompt, of which one is better.
-
-Losses of pairs compare logprobs of complete answers: `x = log policy` of an answer, less `log reference` if
-the loss has a reference; `delta` is x of the chosen less x of the rejected.
-"""
+"""Losses of a policy on its samples, the algorithms named after one, and the loss of a critic."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,7 +8,7 @@ from pydantic import Field
 from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import ABSENT, Problem
 
-from .base import FIXED_LENGTH, Aggregation
+from .base import ARXIV, FIXED_LENGTH, Aggregation, online_preset
 
 _RATIO = frozenset({"ratio/mean", "ratio/max", "ratio/ess", "kl/old"})
 _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
@@ -206,129 +202,59 @@ PolicyLossConfig = Annotated[
 ]
 
 
-class PairLossBase(Config):
-    """Fields of all losses of pairs, and facts about each."""
+class CriticLearningConfig(Config):
+    metrics: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("time/values", "critic/skipped_updates", "critic/loss", "critic/value", "critic/return"),
+            *("critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
+        }
+    )
 
-    needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
-
-    beta: float = Field(0.1, gt=0)
-    """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
-    logprobs: Literal["sum", "mean"] = "sum"
-    """Of an answer's tokens: their sum, which is the answer's logprob, or their mean, free of its length."""
-
-    @property
-    def keeps_reference(self) -> bool:
-        """True if logprobs are relative to the reference."""
-        return True
-
-    @property
-    def scale_of_margins(self) -> float:
-        """Weight of the margins of the data; 0 if they are not used."""
-        return 0.0
+    value_clip: float | None = Field(0.2, gt=0)
+    """Clip values to this distance from those before the step, and use the larger error (PPO); null clips
+    nothing."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    """How squared errors of tokens are aggregated."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic is trained."""
 
 
-class LogisticLossConfig(PairLossBase):
-    """`-log sigmoid(beta delta - gamma)` (DPO, Rafailov et al. 2023, arXiv 2305.18290).
-
-    Without a reference and with means it is SimPO (Meng et al. 2024, arXiv 2405.14734); smoothed, cDPO
-    (Mitchell 2023); with the data's margins, ODPO (Amini et al. 2024, arXiv 2402.10571).
-    """
-
-    name: Literal["logistic"] = "logistic"
-    reference: bool = True
-    """Take logprobs relative to the reference policy."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a label is wrong, and the weight of the reversed pair in the loss."""
-    gamma: float = Field(0.0, ge=0)
-    """Required margin of the chosen answer, in units of the loss's argument."""
-    margin_scale: float = Field(0.0, ge=0)
-    """Added to gamma for each unit of the pair's margin, which `data.*.margin_key` names."""
-
-    @property
-    def scale_of_margins(self) -> float:
-        """As configured."""
-        return self.margin_scale
-
-    @property
-    def keeps_reference(self) -> bool:
-        """As configured."""
-        return self.reference
-
-
-class RobustLossConfig(PairLossBase):
-    """DPO's loss, unbiased under randomly wrong labels (Chowdhury et al. 2024, arXiv 2403.00409)."""
-
-    name: Literal["robust"]
-    label_smoothing: float = Field(0.1, gt=0, lt=0.5)
-    """Probability that a label is wrong."""
-
-
-class SquaredLossConfig(PairLossBase):
-    """`(delta - 1 / (2 beta))^2` (IPO, Azar et al. 2023, arXiv 2310.12036; beta is its tau).
-
-    The paper writes sums; its authors advise means, which is what most implementations compute.
-    """
-
-    name: Literal["squared"]
-    logprobs: Literal["sum", "mean"] = "mean"
-    """Of an answer's tokens: their sum, as in the paper's formula, or their mean."""
-
-
-class HingeLossConfig(PairLossBase):
-    """`max(0, margin - beta delta)` (RSO, Liu et al. 2023, arXiv 2309.06657).
-
-    Without a reference it is SLiC's calibration (Zhao et al. 2023, arXiv 2305.10425).
-    """
-
-    name: Literal["hinge"]
-    reference: bool = True
-    """Take logprobs relative to the reference policy."""
-    margin: float = Field(1.0, gt=0)
-    """Required margin of the chosen answer; beyond it a pair has no gradient."""
-
-    @property
-    def keeps_reference(self) -> bool:
-        """As configured."""
-        return self.reference
-
-
-class OddsRatioLossConfig(PairLossBase):
-    """`-beta log sigmoid(log odds of the chosen - log odds of the rejected)` of mean logprobs.
-
-    ORPO (Hong et al. 2024, arXiv 2403.07691; beta is its lambda); used with an SFT term.
-    """
-
-    needs_sft: ClassVar[bool] = True
-
-    name: Literal["odds_ratio"]
-    logprobs: Literal["mean"] = "mean"
-    """Odds are of the mean."""
-
-    @property
-    def keeps_reference(self) -> bool:
-        """False."""
-        return False
-
-
-class AnchoredLossConfig(PairLossBase):
-    """Each answer against the reference (APO, D'Oosterlinck et al. 2024, arXiv 2408.06266).
-
-    `zero` raises the chosen and lowers the rejected: `1 - sigmoid(beta x_chosen) + sigmoid(beta x_rejected)`.
-    `down` lowers both, the rejected more: `sigmoid(beta x_chosen) + 1 - sigmoid(beta delta)`.
-    """
-
-    name: Literal["anchored"]
-    anchor: Literal["zero", "down"] = "zero"
-    """`zero` if chosen answers are better than the policy's, `down` if they are worse."""
-
-
-PairLossConfig = Annotated[
-    LogisticLossConfig
-    | RobustLossConfig
-    | SquaredLossConfig
-    | HingeLossConfig
-    | OddsRatioLossConfig
-    | AnchoredLossConfig,
-    Field(discriminator="name"),
-    default_variant(LogisticLossConfig),
-]
+# The named algorithms whose loss, or choice of samples, is their own; their advantage is GRPO's.
+PRESETS = {
+    "cispo": online_preset(
+        "Clipped importance sampling weights (MiniMax-M1)", f"{ARXIV}/2506.13585", loss={"name": "cispo"}
+    ),
+    "clip_cov": online_preset(
+        "Covariance clipping against entropy collapse", f"{ARXIV}/2505.22617", loss={"name": "clip_cov"}
+    ),
+    "dapo": online_preset(
+        "Decoupled clip and dynamic sampling",
+        f"{ARXIV}/2503.14476",
+        loss={"name": "clip", "clip_high": 0.28},
+        filters={"drop_equal_rewards": True, "refill": {"max_batches": 10}},
+    ),
+    "dr_grpo": online_preset(
+        "GRPO done right: no bias by length or by difficulty",
+        f"{ARXIV}/2503.20783",
+        advantage={"name": "group", "normalize": False},
+        loss={"name": "clip", "aggregation": FIXED_LENGTH},
+    ),
+    "gmpo": online_preset("Geometric mean policy optimization", f"{ARXIV}/2507.20673", loss={"name": "gmpo"}),
+    "gspo": online_preset("Group sequence policy optimization", f"{ARXIV}/2507.18071", loss={"name": "gspo"}),
+    "gspo_token": online_preset(
+        "GSPO with advantages of tokens", f"{ARXIV}/2507.18071", loss={"name": "gspo_token"}
+    ),
+    "kl_cov": online_preset(
+        "Covariance-held tokens against entropy collapse",
+        f"{ARXIV}/2505.22617",
+        loss={"name": "kl_cov", "fraction": 0.002},
+        num_minibatches=8,
+    ),
+    "sapo": online_preset("Soft adaptive policy optimization", f"{ARXIV}/2511.20347", loss={"name": "sapo"}),
+    "starpo_s": online_preset(
+        "Agents on the most uncertain tasks",
+        f"{ARXIV}/2504.20073",
+        loss={"name": "clip", "clip_high": 0.28},
+        filters={"keep_most_varied": 0.25},
+    ),
+}

@@ -10,8 +10,7 @@ from nemorl.config.yaml import merged
 from nemorl.errors import Problem
 
 from .base import FIXED_LENGTH, Aggregation, AlgorithmBase, ValidationConfig
-from .losses import LogisticLossConfig, PairLossConfig
-from .presets import PREFERENCE_PRESETS
+from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
 _REWARD_METRICS = {"rewards/margin", "rewards/accuracy"}
@@ -123,7 +122,7 @@ class PreferenceConfig(OfflineBase):
         """Lay the experiment's fields over those of the preset that it names."""
         if not isinstance(section, dict) or section.get("name") not in PREFERENCE_PRESETS:
             return section
-        return merged(dict(PREFERENCE_PRESETS[section["name"]].settings), section)
+        return merged(PREFERENCE_PRESETS[section["name"]].settings, section)
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:

@@ -12,10 +12,10 @@ from nemorl.config.base import Config, check, default_variant
 from nemorl.config.yaml import merged
 from nemorl.errors import Problem
 
+from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
 from .base import AlgorithmBase
-from .losses import ClipLossConfig, PolicyLossConfig
-from .presets import PRESETS
+from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 
 class EntropyBonusConfig(Config):
@@ -418,15 +418,7 @@ class LikelihoodConfig(Config):
             yield from self.without_effect(("min_reward",), reason)
 
 
-class CriticLearningConfig(Config):
-    value_clip: float | None = Field(0.2, gt=0)
-    """Clip values to this distance from those before the step, and use the larger error (PPO); null clips
-    nothing."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """How squared errors of tokens are aggregated."""
-    warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic is trained."""
-
+PRESETS = dict(sorted((advantages.PRESETS | losses.PRESETS).items()))  # the named online algorithms
 
 if TYPE_CHECKING:
     OnlineName = str
@@ -465,7 +457,7 @@ class OnlineConfig(OnlineBase):
         """Lay the experiment's fields over those of the preset that it names."""
         if not isinstance(section, dict) or section.get("name") not in PRESETS:
             return section
-        return merged(dict(PRESETS[section["name"]].settings), section)
+        return merged(PRESETS[section["name"]].settings, section)
 
     @property
     def sequences_per_update(self) -> int:
@@ -477,7 +469,6 @@ class OnlineConfig(OnlineBase):
         """And those of its parts."""
         of_token_advantages = ("advantage/mean", "advantage/std")
         of_reward = ("kl/penalty", "time/advantages")
-        of_critic = ("loss", "value", "return", "clip_fraction", "explained_variance", "grad_norm", "lr")
         return super().metrics | {
             *POLICY_METRICS,
             "loss/policy",
@@ -490,8 +481,7 @@ class OnlineConfig(OnlineBase):
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
             *(of_token_advantages if self.estimates_tokens else ()),
             *(of_reward if self.estimates_tokens or self.kl_in_reward else ()),
-            *(("time/values", "critic/skipped_updates") if self.keeps_critic else ()),
-            *(f"critic/{name}" for name in of_critic if self.keeps_critic),
+            *(self.critic.metrics if self.critic is not None else ()),
         }
 
     @property

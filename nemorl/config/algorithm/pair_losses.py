@@ -1,0 +1,192 @@
+"""Losses of two answers to one prompt, of which one is better, and the algorithms named after them.
+
+They compare logprobs of complete answers: `x = log policy` of an answer, less `log reference` if the loss has
+a reference; `delta` is x of the chosen less x of the rejected.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nemorl.config.base import Config, default_variant
+
+from .base import ARXIV, Preset
+
+
+class PairLossBase(Config):
+    """Fields of all losses of pairs, and facts about each."""
+
+    needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
+
+    beta: float = Field(0.1, gt=0)
+    """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
+    logprobs: Literal["sum", "mean"] = "sum"
+    """Of an answer's tokens: their sum, which is the answer's logprob, or their mean, free of its length."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """True if logprobs are relative to the reference."""
+        return True
+
+    @property
+    def scale_of_margins(self) -> float:
+        """Weight of the margins of the data; 0 if they are not used."""
+        return 0.0
+
+
+class LogisticLossConfig(PairLossBase):
+    """`-log sigmoid(beta delta - gamma)` (DPO, Rafailov et al. 2023, arXiv 2305.18290).
+
+    Without a reference and with means it is SimPO (Meng et al. 2024, arXiv 2405.14734); smoothed, cDPO
+    (Mitchell 2023); with the data's margins, ODPO (Amini et al. 2024, arXiv 2402.10571).
+    """
+
+    name: Literal["logistic"] = "logistic"
+    reference: bool = True
+    """Take logprobs relative to the reference policy."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Probability that a label is wrong, and the weight of the reversed pair in the loss."""
+    gamma: float = Field(0.0, ge=0)
+    """Required margin of the chosen answer, in units of the loss's argument."""
+    margin_scale: float = Field(0.0, ge=0)
+    """Added to gamma for each unit of the pair's margin, which `data.*.margin_key` names."""
+
+    @property
+    def scale_of_margins(self) -> float:
+        """As configured."""
+        return self.margin_scale
+
+    @property
+    def keeps_reference(self) -> bool:
+        """As configured."""
+        return self.reference
+
+
+class RobustLossConfig(PairLossBase):
+    """DPO's loss, unbiased under randomly wrong labels (Chowdhury et al. 2024, arXiv 2403.00409)."""
+
+    name: Literal["robust"]
+    label_smoothing: float = Field(0.1, gt=0, lt=0.5)
+    """Probability that a label is wrong."""
+
+
+class SquaredLossConfig(PairLossBase):
+    """`(delta - 1 / (2 beta))^2` (IPO, Azar et al. 2023, arXiv 2310.12036; beta is its tau).
+
+    The paper writes sums; its authors advise means, which is what most implementations compute.
+    """
+
+    name: Literal["squared"]
+    logprobs: Literal["sum", "mean"] = "mean"
+    """Of an answer's tokens: their sum, as in the paper's formula, or their mean."""
+
+
+class HingeLossConfig(PairLossBase):
+    """`max(0, margin - beta delta)` (RSO, Liu et al. 2023, arXiv 2309.06657).
+
+    Without a reference it is SLiC's calibration (Zhao et al. 2023, arXiv 2305.10425).
+    """
+
+    name: Literal["hinge"]
+    reference: bool = True
+    """Take logprobs relative to the reference policy."""
+    margin: float = Field(1.0, gt=0)
+    """Required margin of the chosen answer; beyond it a pair has no gradient."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """As configured."""
+        return self.reference
+
+
+class OddsRatioLossConfig(PairLossBase):
+    """`-beta log sigmoid(log odds of the chosen - log odds of the rejected)` of mean logprobs.
+
+    ORPO (Hong et al. 2024, arXiv 2403.07691; beta is its lambda); used with an SFT term.
+    """
+
+    needs_sft: ClassVar[bool] = True
+
+    name: Literal["odds_ratio"]
+    logprobs: Literal["mean"] = "mean"
+    """Odds are of the mean."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """False."""
+        return False
+
+
+class AnchoredLossConfig(PairLossBase):
+    """Each answer against the reference (APO, D'Oosterlinck et al. 2024, arXiv 2408.06266).
+
+    `zero` raises the chosen and lowers the rejected: `1 - sigmoid(beta x_chosen) + sigmoid(beta x_rejected)`.
+    `down` lowers both, the rejected more: `sigmoid(beta x_chosen) + 1 - sigmoid(beta delta)`.
+    """
+
+    name: Literal["anchored"]
+    anchor: Literal["zero", "down"] = "zero"
+    """`zero` if chosen answers are better than the policy's, `down` if they are worse."""
+
+
+PairLossConfig = Annotated[
+    LogisticLossConfig
+    | RobustLossConfig
+    | SquaredLossConfig
+    | HingeLossConfig
+    | OddsRatioLossConfig
+    | AnchoredLossConfig,
+    Field(discriminator="name"),
+    default_variant(LogisticLossConfig),
+]
+
+
+def _preset(title: str, paper: str, loss: dict[str, Any], sft_coefficient: float | None = None) -> Preset:
+    sft = {} if sft_coefficient is None else {"sft_coefficient": sft_coefficient}
+    return Preset(title, paper, {"loss": loss, **sft})
+
+
+PREFERENCE_PRESETS = {
+    "dpo": _preset("Direct preference optimization", f"{ARXIV}/2305.18290", {"name": "logistic"}),
+    "cdpo": _preset(
+        "Conservative DPO: labels may be wrong",
+        "https://ericmitchell.ai/cdpo.pdf",
+        {"name": "logistic", "label_smoothing": 0.1},
+    ),
+    "robust_dpo": _preset("DPO, unbiased under wrong labels", f"{ARXIV}/2403.00409", {"name": "robust"}),
+    "ipo": _preset("Identity preference optimization", f"{ARXIV}/2310.12036", {"name": "squared"}),
+    "hinge": _preset("Hinge loss relative to a reference (RSO)", f"{ARXIV}/2309.06657", {"name": "hinge"}),
+    "slic": _preset(
+        "Sequence likelihood calibration",
+        f"{ARXIV}/2305.10425",
+        {"name": "hinge", "reference": False, "beta": 1.0},
+        sft_coefficient=0.1,
+    ),
+    "simpo": _preset(
+        "Simple preference optimization: means, no reference",
+        f"{ARXIV}/2405.14734",
+        {"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0},
+    ),
+    "cpo": _preset(
+        "Contrastive preference optimization",
+        f"{ARXIV}/2401.08417",
+        {"name": "logistic", "reference": False},
+        sft_coefficient=1.0,
+    ),
+    "orpo": _preset(
+        "Odds ratio preference optimization",
+        f"{ARXIV}/2403.07691",
+        {"name": "odds_ratio"},
+        sft_coefficient=1.0,
+    ),
+    "apo_zero": _preset(
+        "Anchored: chosen answers are better than the policy's",
+        f"{ARXIV}/2408.06266",
+        {"name": "anchored", "anchor": "zero"},
+    ),
+    "apo_down": _preset(
+        "Anchored: chosen answers are worse than the policy's",
+        f"{ARXIV}/2408.06266",
+        {"name": "anchored", "anchor": "down"},
+    ),
+}
