@@ -66,7 +66,6 @@ CHOSEN = {
     "SlotMemory": "HostSlots",
     "Loader": "",
     "StageListener": "PlainConsole",
-    "Console": "PlainConsole",
 }
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {

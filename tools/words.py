@@ -108,9 +108,16 @@ def parts(identifier: str) -> str:
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield each identifier, comment and string of a Python file with its line."""
+    dotted: list[str] = []  # the names of an attribute so far: a term such as `go.Figure` has several
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME:
-            yield token.start[0], parts(token.string)
+            if dotted[-1:] != ["."]:
+                dotted.clear()
+            dotted.append(token.string)
+            if not TERMS.fullmatch("".join(dotted)):
+                yield token.start[0], parts(token.string)
+        elif token.string == ".":
+            dotted.append(".")
         elif token.type in (tokenize.COMMENT, tokenize.STRING):
             for offset, line in enumerate(token.string.splitlines()):
                 yield token.start[0] + offset, line.replace("_", " ")

@@ -1,22 +1,20 @@
-"""metrics.jsonl: the metrics of every step, one JSON object a line.
+"""Records of a run (metrics.jsonl, samples.jsonl), and how metrics are shown.
 
-Keys are paths such as `reward/mean`, `loss/policy`, `kl/reference`, `grad_norm`, `logprob_gap/max`,
-`tokens/generated`, `time/generation` (seconds), `throughput/tokens_per_second` and `validation/...`.
-JSON knows no NaN and no infinity: such a value is written as null and its kind under `nonfinite`.
-
-samples.jsonl: some of the sampled conversations of every step, as text a person can read.
+Names are paths such as `reward/mean`, `loss/policy`, `grad_norm`, `time/generation` (seconds) and
+`validation/...`, chosen by the code that computes the metric. `SHOWN` is the only table of titles, columns
+and tiles: console, plots and report read it, and a metric without a row has a plot under its own name.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
-from .files import JsonLinesWriter, JsonObject, read_json_lines
+from .files import JsonObject, read_json_lines
 
 RESERVED_KEYS = frozenset({"step", "version", "nonfinite"})
+Phase = Literal["training", "validation"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,13 @@ class StepMetrics:
         if taken := RESERVED_KEYS & set(self.values):
             raise ValueError(f"metrics of step {self.step}: {sorted(taken)} are names of the line itself")
 
+    def to_json(self) -> JsonObject:
+        """Return the line of metrics.jsonl; NaN and infinity are null, with their kind under `nonfinite`."""
+        values = {key: float(value) for key, value in self.values.items()}
+        nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
+        line: JsonObject = {"step": self.step, "version": self.version, **values, **dict.fromkeys(nonfinite)}
+        return line | ({"nonfinite": nonfinite} if nonfinite else {})
+
 
 @dataclass(frozen=True)
 class Change:
@@ -41,59 +46,9 @@ class Change:
     after: float | None
 
 
-class MetricsWriter:
-    """Appends to metrics.jsonl; use as a context manager or call `close`."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises `WriteError` when the file cannot be opened."""
-        self._lines = JsonLinesWriter(path)
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Add one line; it is with the operating system when this returns. Raises `WriteError`."""
-        self._lines.append(_to_json(metrics))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """All steps of a metrics.jsonl, with NaN and infinities restored; a partial last line is left out.
-
-    Raises `RunFolderError` naming the line if another line is corrupt.
-    """
-    return [_from_json(line) for line in read_json_lines(path)]
-
-
-def _to_json(metrics: StepMetrics) -> JsonObject:
-    values = {key: float(value) for key, value in metrics.values.items()}
-    line: JsonObject = {"step": metrics.step, "version": metrics.version}
-    line |= {key: value if math.isfinite(value) else None for key, value in values.items()}
-    if nonfinite := {key: str(value) for key, value in values.items() if not math.isfinite(value)}:
-        line["nonfinite"] = nonfinite
-    return line
-
-
-def _from_json(line: JsonObject) -> StepMetrics:
-    nonfinite = {key: float(kind) for key, kind in line.get("nonfinite", {}).items()}
-    values = {key: value for key, value in line.items() if key not in RESERVED_KEYS and value is not None}
-    return StepMetrics(step=line["step"], version=line["version"], values=values | nonfinite)
-
-
-Phase = Literal["training", "validation"]
-
-
 @dataclass(frozen=True)
 class Sample:
-    """One conversation: the opening, and all that came after it (tool results included)."""
+    """One conversation: the opening, and everything after it (tool results included)."""
 
     step: int
     phase: Phase
@@ -105,40 +60,34 @@ class Sample:
     stop: str  # the stop reason
     prompt_tokens: int
     sampled_tokens: int
-    answer: str | None = None  # what was expected, where the task knows
+    answer: str | None = None  # the expected one, if the task has it
     error: str | None = None
 
 
-class SampleWriter:
-    """Appends to samples.jsonl."""
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Return all steps of a metrics.jsonl, NaN and infinities restored, without a partial last line.
 
-    def __init__(self, path: Path) -> None:
-        """Raises `WriteError` when the file cannot be opened."""
-        self._lines = JsonLinesWriter(path)
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        """Add one line for each. Raises `WriteError`."""
-        for sample in samples:
-            self._lines.append(asdict(sample))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
+    Raises `RunFolderError` naming the line if another line is corrupt.
+    """
+    steps = []
+    for line in read_json_lines(path):
+        values = {key: value for key, value in line.items() if key not in RESERVED_KEYS and value is not None}
+        values |= {key: float(kind) for key, kind in line.get("nonfinite", {}).items()}
+        steps.append(StepMetrics(line["step"], line["version"], values))
+    return steps
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples of a file, without a partial last line. Raises `RunFolderError` for a corrupt line."""
+    """Return all samples without a partial last line. Raises `RunFolderError` for a corrupt line."""
     return [Sample(**line) for line in read_json_lines(path)]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """How metrics are shown on the console and in the report."""
+    """How the metrics whose names begin with `prefix` are shown."""
 
-    prefix: str  # of the names in metrics.jsonl; the complete name where there is a column or a tile
-    title: str = (
-        ""  # of the plot; rows with one title share a plot and have one unit. Empty: plotted elsewhere
-    )
+    prefix: str  # the complete name where there is a column or a tile
+    title: str = ""  # of the plot; rows with one title share a plot and a unit. Empty: plotted elsewhere
     column: str = ""  # header in the table of steps
     priority: int = 0  # of the column: a narrow terminal keeps the lowest
     width: int = 10  # of the column, in characters
@@ -198,5 +147,16 @@ SHOWN = (
 
 
 def shown(name: str) -> Shown:
-    """How a metric is shown; one without a row by its own name."""
+    """Return how a metric is shown: by its row, else by its own name."""
     return next((row for row in SHOWN if name.startswith(row.prefix)), Shown(name, title=name))
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """Return `digits` significant digits; integers with thousands separated."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if 1000 <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"

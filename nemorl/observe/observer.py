@@ -1,4 +1,4 @@
-"""Observer of a run: writes its files and timeline, shows it on the console, feeds trackers.
+"""Observer of a run: writes its files and its log, shows it on the console, reports to trackers.
 
 with Observer(folder, experiment.logger, total_steps=200) as observer:
     observer.header({"model": "..."})
@@ -6,29 +6,45 @@ with Observer(folder, experiment.logger, total_steps=200) as observer:
     with observer.stage("generation", total=64, unit="trajectories") as stage: stage.advance(tokens=31)
     observer.step(1, version=1, values={"reward/mean": 0.4, "tokens/trained": 5120})
     observer.summary([Change("validation/reward", 0.31, 0.62)])
+
+The console is bars and a table of steps on a terminal, complete lines elsewhere.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from nemorl.config.run import LoggerConfig
 
-from .console import open_console
-from .files import WriteError
-from .metrics import Change, MetricsWriter, Sample, SampleWriter, StepMetrics
+from .files import JsonLinesWriter, WriteError
+from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
-from .timeline import Stage, Stages, Timeline
+from .timeline import Stage, StageListener, Stages, Timeline, format_seconds
 from .trackers import open_trackers
 
 logger = logging.getLogger(__name__)
 
+RATES = {
+    "throughput/tokens_per_second": ("tokens/trained", "time/step"),
+    "throughput/generated_tokens_per_second": ("tokens/generated", "time/generation"),
+}
+
 
 class Observer:
-    """Records and shows one start of a run. Leaving its `with` closes all files, whatever happened."""
+    """Records and shows one start of a run. Leaving its `with` closes all files and frees the folder."""
 
     def __init__(
         self, folder: RunFolder, config: LoggerConfig, *, total_steps: int, stream: TextIO | None = None
@@ -37,14 +53,18 @@ class Observer:
         self.folder = folder
         paths = folder.paths
         self._trackers = open_trackers(config, folder)
-        self._metrics = MetricsWriter(paths.metrics)
-        self._samples = SampleWriter(paths.samples)
-        self._timeline = Timeline(paths.timeline, title=paths.root.name)
+        self._metrics = JsonLinesWriter(paths.metrics)
+        self._samples = JsonLinesWriter(paths.samples)
+        timeline = Timeline(paths.timeline, title=paths.root.name)
         self._console = open_console(
             config, total_steps=total_steps, first_step=folder.resumed_step or 0, stream=stream
         )
-        self._stages = Stages([self._console, self._timeline])
-        self._logging = _LogHandlers(self._console.logging_handler(), paths.logs / "driver.log")
+        self._stages = Stages([self._console, timeline])
+        self._open = ExitStack()
+        for opened in (folder, *self._trackers, self._metrics, self._samples, timeline):
+            self._open.callback(opened.close)
+        self._open.enter_context(_run_log(self._console.logging_handler(), paths.logs / "driver.log"))
+        self._open.callback(self._console.close)
 
     def header(self, facts: Mapping[str, str]) -> None:
         """Show what runs, and add it to header.json."""
@@ -58,16 +78,19 @@ class Observer:
         return self._stages.stage(name, total=total, unit=unit, outside_step=outside_step)
 
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
-        """Record a step that is done, with the seconds of its stages and its throughput.
+        """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
 
-        `throughput/tokens_per_second` is `tokens/trained` over the seconds of the whole step, and
-        `throughput/generated_tokens_per_second` is `tokens/generated` over those of the stage `generation`.
         Call it before the step's checkpoint becomes visible, because a resume at this step needs its line;
         the seconds of the checkpoint then count in the line after. Raises `WriteError`.
         """
         seconds = self._stages.finish_step(step)
-        metrics = StepMetrics(step, version, {**values, **_throughput(values, seconds), **seconds})
-        self._metrics.write(metrics)
+        throughput = {
+            name: values[tokens] / seconds[stage]
+            for name, (tokens, stage) in RATES.items()
+            if tokens in values and seconds.get(stage, 0) > 0
+        }
+        metrics = StepMetrics(step, version, {**values, **throughput, **seconds})
+        self._metrics.append(metrics.to_json())
         for tracker in self._trackers:
             tracker.log(metrics)
         self._console.step(metrics)
@@ -75,14 +98,15 @@ class Observer:
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Keep some conversations. Raises `WriteError`."""
-        self._samples.write(samples)
+        for sample in samples:
+            self._samples.append(asdict(sample))
 
     def summary(self, changes: Sequence[Change]) -> Path | None:
         """Write the report, show what changed and where the report is.
 
-        A report that cannot be written is a warning and None: everything it is made of is whole.
+        A report that cannot be written is a warning and None: its sources are complete.
         """
-        from .report import write_report
+        from .report import write_report  # Plotly
 
         root = self.folder.paths.root
         report = None
@@ -93,73 +117,284 @@ class Observer:
         self._console.summary(changes, report)
         return report
 
-    def close(self) -> None:
-        """Close everything; the folder is free for another process."""
-        self._console.close()
-        self._logging.remove()
-        self._timeline.close()
-        self._samples.close()
-        self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close()
-        self.folder.close()
-
-    def __enter__(self) -> "Observer":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
 
 
 class _LogFile(logging.FileHandler):
-    """A log that says nothing about itself: what cannot be written is left out, as on a full disk."""
+    """A log without errors of its own: lines that cannot be written are dropped, as on a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Else logging prints a traceback for every line."""
+        """Print no traceback for the line."""
 
     def close(self) -> None:
-        """Close the file; what did not fit hides no error that says so."""
+        """Close the file; a failing flush must not replace the error that ends the run."""
         with suppress(OSError):
             super().close()
 
 
-class _LogHandlers:
-    """Sends warnings to the console, and those and our own notes to a file, during a run."""
-
-    def __init__(self, console: logging.Handler, file: Path) -> None:
-        console.setLevel(logging.WARNING)
-        to_file = _LogFile(file, encoding="utf-8")
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._handlers = (console, to_file)
-        self._ours = logging.getLogger("nemorl")
-        self._level = self._ours.level
-        self._ours.setLevel(logging.INFO)
-        root = logging.getLogger()
-        # What the command line prints with until a run has a console; else warnings come twice.
-        self._replaced = [other for other in root.handlers if type(other) is logging.StreamHandler]
-        for other in self._replaced:
-            root.removeHandler(other)
-        for handler in self._handlers:
-            root.addHandler(handler)
-
-    def remove(self) -> None:
-        """Leave logging as it was."""
-        self._ours.setLevel(self._level)
-        for handler in self._handlers:
-            logging.getLogger().removeHandler(handler)
+@contextmanager
+def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
+    """Send warnings to the console, and those and our own notes to a file."""
+    console.setLevel(logging.WARNING)
+    to_file = _LogFile(file, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root, ours = logging.getLogger(), logging.getLogger("nemorl")
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    # The handler of the command line prints until a run has a console; with both, warnings come twice.
+    replaced = [other for other in root.handlers if type(other) is logging.StreamHandler]
+    for other in replaced:
+        root.removeHandler(other)
+    for handler in (console, to_file):
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
+        for handler in (console, to_file):
+            root.removeHandler(handler)
             handler.close()
-        for other in self._replaced:
-            logging.getLogger().addHandler(other)
+        for other in replaced:
+            root.addHandler(other)
 
 
-def _throughput(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    found = {}
-    if "tokens/trained" in values and seconds["time/step"] > 0:
-        found["throughput/tokens_per_second"] = values["tokens/trained"] / seconds["time/step"]
-    if "tokens/generated" in values and seconds.get("time/generation", 0) > 0:
-        found["throughput/generated_tokens_per_second"] = (
-            values["tokens/generated"] / seconds["time/generation"]
+COLUMNS = tuple(row for row in SHOWN if row.column)
+
+
+def choose_columns(values: Mapping[str, float], width: int) -> tuple[Shown, ...]:
+    """Return the columns for which a run has metrics, as many as fit into `width`, by priority."""
+    chosen, room = set(), width
+    for row in sorted(COLUMNS, key=lambda row: row.priority):
+        if row.prefix in values and row.width <= room:
+            chosen.add(row)
+            room -= row.width
+    return tuple(row for row in COLUMNS if row in chosen)
+
+
+def describe_losses(values: Mapping[str, float]) -> str | None:
+    """Return what a step lost: trajectories with an error, updates with no finite gradients or only 0."""
+    lost = {key: format_number(value) for key, value in values.items() if value > 0}
+    errors = ", ".join(f"{k} {n}" for k, n in lost.items() if k == "errors" or k.startswith("reward_errors/"))
+    texts = {
+        "updates/skipped": "skipped {} of {} updates",
+        "updates/empty": "nothing to learn in {} of {} updates",
+        "critic/skipped_updates": "critic skipped {} updates",
+    }
+    parts = [f"{errors} (why: logs/rollout-*.log)"] if errors else []
+    parts += [text.format(lost[key], lost.get("updates/all")) for key, text in texts.items() if key in lost]
+    return ", ".join(parts) or None
+
+
+def describe_validation(values: Mapping[str, float]) -> str | None:
+    """Return the metrics of the validation after a step, with their intervals, if there was one."""
+    found = {
+        key.removeprefix("validation/"): format_number(value)
+        for key, value in values.items()
+        if key.startswith("validation/")
+    }
+    parts = []
+    for name, value in found.items():
+        if name.removesuffix("_low").removesuffix("_high") in found.keys() - {name}:
+            continue  # shown with the metric that it bounds
+        low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+        parts.append(f"{name} {value}" + (f" ({low} to {high})" if low and high else ""))
+    return ", ".join(parts) or None
+
+
+class PlainConsole(StageListener):
+    """Writes complete lines. A stage longer than `slow_seconds` is mentioned, then ever less often."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, slow_seconds: float = 10.0) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._slow_seconds = slow_seconds
+        self._timers: dict[int, threading.Timer] = {}  # by id of the running stage
+        self._writing = threading.Lock()
+
+    def stage_started(self, stage: Stage) -> None:
+        """Start the timer that mentions a long stage."""
+        self._mention_later(stage, self._slow_seconds)
+
+    def stage_finished(self, stage: Stage) -> None:
+        """Stop the timer; a stage that was mentioned gets its end mentioned too."""
+        self._timers.pop(id(stage)).cancel()
+        if stage.seconds > self._slow_seconds:
+            self._mention(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}")
+
+    def header(self, facts: Mapping[str, str]) -> None:
+        """Show one fact a line."""
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self._line(f"{name:<{width}}  {value}")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one line of metrics, with what was lost at its end, and one for the validation."""
+        values, label = metrics.values, f"step {metrics.step}/{self._total_steps}"
+        parts = [f"{c.column} {format_number(values[c.prefix], 3)}" for c in COLUMNS if c.prefix in values]
+        if losses := describe_losses(values):
+            parts.append(losses)
+        if parts:
+            self._line(f"{label}: {', '.join(parts)}")
+        if validation := describe_validation(values):
+            self._line(f"{label}, validation: {validation}")
+
+    def summary(self, changes: Sequence[Change], report: Path | None) -> None:
+        """Show one metric a line, then the path of the report."""
+        for change in changes:
+            before, after = (
+                "not measured" if value is None else format_number(value)
+                for value in (change.before, change.after)
+            )
+            self._line(f"{change.metric}: {before} before, {after} after")
+        if report is not None:
+            self._line(f"report: {report}")
+
+    def logging_handler(self) -> logging.Handler:
+        """Return a handler that writes log lines among the others."""
+        handler = logging.StreamHandler(self._stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        return handler
+
+    def close(self) -> None:
+        """Stop all timers."""
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def _mention_later(self, stage: Stage, seconds: float) -> None:
+        def mention() -> None:
+            self._mention(stage, f"{format_seconds(stage.seconds)} so far")
+            if id(stage) in self._timers:
+                self._mention_later(stage, 2 * seconds)
+
+        timer = threading.Timer(seconds, mention)
+        timer.daemon = True
+        self._timers[id(stage)] = timer
+        timer.start()
+
+    def _mention(self, stage: Stage, state: str) -> None:
+        self._line(f"{stage.name}: {state}" + (f" ({stage.progress})" if stage.progress else ""))
+
+    def _line(self, text: str) -> None:
+        with self._writing:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+STAGE_WIDTH = 12  # characters, so that the bars stay in place when stages come and go
+RECENT_STEPS = 10  # from which the remaining time is estimated
+
+
+class BarConsole(StageListener):
+    """A bar for the steps and one for each running stage; printed lines scroll above them."""
+
+    def __init__(self, terminal: Console, *, total_steps: int, first_step: int = 0) -> None:
+        self._terminal = terminal
+        self._total_steps = total_steps
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of the last steps
+        self._columns: tuple[Shown, ...] = ()
+        self._stages: dict[int, TaskID] = {}  # by id of the running stage
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[detail]}"),
+            TimeElapsedColumn(),
+            console=terminal,
+            transient=True,
         )
-    return found
+        self._steps = self._progress.add_task(
+            "steps", total=total_steps, completed=first_step, detail=f"{first_step}/{total_steps}"
+        )
+        self._progress.start()
+
+    def stage_started(self, stage: Stage) -> None:
+        """Add a bar; it pulses when the total is unknown."""
+        self._stages[id(stage)] = self._progress.add_task(stage.name, total=stage.total, detail="")
+
+    def stage_advanced(self, stage: Stage) -> None:
+        """Move the bar."""
+        self._progress.update(self._stages[id(stage)], completed=stage.done, detail=stage.progress)
+
+    def stage_finished(self, stage: Stage) -> None:
+        """Remove the bar."""
+        self._progress.remove_task(self._stages.pop(id(stage)))
+
+    def step_finished(self, step: int, started: float, seconds: float) -> None:
+        """Move the bar of the steps and estimate the remaining time."""
+        if step > 0:
+            self._recent.append(seconds)
+        left = (self._total_steps - step) * sum(self._recent) / max(len(self._recent), 1)
+        estimate = f", {format_seconds(left)} left" if left else ""
+        self._progress.update(self._steps, completed=step, detail=f"{step}/{self._total_steps}{estimate}")
+
+    def header(self, facts: Mapping[str, str]) -> None:
+        """Show the facts in two columns."""
+        grid = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            grid.add_row(Text(name, style="bold"), Text(value))
+        self._terminal.print(grid)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one row of the table; the heading comes with the first."""
+        values = metrics.values
+        width = 2 * len(str(self._total_steps)) + 3
+        label = f"{f'{metrics.step}/{self._total_steps}':>{width}}"
+        columns = self._columns or choose_columns(values, self._terminal.width - width)
+        # Line 0 of a run holds a validation only: the columns come with the first step that has metrics.
+        if not self._columns and any(column.prefix != "time/step" for column in columns):
+            self._columns = columns
+            self._print(f"{'step':>{width}}" + "".join(f"{c.column:>{c.width}}" for c in columns), "bold")
+        if any(column.prefix in values for column in self._columns if column.prefix != "time/step"):
+            cells = (
+                f"{format_number(values[c.prefix], 3) if c.prefix in values else '-':>{c.width}}"
+                for c in self._columns
+            )
+            self._print(label + "".join(cells))
+        if lost := describe_losses(values):
+            self._print(f"{label}  lost: {lost}", "yellow")
+        if validation := describe_validation(values):
+            self._print(f"{label}  validation: {validation}", "cyan")
+
+    def summary(self, changes: Sequence[Change], report: Path | None) -> None:
+        """Remove the bars; show a table of what changed, then the report's path."""
+        self._progress.stop()
+        table = Table("metric")
+        for name in ("before", "after", "change"):
+            table.add_column(name, justify="right")
+        for change in changes:
+            before, after = change.before, change.after
+            difference = None if before is None or after is None else after - before
+            cells = ["-" if value is None else format_number(value) for value in (before, after, difference)]
+            sign = "+" if difference is not None and difference > 0 else ""
+            table.add_row(escape(change.metric), *cells[:2], sign + cells[2])
+        if changes:
+            self._terminal.print(table)
+        if report is not None:
+            self._print(f"report: {report}", "bold")
+
+    def logging_handler(self) -> logging.Handler:
+        """Return a handler that prints log lines above the bars."""
+        return RichHandler(console=self._terminal, show_path=False, markup=False, log_time_format="%X")
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._progress.stop()
+
+    def _print(self, line: str, style: str = "") -> None:
+        self._terminal.print(Text(line, style=style), soft_wrap=True, highlight=False)
+
+
+def open_console(
+    config: LoggerConfig, *, total_steps: int, first_step: int = 0, stream: TextIO | None = None
+) -> PlainConsole | BarConsole:
+    """Return the configured console. `first_step` is the last step done before this start."""
+    stream = stream or sys.stdout
+    terminal = Console(file=stream)
+    has_bars = terminal.is_terminal and not terminal.is_dumb_terminal
+    if config.console == "rich" or (config.console == "auto" and has_bars):
+        return BarConsole(terminal, total_steps=total_steps, first_step=first_step)
+    return PlainConsole(stream, total_steps=total_steps)

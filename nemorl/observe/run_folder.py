@@ -1,6 +1,6 @@
 """The folder of a run, which explains itself: what is where, who may write, and what a resume keeps.
 
-What a person needs to know to repeat a run: versions, machine, commit. Imports nothing heavy.
+header.json has what a person needs to repeat a run: versions, machine, commit. Imports nothing heavy.
 """
 
 import fcntl
@@ -11,36 +11,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .files import JsonObject, RunFolderError, keep_json_lines, write_atomically, write_failed
 
 PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", "pydantic")
 
 
-def collect_facts(resumed_step: int | None) -> JsonObject:
-    """One start of a run. `resumed_step` is the step of the checkpoint it continues from, if any."""
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
-        "resumed_step": resumed_step,
-        "git_commit": git_commit(Path(__file__)),
-        "versions": {"python": platform.python_version(), **installed_versions()},
-        "machine": {
-            "host": platform.node(),
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        },
-    }
-
-
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that matter, as far as they are installed."""
+    """Return the versions of the packages that matter, as far as they are installed."""
     found = {}
     for package in PACKAGES:
         try:
@@ -51,20 +33,20 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(file: Path) -> str | None:
-    """The commit that `file` is from, `+changes` if the work tree differs; None if git does not track it."""
-    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    commit = _git(file.parent, "rev-parse", "HEAD")
-    changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if changes else commit
+    """Return the commit of `file`, `+changes` if the work tree differs; None if git does not track it."""
 
+    def git(*arguments: str) -> str | None:
+        command = ["git", *arguments]
+        try:
+            done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+    if git("ls-files", "--error-unmatch", file.name) is None:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+changes" if git("status", "--porcelain", "--untracked-files=no") else commit
 
 
 ABOUT = """# A run of nemorl
@@ -84,73 +66,31 @@ ABOUT = """# A run of nemorl
 | `endpoint_key` | the key of the endpoint of the latest start, if it was generated there; keep it secret |
 """
 
-LINE_FILES = ("metrics.jsonl", "samples.jsonl")
 
-
-@dataclass(frozen=True)
 class RunPaths:
-    """Where things are in a run folder. Reading needs no more than this."""
+    """Paths in a run folder, for those who read it; `ABOUT` says what each file holds."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def header(self) -> Path:
-        """A JSON array with the facts of each start."""
-        return self.root / "header.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics of the steps."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Conversations."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """When each stage ran."""
-        return self.root / "timeline.json"
-
-    @property
-    def report(self) -> Path:
-        """The page."""
-        return self.root / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's files."""
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the driver and the workers."""
-        return self.root / "logs"
-
-    @property
-    def endpoint_key(self) -> Path:
-        """The key to the endpoint, if it was generated at the start; only the owner may read it."""
-        return self.root / "endpoint_key"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.header = root / "header.json"
+        self.metrics = root / "metrics.jsonl"
+        self.samples = root / "samples.jsonl"
+        self.timeline = root / "timeline.json"
+        self.report = root / "report.html"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoints = root / "checkpoints"
+        self.logs = root / "logs"
+        self.endpoint_key = root / "endpoint_key"
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has been started here."""
+        """True if a run has been started here."""
         return self.config.exists() or self.metrics.exists()
 
     @property
     def has_steps(self) -> bool:
-        """Whether a run has got as far as a step here; a start that failed before leaves nothing to lose."""
+        """True if a run got as far as a step here; a start that failed before leaves nothing to lose."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
         return recorded or any(self.checkpoints.glob("step_*"))
 
@@ -161,13 +101,26 @@ class RunFolder:
     def __init__(self, root: Path, config_yaml: str, *, resumed_step: int | None, lock: IO[str]) -> None:
         """Use `create` or `resume`."""
         self.paths = RunPaths(root)
-        self.resumed_step = resumed_step
+        self.resumed_step = resumed_step  # of the checkpoint that this start continues from, if any
         self._lock = lock
         for folder in (self.paths.checkpoints, self.paths.logs):
             _make(folder)
         write_atomically(root / "ABOUT.md", ABOUT)
         write_atomically(self.paths.config, config_yaml)
-        self._starts = [*read_header(self.paths.header), collect_facts(resumed_step)]
+        self._start: JsonObject = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "resumed_step": resumed_step,
+            "git_commit": git_commit(Path(__file__)),
+            "versions": {"python": platform.python_version(), **installed_versions()},
+            "machine": {
+                "host": platform.node(),
+                "system": platform.platform(),
+                "cores": os.cpu_count(),
+                "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+            },
+        }
+        self._starts = [*read_header(self.paths.header), self._start]
         self._write_header()
 
     @classmethod
@@ -189,17 +142,17 @@ class RunFolder:
         """
         lock = _lock(root)
         last = -1 if step is None else step
-        for name in LINE_FILES:
-            keep_json_lines(root / name, lambda line: int(line["step"]) <= last)
+        for path in (RunPaths(root).metrics, RunPaths(root).samples):
+            keep_json_lines(path, lambda line: int(line["step"]) <= last)
         return cls(root, config_yaml, resumed_step=step, lock=lock)
 
-    def add_facts(self, facts: Mapping[str, object]) -> None:
-        """Add what is known only after the start, such as the kernels in use, to this start's entry."""
-        self._starts[-1]["run"] = {**self._starts[-1].get("run", {}), **facts}
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Add facts known only after the start, such as the kernels in use, to this start's entry."""
+        self._start["run"] = {**self._start.get("run", {}), **facts}
         self._write_header()
 
     def close(self) -> None:
-        """Let another process have the folder."""
+        """Release the folder for other processes."""
         self._lock.close()
 
     def _write_header(self) -> None:
@@ -207,14 +160,13 @@ class RunFolder:
 
 
 def read_header(path: Path) -> list[JsonObject]:
-    """The facts of each start of the run, the newest last; none without a file."""
+    """Return the facts of each start of the run, the newest last; none without a file."""
     if not path.exists():
         return []
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
+        return list(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise RunFolderError(f"{path} is not JSON ({error}). Remove it to continue.") from error
-    return list(starts)
 
 
 def _lock(root: Path) -> IO[str]:
@@ -226,6 +178,9 @@ def _lock(root: Path) -> IO[str]:
         raise write_failed(root, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
+        lock.flush()
     except BlockingIOError as error:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
@@ -233,10 +188,6 @@ def _lock(root: Path) -> IO[str]:
         raise RunFolderError(
             f"{root} is being written by process {holder}. End that process first, or choose another run_dir."
         ) from error
-    try:
-        lock.truncate(0)
-        lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
-        lock.flush()
     except OSError as error:
         raise write_failed(root / ".lock", error) from error
     return lock

@@ -1,14 +1,12 @@
-"""timeline.json: when each stage ran, in the Chrome trace format; Perfetto and chrome://tracing open it.
-
-The file is a complete JSON array after every event. If a crash cuts off the last line, it still opens: the
-format allows an array without its closing bracket ("Trace Event Format", section "JSON Array Format").
-
-What the driver is doing: one `with` gives the seconds in the metrics, a span in the timeline and a bar.
+"""Stages of a run: one `with` gives the seconds in the metrics, a span in timeline.json and a progress bar.
 
 with stages.stage("generation", total=64, unit="trajectories") as stage:
-    ...
     stage.advance(4)
 seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4}
+
+timeline.json is in the Chrome trace format, which Perfetto and chrome://tracing open. It is a complete JSON
+array after every event; if a crash cuts off the last line it still opens, since the format allows an array
+without its closing bracket ("Trace Event Format", section "JSON Array Format").
 """
 
 import json
@@ -17,42 +15,60 @@ import time
 from asyncio import CancelledError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
-from .files import JsonObject, write_failed
-
-Outcome = Literal["done", "failed", "interrupted"]
+from .files import write_failed
 
 
+def format_seconds(seconds: float) -> str:
+    """Return `8.3 s`, `4 min 10 s` or `2 h 05 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@dataclass(eq=False)
 class Stage:
     """One stage while it runs, and its seconds after it."""
 
-    def __init__(
-        self, name: str, listeners: Sequence["StageListener"], *, total: int | None, unit: str
-    ) -> None:
-        self.name = name
-        self.total = total  # units of progress expected, if known
-        self.unit = unit  # what is counted, in the plural
-        self.done = 0
-        self.tokens = 0  # generated or trained so far, if they are counted
-        self.outcome: Outcome = "done"  # once it is over
-        self.started = time.time()  # seconds since the epoch, for the timeline
-        self.shares: dict[str, float] = {}  # fraction of the stage's seconds by other stage names
-        self._begin = time.perf_counter()
-        self._end: float | None = None
-        self._listeners = listeners
+    name: str
+    listeners: Sequence["StageListener"]
+    total: int | None  # units of progress expected, if known
+    unit: str  # of progress, in the plural
+    done: int = 0
+    tokens: int = 0  # generated or trained so far, if they are counted
+    outcome: Literal["done", "failed", "interrupted"] = "done"  # once it is over
+    shares: dict[str, float] = field(default_factory=dict)  # fraction of the seconds by other stage names
+    started: float = field(default_factory=lambda: time.time())  # seconds since the epoch, for the timeline
+    begin: float = field(default_factory=lambda: time.perf_counter())
+    end: float | None = None
 
     @property
     def seconds(self) -> float:
         """Seconds so far, or of the whole stage once it is over."""
-        return (time.perf_counter() if self._end is None else self._end) - self._begin
+        return (time.perf_counter() if self.end is None else self.end) - self.begin
+
+    @property
+    def progress(self) -> str:
+        """Text such as `34/128 trajectories, 410 tokens/s`; empty when nothing is counted."""
+        parts = []
+        if self.total is not None or self.done:
+            total = "" if self.total is None else f"/{self.total:,}"
+            parts.append(f"{self.done:,}{total} {self.unit}".rstrip())
+        if self.tokens:
+            parts.append(f"{round(self.tokens / max(self.seconds, 1e-9)):,} tokens/s")
+        return ", ".join(parts)
 
     def advance(self, count: int = 1, *, tokens: int = 0) -> None:
         """Report `count` more finished units, with their tokens."""
         self.done += count
         self.tokens += tokens
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.stage_advanced(self)
 
     def share(self, name: str, fraction: float) -> None:
@@ -65,38 +81,33 @@ class Stage:
             raise ValueError(f"stage {self.name}: {fraction} is no fraction of what is left of it for {name}")
         self.shares[name] = fraction
 
-    def finish(self) -> None:
-        """Stop the clock."""
-        self._end = time.perf_counter()
 
-
-class StageListener(Protocol):
-    """Receives the events of stages."""
+class StageListener:
+    """Receives the events of stages; ignores those it does not override."""
 
     def stage_started(self, stage: Stage) -> None:
         """A stage begins."""
-        ...
 
     def stage_advanced(self, stage: Stage) -> None:
         """`stage.done` or `stage.tokens` has grown."""
-        ...
 
     def stage_finished(self, stage: Stage) -> None:
-        """A stage is over, by success or by an error: `stage.outcome` says which."""
-        ...
+        """A stage is over, by success or by an error: see `stage.outcome`."""
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         """All stages of a step are over. `started` is in seconds since the epoch."""
-        ...
 
 
 class Stages:
-    """Sums the seconds of the stages of one step after the other."""
+    """Sums the seconds of the stages, step by step."""
 
     def __init__(self, listeners: Sequence[StageListener]) -> None:
         self._listeners = listeners
         self._seconds: dict[str, float] = {}
-        self._restart_step()
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._started, self._begin = time.time(), time.perf_counter()
 
     @contextmanager
     def stage(
@@ -107,7 +118,7 @@ class Stages:
         `outside_step` is for work such as starting the workers: it is shown, but belongs to no step, and the
         clock of the next step starts after it.
         """
-        stage = Stage(name, self._listeners, total=total, unit=unit)
+        stage = Stage(name, self._listeners, total, unit)
         for listener in self._listeners:
             listener.stage_started(stage)
         try:
@@ -119,73 +130,66 @@ class Stages:
             stage.outcome = "failed"
             raise
         finally:
-            stage.finish()
+            stage.end = time.perf_counter()
             if outside_step:
-                self._restart_step()
+                self._restart_clock()
             else:
-                self._count(stage)
+                own = 1 - sum(stage.shares.values())
+                for part, fraction in [(name, own), *stage.shares.items()]:
+                    self._seconds[part] = self._seconds.get(part, 0.0) + fraction * stage.seconds
             for listener in self._listeners:
                 listener.stage_finished(stage)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Seconds by `time/<stage>` and `time/step` since the step before, and start over."""
-        total = time.perf_counter() - self._step_begin
+        """Return the seconds by `time/<stage>` and `time/step` since the last step, and start over."""
+        total = time.perf_counter() - self._begin
         for listener in self._listeners:
-            listener.step_finished(step, self._step_started, total)
+            listener.step_finished(step, self._started, total)
         seconds = {f"time/{name}": value for name, value in self._seconds.items()} | {"time/step": total}
         self._seconds = {}
-        self._restart_step()
+        self._restart_clock()
         return seconds
-
-    def _count(self, stage: Stage) -> None:
-        own = 1 - sum(stage.shares.values())
-        for name, fraction in [(stage.name, own), *stage.shares.items()]:
-            self._seconds[name] = self._seconds.get(name, 0.0) + fraction * stage.seconds
-
-    def _restart_step(self) -> None:
-        self._step_started = time.time()
-        self._step_begin = time.perf_counter()
 
 
 STEP_TRACK = 0
-END = b"]\n"
+OPENING, CLOSING = b"[\n", b"]\n"
 
 
-class Timeline:
-    """Writes one span a stage, each stage's name on a track of its own, so overlapping shows as such.
+class Timeline(StageListener):
+    """Writes one span a stage, each stage name on a track of its own, so overlapping stages show as such.
 
     A resumed run continues in the same file as another process, so steps that were repeated show twice.
     """
 
     def __init__(self, path: Path, title: str = "run") -> None:
-        """Open the file, or continue it. Raises `WriteError`."""
+        """Open the file, or continue it after its last complete event. Raises `WriteError`."""
         self._path = path
-        self._process = os.getpid()
         self._tracks: dict[str, int] = {}
         try:
             path.touch()
             self._file = path.open("r+b", buffering=0)
-            self._end = self._end_of_events()  # position of the closing bracket
+            first, *events = self._file.read().splitlines(keepends=True) or [b""]
+            is_new = first != OPENING
+            complete = 0 if is_new else sum(len(line) for line in events if line.endswith(b"}\n"))
+            self._end = len(OPENING) + complete  # position of the closing bracket
+            self._file.truncate(0 if is_new else self._end)
+            if is_new:
+                self._file.seek(0)
+                self._file.write(OPENING + CLOSING)
         except OSError as error:
             raise write_failed(path, error) from error
-        self._name("process_name", STEP_TRACK, title)
-        self._name("thread_name", STEP_TRACK, "steps")
-
-    def stage_started(self, stage: Stage) -> None:
-        """Nothing is written before a stage's length is known."""
-
-    def stage_advanced(self, stage: Stage) -> None:
-        """Progress is not drawn."""
+        self._append("M", "process_name", STEP_TRACK, args={"name": title})
+        self._append("M", "thread_name", STEP_TRACK, args={"name": "steps"})
 
     def stage_finished(self, stage: Stage) -> None:
         """Add the stage's span."""
         if stage.name not in self._tracks:
             self._tracks[stage.name] = len(self._tracks) + 1
-            self._name("thread_name", self._tracks[stage.name], stage.name)
-        arguments: JsonObject = {"done": stage.done, "unit": stage.unit} if stage.unit else {}
+            self._append("M", "thread_name", self._tracks[stage.name], args={"name": stage.name})
+        details: dict[str, Any] = {"done": stage.done, "unit": stage.unit} if stage.unit else {}
         if stage.outcome != "done":
-            arguments["outcome"] = stage.outcome
-        self._span(stage.name, self._tracks[stage.name], stage.started, stage.seconds, arguments)
+            details["outcome"] = stage.outcome
+        self._span(stage.name, self._tracks[stage.name], stage.started, stage.seconds, details)
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         """Add the step's span."""
@@ -195,37 +199,18 @@ class Timeline:
         """Close the file."""
         self._file.close()
 
-    def _name(self, kind: str, track: int, name: str) -> None:
-        self._append({"ph": "M", "name": kind, "pid": self._process, "tid": track, "args": {"name": name}})
+    def _span(self, name: str, track: int, started: float, seconds: float, details: dict[str, Any]) -> None:
+        self._append("X", name, track, ts=round(started * 1e6), dur=round(seconds * 1e6), args=details)
 
-    def _span(self, name: str, track: int, started: float, seconds: float, arguments: JsonObject) -> None:
-        microseconds = {"ts": round(started * 1e6), "dur": round(seconds * 1e6)}
-        self._append(
-            {"ph": "X", "name": name, "pid": self._process, "tid": track, **microseconds, "args": arguments}
-        )
-
-    def _append(self, event: JsonObject) -> None:
+    def _append(self, kind: str, name: str, track: int, **fields: Any) -> None:
         """Put the event where the closing bracket is, with a new bracket behind it."""
-        line = (b"," if self._end > len(b"[\n") else b"") + json.dumps(event).encode() + b"\n"
+        event = {"ph": kind, "name": name, "pid": os.getpid(), "tid": track, **fields}
+        line = (b"," if self._end > len(OPENING) else b"") + json.dumps(event).encode() + b"\n"
         try:
             self._file.seek(self._end)
-            written = self._file.write(line + END)
-            if written != len(line + END):
+            if self._file.write(line + CLOSING) != len(line + CLOSING):
                 raise OSError(28, "No space left on device")
         except OSError as error:
             self._file.truncate(self._end)
             raise write_failed(self._path, error) from error
         self._end += len(line)
-
-    def _end_of_events(self) -> int:
-        """The offset behind the last whole event; a new file gets its opening bracket."""
-        lines = self._file.read().splitlines(keepends=True)
-        if not lines or lines[0] != b"[\n":
-            self._file.truncate(0)
-            self._file.seek(0)
-            self._file.write(b"[\n" + END)
-            return len(b"[\n")
-        whole = [line for line in lines[1:] if line.endswith(b"}\n")]
-        end = len(lines[0]) + sum(map(len, whole))
-        self._file.truncate(end)
-        return end

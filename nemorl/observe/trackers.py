@@ -3,7 +3,6 @@
 import importlib.util
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from nemorl.config.run import LoggerConfig
 
@@ -12,26 +11,11 @@ from .metrics import StepMetrics
 from .run_folder import RunFolder
 
 
-class Tracker(Protocol):
-    """Receives the metrics of every step."""
-
-    def log(self, metrics: StepMetrics) -> None:
-        """Record one step. Raises `WriteError`."""
-        ...
-
-    def close(self) -> None:
-        """Finish writing."""
-        ...
-
-
 class TensorBoardTracker:
     """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        """Steps after `resumed_step` that are already there are hidden, since they come again.
-
-        Raises `WriteError`.
-        """
+        """Hide earlier steps after `resumed_step`, since they come again. Raises `WriteError`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -42,7 +26,7 @@ class TensorBoardTracker:
             raise write_failed(folder, error) from error
 
     def log(self, metrics: StepMetrics) -> None:
-        """One scalar for each metric."""
+        """Write one scalar for each metric. Raises `WriteError`."""
         try:
             for key, value in metrics.values.items():
                 self._writer.add_scalar(key, value, metrics.step)
@@ -57,7 +41,7 @@ class TensorBoardTracker:
 
 
 def check_trackers(config: LoggerConfig) -> None:
-    """Raise `TrackerMissing` when the config asks for a tracker that is not installed. No import is made."""
+    """Raise `TrackerMissing` when a configured tracker is not installed. No import is made."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise TrackerMissing(
             "logger.tensorboard is true, but the package tensorboard is not installed: "
@@ -65,8 +49,8 @@ def check_trackers(config: LoggerConfig) -> None:
         )
 
 
-def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[Tracker]:
-    """The trackers that the config asks for. Raises `TrackerMissing`."""
+def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
+    """Return the configured trackers. Raises `TrackerMissing`."""
     check_trackers(config)
     if not config.tensorboard:
         return []

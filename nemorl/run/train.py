@@ -44,8 +44,7 @@ from nemorl.config.load import to_yaml
 from nemorl.data.datasets import load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
-from nemorl.observe.files import write_atomically
-from nemorl.observe.metrics import SampleWriter
+from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
@@ -391,8 +390,9 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     started = started_session(evaluated, policy=False, sampling=True, install_signals=_cancel_at_sigterm)
     async with started as session, session.generating():
         metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
-    writer = SampleWriter(samples)
-    writer.write(list(samples_of(0, groups, "validation")))
+    writer = JsonLinesWriter(samples)
+    for sample in samples_of(0, groups, "validation"):
+        writer.append(asdict(sample))
     writer.close()
     model = experiment.policy.model_path
     origin = Origin.read(model)

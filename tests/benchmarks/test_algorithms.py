@@ -13,7 +13,8 @@ import pytest
 from nemorl.config.algorithm import AlgorithmConfig
 from nemorl.config.load import load_experiment
 from nemorl.config.schema import names, variants
-from nemorl.observe.metrics import MetricsWriter, StepMetrics
+from nemorl.observe.files import JsonLinesWriter
+from nemorl.observe.metrics import StepMetrics
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
 
@@ -34,9 +35,9 @@ def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def wrote(folder: Path, *lines: dict[str, float], last: int) -> None:
     """The metrics of a run: its first line, and its last."""
     folder.mkdir()
-    writer = MetricsWriter(folder / "metrics.jsonl")
+    writer = JsonLinesWriter(folder / "metrics.jsonl")
     for step, values in zip((0, 1, last), lines, strict=True):
-        writer.write(StepMetrics(step, step, values))
+        writer.append(StepMetrics(step, step, values).to_json())
     writer.close()
 
 

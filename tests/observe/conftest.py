@@ -1,11 +1,14 @@
 """A small run folder to look at."""
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from nemorl.observe.metrics import MetricsWriter, Sample, SampleWriter, StepMetrics
+from nemorl.observe.files import JsonLinesWriter
+from nemorl.observe.metrics import Sample, StepMetrics
 from nemorl.observe.run_folder import RunPaths
 from tests.observe.examples import CONFIG
 
@@ -24,12 +27,13 @@ def write_run(run_dir: Path) -> Callable[..., Path]:
         paths = RunPaths(run_dir)
         run_dir.mkdir()
         paths.config.write_text(config)
-        with MetricsWriter(paths.metrics) as metrics:
-            for step in steps:
-                metrics.write(step)
-        writer = SampleWriter(paths.samples)
-        writer.write(samples or [])
-        writer.close()
+        for path, lines in (
+            (paths.metrics, [step.to_json() for step in steps]),
+            (paths.samples, [asdict(sample) for sample in samples or []]),
+        ):
+            with closing(JsonLinesWriter(path)) as writer:
+                for line in lines:
+                    writer.append(line)
         return run_dir
 
     return write

@@ -11,16 +11,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from nemorl.config.run import LoggerConfig
-from nemorl.observe.console import (
-    BarConsole,
-    PlainConsole,
-    choose_columns,
-    format_number,
-    format_seconds,
-    open_console,
-)
-from nemorl.observe.metrics import Change, StepMetrics
-from nemorl.observe.timeline import Stages
+from nemorl.observe.metrics import Change, StepMetrics, format_number
+from nemorl.observe.observer import BarConsole, PlainConsole, choose_columns, open_console
+from nemorl.observe.timeline import Stages, format_seconds
 
 STEP = StepMetrics(
     3, 3, {"reward/mean": 0.51234, "loss/policy": -0.0125, "time/step": 8.25, "validation/pass@1": 0.5}

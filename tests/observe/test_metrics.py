@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
-from nemorl.observe.metrics import MetricsWriter, StepMetrics, read_metrics
+from nemorl.observe.files import JsonLinesWriter
+from nemorl.observe.metrics import StepMetrics, read_metrics
 
 
 def refuse_constant(name: str) -> None:
@@ -22,9 +24,9 @@ def test_figures_come_back_as_they_were(tmp_path):
         StepMetrics(0, 0, {"validation/reward": 0.25}),
         StepMetrics(1, 1, {"reward/mean": 1 / 3, "lr": 1e-6}),
     ]
-    with MetricsWriter(path) as writer:
+    with closing(JsonLinesWriter(path)) as writer:
         for step in steps:
-            writer.write(step)
+            writer.append(step.to_json())
     assert read_metrics(path) == steps
     assert json.loads(path.read_text().splitlines()[1]) == {
         "step": 1,
@@ -36,8 +38,9 @@ def test_figures_come_back_as_they_were(tmp_path):
 
 def test_nan_and_infinity_are_null_and_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
-        writer.write(StepMetrics(1, 0, {"loss/policy": math.nan, "grad_norm": math.inf, "entropy": 2.0}))
+    with closing(JsonLinesWriter(path)) as writer:
+        step = StepMetrics(1, 0, {"loss/policy": math.nan, "grad_norm": math.inf, "entropy": 2.0})
+        writer.append(step.to_json())
     line = json.loads(path.read_text(), parse_constant=refuse_constant)
     assert line["loss/policy"] is None
     assert line["nonfinite"] == {"loss/policy": "nan", "grad_norm": "inf"}
@@ -56,11 +59,12 @@ def test_a_figure_cannot_hide_the_step():
 def test_a_killed_writer_leaves_a_file_that_reads(tmp_path):
     path = tmp_path / "metrics.jsonl"
     code = (
-        "import sys; from pathlib import Path; from nemorl.observe.metrics import *\n"
-        "writer = MetricsWriter(Path(sys.argv[1])); step = 0\n"
+        "import sys; from pathlib import Path\n"
+        "from nemorl.observe.files import JsonLinesWriter; from nemorl.observe.metrics import StepMetrics\n"
+        "writer = JsonLinesWriter(Path(sys.argv[1])); step = 0\n"
         "while True:\n"
         "    step += 1\n"
-        "    writer.write(StepMetrics(step, step, {f'figure/{i}': i / 7 for i in range(200)}))\n"
+        "    writer.append(StepMetrics(step, step, {f'metric/{i}': i / 7 for i in range(200)}).to_json())\n"
         "    if step == 20: print('going', flush=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)

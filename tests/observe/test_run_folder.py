@@ -3,21 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from nemorl.observe.files import RunFolderError, WriteError
-from nemorl.observe.metrics import MetricsWriter, SampleWriter, StepMetrics, read_metrics, read_samples
+from nemorl.observe.files import JsonLinesWriter, RunFolderError, WriteError
+from nemorl.observe.metrics import StepMetrics, read_metrics, read_samples
 from nemorl.observe.run_folder import RunFolder, git_commit, read_header
 from tests.full_disk import files_end_at
 from tests.observe.examples import CONFIG, make_sample
 
 
 def record(folder: RunFolder, steps: range) -> None:
-    metrics, samples = MetricsWriter(folder.paths.metrics), SampleWriter(folder.paths.samples)
+    metrics, samples = JsonLinesWriter(folder.paths.metrics), JsonLinesWriter(folder.paths.samples)
     for step in steps:
-        samples.write([make_sample(step), make_sample(step)])
-        metrics.write(StepMetrics(step, step, {"reward/mean": step / 10}))
+        for _ in range(2):
+            samples.append(asdict(make_sample(step)))
+        metrics.append(StepMetrics(step, step, {"reward/mean": step / 10}).to_json())
     metrics.close()
     samples.close()
 

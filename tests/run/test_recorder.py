@@ -12,7 +12,8 @@ import pytest
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.config.load import load_experiment
 from nemorl.data.losses import TrainStats
-from nemorl.observe.metrics import MetricsWriter, StepMetrics
+from nemorl.observe.files import JsonLinesWriter
+from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.timeline import Stages
 from nemorl.run import validation
 from nemorl.run.checkpoints import Progress
@@ -149,13 +150,13 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
     def told(*steps: tuple[str, ...], left_out: int = 0) -> list[str]:
         caplog.clear()
         metrics.unlink(missing_ok=True)
-        with MetricsWriter(metrics) as writer:
+        with contextlib.closing(JsonLinesWriter(metrics)) as writer:
             for step, kinds in enumerate(steps, start=1):
                 updates = [
                     TrainStats({}, {}, 1.0, 1e-3, kind == "nan", kind == "zero", num_tokens=1, num_computed=1)
                     for kind in kinds
                 ]
-                writer.write(StepMetrics(step, step, optimizer_metrics(updates, left_out)))
+                writer.append(StepMetrics(step, step, optimizer_metrics(updates, left_out)).to_json())
         recorder.summarize()
         return caplog.messages
 
