@@ -61,8 +61,11 @@ class Observer:
         )
         self._stages = Stages([self._console, timeline])
         self._open = ExitStack()
-        for opened in (folder, *self._trackers, self._metrics, self._samples, timeline):
-            self._open.callback(opened.close)
+        self._open.callback(folder.close)
+        for tracker in self._trackers:
+            self._open.callback(tracker.close)
+        for file in (self._metrics, self._samples, timeline):
+            self._open.callback(file.close)
         self._open.enter_context(_run_log(self._console.logging_handler(), paths.logs / "driver.log"))
         self._open.callback(self._console.close)
 
