@@ -15,7 +15,7 @@ import torch
 
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.generation.torch_engine.host import GenerationHost
+from nemorl.generation.torch_engine.host import TorchHost
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 
 MAX_LENGTH = 512  # tokens of prompt and completion
@@ -163,7 +163,7 @@ Stage = Callable[[], AbstractAsyncContextManager[Any]]  # inside, the engine sam
 
 async def _torch(setting: Setting) -> tuple[Any, Stage]:
     config = TorchGenerationConfig(max_batch_size=setting.max_batch)
-    return GenerationHost(config, **_options(setting)), nullcontext
+    return TorchHost(config, **_options(setting)), nullcontext
 
 
 async def _vllm(setting: Setting) -> tuple[Any, Stage]:

@@ -36,11 +36,11 @@ FOLDERS = {
 ROOTS = (
     "OnlineAlgorithm.step",  # the driver
     "RayRolloutWorker.stream_groups",  # the rollout worker and its turn loop
-    "ThreadDriver._run",  # the engine's loop
+    "TorchHost._run",  # the engine's loop
     "PolicyWorker.load_trajectories",  # the policy's name for it is put together at run time
 )
 # Classes whose methods the driver calls by their names as strings.
-HOSTED = ("PolicyWorker", "WeightSender", "GenerationHost", "RayRolloutWorker")
+HOSTED = ("PolicyWorker", "WeightSender", "TorchHost", "RayRolloutWorker")
 # Of an interface or base class with several implementations, the one that this step uses; "" for none.
 CHOSEN = {
     "Update": "PolicyGradientUpdate",
@@ -55,10 +55,7 @@ CHOSEN = {
     "Prompts": "ChatPrompts",
     "scored:Scorer": "FunctionReward",
     "Generator": "Router",
-    "SteppedEngine": "TorchEngine",
-    "EngineFront": "GenerationHost",
-    "Driver": "ThreadDriver",
-    "GenerationWorker": "GenerationHost",
+    "EngineFront": "TorchHost",
     "PolicyWorker": "PolicyWorker",
     "Venue": "SocketVenue",
     "SendingChannel": "SocketSender",

@@ -602,7 +602,7 @@ class VllmGenerationConfig(GenerationBase):
 class TorchGenerationConfig(GenerationBase):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
 
-    host_class = "nemorl.generation.torch_engine.host:GenerationHost"
+    host_class = "nemorl.generation.torch_engine.host:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
 
     backend: Literal["torch"] = "torch"

@@ -383,14 +383,6 @@ class Scheduler:
             self._rows.pop()
 
 
-@dataclass
-class _Work:
-    tokens_generated: int = 0
-    prompt_tokens: int = 0
-    seconds_busy: float = 0.0
-    peak_batch: int = 0
-
-
 class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
@@ -426,7 +418,7 @@ class BatchingEngine:
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._version = 0
-        self._work = _Work()
+        self._stats = EngineStats()
 
     @property
     def version(self) -> int:
@@ -498,7 +490,7 @@ class BatchingEngine:
         if admit:
             completions += self._admit()
         completions += self._advance()
-        self._work.seconds_busy += self._clock() - started
+        self._stats.seconds_busy += self._clock() - started
         return completions
 
     def _admit(self) -> list[Completion]:
@@ -545,7 +537,7 @@ class BatchingEngine:
         for members, hidden in zip(fresh.values(), self._runner.prefill(prompts), strict=True):
             for _, sequence in members:
                 sequence.prompt_hidden = hidden
-        self._work.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
+        self._stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
 
     def _advance(self) -> list[Completion]:
         """Sample the next token of every running sequence."""
@@ -562,7 +554,7 @@ class BatchingEngine:
         )
         if self._sampler is None:
             self._sampler = self._make_sampler(sequences)
-        self._work.peak_batch = max(self._work.peak_batch, len(sequences))
+        self._stats.peak_batch = max(self._stats.peak_batch, len(sequences))
         return self._take(sequences, self._sampler(logits, [sequence.position for sequence in sequences]))
 
     def _take(self, sequences: Sequence[ActiveSequence], sampled: Sampled) -> list[Completion]:
@@ -574,7 +566,7 @@ class BatchingEngine:
             stop = sequence.append(token, logprob, self._version, now)
             if stop is not None:
                 completions.append(self._end(sequence, stop))
-        self._work.tokens_generated += len(sequences)
+        self._stats.tokens_generated += len(sequences)
         return completions
 
     def _make_sampler(self, sequences: Sequence[ActiveSequence]) -> Sampler:
@@ -610,12 +602,7 @@ class BatchingEngine:
         return [sequence.sampled.take_progress(sequence.request.id) for sequence in due]
 
     def take_stats(self) -> EngineStats:
-        """What was done since the last call; prompts that were shared count once."""
-        work, self._work = self._work, _Work()
-        return EngineStats(
-            version=self._version,
-            tokens_generated=work.tokens_generated,
-            prompt_tokens=work.prompt_tokens,
-            seconds_busy=work.seconds_busy,
-            peak_batch=work.peak_batch,
-        )
+        """What was done since the last call."""
+        done, self._stats = self._stats, EngineStats()
+        done.version = self._version
+        return done

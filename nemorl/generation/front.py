@@ -1,4 +1,4 @@
-"""The interface of every engine process: nine methods over one of two drivers.
+"""The interface of every engine process, which two drivers implement.
 
     StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
     RequestDriver   an engine that samples request by request: one task for each, in the event loop
@@ -8,20 +8,11 @@ tokens never pass through the event loop one by one.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-from .types import (
-    Completion,
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    Progress,
-    Refusal,
-    Report,
-    RequestRefused,
-)
+from .types import EngineHealth, EngineStats, GenerationRequest, Progress, Report
 
 T = TypeVar("T")
 
@@ -75,59 +66,44 @@ class ReportStream:
         self._news.set()
 
 
-class Driver(Protocol):
-    """What runs an engine. The coroutines belong to the event loop of the front."""
+class EngineFront(ABC):
+    """An engine as its callers see it. The coroutines belong to one event loop."""
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Version of the weights that sample."""
-        ...
 
+    @abstractmethod
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
         """Start requests together, in order, and send their reports to `stream`.
 
         Raises RequestRefused, with none of them started, and EngineFailed.
         """
-        ...
 
+    @abstractmethod
     async def abandon(self, stream: ReportStream) -> None:
         """End what is in flight for a stream that has no reader any more; then its ids are free again."""
-        ...
 
+    @abstractmethod
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; those in flight are answered with what they have and stop reason `abort`."""
-        ...
 
+    @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
         """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
-        ...
 
+    @abstractmethod
     async def resume(self) -> None:
         """Continue sampling."""
-        ...
 
+    @abstractmethod
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
-        ...
 
+    @abstractmethod
     def health(self) -> EngineHealth:
         """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
-        ...
-
-
-DriverT = TypeVar("DriverT", bound=Driver)
-
-
-class EngineFront(Generic[DriverT]):
-    """An engine as its callers see it. Belongs to one event loop."""
-
-    def __init__(self, driver: DriverT) -> None:
-        self.driver = driver
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample."""
-        return self.driver.version
 
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
@@ -140,41 +116,11 @@ class EngineFront(Generic[DriverT]):
         stream = ReportStream()
         unanswered = len(requests)
         try:
-            await self.driver.submit(requests, stream)
+            await self.submit(requests, stream)
             while unanswered:
                 batch = await stream.next()
                 unanswered -= sum(not isinstance(report, Progress) for report in batch)
                 yield batch
         finally:
             if unanswered:
-                await self.driver.abandon(stream)
-
-    async def generate_many(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Completion, None]:
-        """Completions as they finish, one by one; see `generate_batches`. Refusals are raised."""
-        async with aclosing(self.generate_batches(requests)) as batches:
-            async for batch in batches:
-                for report in batch:
-                    if isinstance(report, Refusal):
-                        raise RequestRefused(report.reason)
-                    if isinstance(report, Completion):
-                        yield report
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; those in flight are answered with what they have and stop reason `abort`."""
-        await self.driver.abort(request_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
-        await self.driver.pause(mode)
-
-    async def resume(self) -> None:
-        """Continue sampling."""
-        await self.driver.resume()
-
-    async def stats(self) -> EngineStats:
-        """What was done since the last call."""
-        return await self.driver.stats()
-
-    def health(self) -> EngineHealth:
-        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
-        return self.driver.health()
+                await self.abandon(stream)

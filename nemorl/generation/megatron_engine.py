@@ -16,12 +16,11 @@ from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.registry import load_shape
 
 from .batching import BatchingEngine
-from .front import EngineFront
 from .step_driver import StepDriver
 from .tokens import RequestLimits, load_decoder
 
 
-class PolicySampler(EngineFront[StepDriver]):
+class PolicySampler(StepDriver):
     """Samples with a data-parallel copy of the policy, stage by stage; between stages requests wait."""
 
     def __init__(
@@ -38,7 +37,7 @@ class PolicySampler(EngineFront[StepDriver]):
         shape = load_shape(policy.model_path)
         decode = load_decoder(tokenizer_path)
         self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
-        self._engine = BatchingEngine(
+        engine = BatchingEngine(
             self._runner,
             RequestLimits(
                 shape.vocab_size, policy.max_sequence_length, config.max_kv_tokens, decode is not None
@@ -48,7 +47,7 @@ class PolicySampler(EngineFront[StepDriver]):
             decode=decode,
             experts=self._runner.experts if policy.moe.router_replay else None,
         )
-        super().__init__(StepDriver(self._engine, name, rest=self._runner.rest))
+        super().__init__(engine, name, rest=self._runner.rest)
 
     def serve(self, version: int) -> None:
         """Sample in this thread with the weights in place, which are of `version`, until `stop`.
@@ -56,14 +55,10 @@ class PolicySampler(EngineFront[StepDriver]):
         What is still in flight then stays where it is until the next stage. Raises what ends the engine.
         """
         self._engine.weights_changed(version)
-        self.driver.run()
+        self.run()
         if not self._engine.num_running:
             self._runner.cache.release()
         self._runner.end()
-
-    async def stop(self) -> None:
-        """End the stage after the present step."""
-        await self.driver.leave()
 
 
 class SamplingPolicyWorker(PolicyWorker):

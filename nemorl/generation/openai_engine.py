@@ -11,7 +11,6 @@ from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.trajectories import StopReason
 from nemorl.weights.messages import ReceiverLayout
 
-from .front import EngineFront
 from .openai_client import OpenAIClient
 from .request_driver import Chunk, RequestDriver
 from .tokens import Decode, engine_seed
@@ -124,7 +123,7 @@ class OpenAIBackend:
         return Chunk(tokens, logprobs, [0] * len(tokens), stop)
 
 
-class OpenAIHost(EngineFront[RequestDriver]):
+class OpenAIHost(RequestDriver):
     """An `openai` replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -154,7 +153,7 @@ class OpenAIHost(EngineFront[RequestDriver]):
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
             max_sequence_length=max_sequence_length,
         )
-        super().__init__(RequestDriver(backend, f"generation client {rank} of {config.base_url}"))
+        super().__init__(backend, f"generation client {rank} of {config.base_url}")
 
     def health(self) -> EngineHealth:
         """Current state. An answer comes in one piece, so a long one does not mean that the engine hangs: a

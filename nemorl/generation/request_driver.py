@@ -14,7 +14,7 @@ from typing import Protocol
 from nemorl.trajectories import Int16Array, StopReason
 from nemorl.weights.messages import RefitDeadline, RefitFailed
 
-from .front import PauseMode, ReportStream
+from .front import EngineFront, PauseMode, ReportStream
 from .tokens import TokenBuffer
 from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Refusal, RequestRefused
 
@@ -94,16 +94,6 @@ class PauseLock:
             self._holders.discard(holder)
             await self._settle()
 
-    @asynccontextmanager
-    async def holding(self) -> AsyncIterator[None]:
-        """The engine is paused while the block runs."""
-        holder = object()
-        await self.acquire(holder)
-        try:
-            yield
-        finally:
-            await self.release(holder)
-
     async def _settle(self) -> None:
         async with self._switching:
             if self.held and not self.paused.is_set():
@@ -156,24 +146,7 @@ class _Sequence:
             self.task.cancel()
 
 
-@dataclass
-class _Work:
-    """What was done since the last call of `stats`."""
-
-    peak: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    seconds_busy: float = 0.0
-    _counted: float = field(default_factory=time.monotonic)
-
-    def count(self, num_running: int) -> None:
-        """Count the time until now as busy if anything ran."""
-        now = time.monotonic()
-        self.seconds_busy += (now - self._counted) if num_running else 0.0
-        self._counted = now
-
-
-class RequestDriver:
+class RequestDriver(EngineFront):
     """Runs every request as a task over an `AsyncEngine`. Belongs to one event loop."""
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
@@ -192,7 +165,8 @@ class RequestDriver:
         self._failure: EngineFailed | None = None
         self._corruption: str | None = None
         self._last_chunk = time.monotonic()
-        self._work = _Work()
+        self._stats = EngineStats()
+        self._counted = self._last_chunk  # until when `seconds_busy` is counted
 
     @property
     def version(self) -> int:
@@ -258,8 +232,12 @@ class RequestDriver:
         try:
             if drain:  # sequences that another holder has frozen do not end
                 await _first_of(self._idle, self._lock.paused)
-            async with self._lock.holding():
+            holder = object()
+            await self._lock.acquire(holder)
+            try:
                 yield
+            finally:
+                await self._lock.release(holder)
         finally:
             self._num_blocks -= 1
             self._set_gate()
@@ -305,19 +283,14 @@ class RequestDriver:
         self._corruption = None
 
     async def stats(self) -> EngineStats:
-        """Return the work done since the last call."""
-        done, self._work = self._work, _Work(peak=len(self._running))
-        done.count(len(self._running))
-        return EngineStats(
-            version=self.version,
-            tokens_generated=done.tokens,
-            prompt_tokens=done.prompt_tokens,
-            seconds_busy=done.seconds_busy,
-            peak_batch=done.peak,
-        )
+        """What was done since the last call."""
+        self._count_busy()
+        done, self._stats = self._stats, EngineStats(peak_batch=len(self._running))
+        done.version = self.version
+        return done
 
     def health(self) -> EngineHealth:
-        """Return the current state. Raises EngineFailed, with its cause, if the engine has failed."""
+        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
         if self._failure is not None:
             raise self._failure
         return EngineHealth(
@@ -339,7 +312,7 @@ class RequestDriver:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             sequence.end(task.result())
-        self._work.count(len(self._running))
+        self._count_busy()
         del self._sequences[sequence.request.id]
         self._running.discard(sequence.request.id)
         if not self._running:
@@ -354,7 +327,7 @@ class RequestDriver:
                 async with aclosing(self._engine.sample(request)) as chunks:
                     async for chunk in chunks:
                         sequence.take(chunk)
-                        self._work.tokens += len(chunk.tokens)
+                        self._stats.tokens_generated += len(chunk.tokens)
                         self._last_chunk = time.monotonic()
                         if chunk.stop is not None:
                             return chunk.stop
@@ -365,13 +338,20 @@ class RequestDriver:
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
 
     def _enter(self, request: GenerationRequest) -> None:
-        self._work.count(len(self._running))
+        self._count_busy()
         if not self._running:
             self._last_chunk = time.monotonic()  # an idle engine does not hang
         self._running.add(request.id)
         self._idle.clear()
-        self._work.prompt_tokens += len(request.prompt)
-        self._work.peak = max(self._work.peak, len(self._running))
+        self._stats.prompt_tokens += len(request.prompt)
+        self._stats.peak_batch = max(self._stats.peak_batch, len(self._running))
+
+    def _count_busy(self) -> None:
+        """Count the time until now as busy if anything ran."""
+        now = time.monotonic()
+        if self._running:
+            self._stats.seconds_busy += now - self._counted
+        self._counted = now
 
     async def _thaw(self) -> None:
         self._last_chunk = time.monotonic()  # nor does a paused one

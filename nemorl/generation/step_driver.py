@@ -1,4 +1,4 @@
-"""The driver of engines that are stepped: everything that touches the engine runs in one thread."""
+"""The driver of an engine that is stepped: everything that touches the engine runs in one thread."""
 
 import asyncio
 import queue
@@ -6,18 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from .front import PauseMode, ReportStream
+from .batching import BatchingEngine
+from .front import EngineFront, PauseMode, ReportStream
 from .types import (
     Completion,
     EngineFailed,
     EngineHealth,
     EngineStats,
     GenerationRequest,
-    Progress,
     Report,
     RequestRefused,
 )
@@ -25,66 +23,14 @@ from .types import (
 T = TypeVar("T")
 
 
-class SteppedEngine(Protocol):
-    """A synchronous engine, driven by one thread: requests go in, steps return completions."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample."""
-        ...
-
-    @property
-    def num_running(self) -> int:
-        """Sequences of the running batch."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have not begun."""
-        ...
-
-    @property
-    def next_expiry(self) -> float | None:
-        """The earliest deadline of all requests, on `time.monotonic`'s clock; None without requests."""
-        ...
-
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestRefused if it can never be served or its id is in flight."""
-        ...
-
-    def step(self, admit: bool = True) -> list[Completion]:
-        """Sample one token for every running sequence, after admitting waiting ones; those that ended."""
-        ...
-
-    def take_progress(self) -> list[Progress]:
-        """Progress of the requests that asked for it; empty until it is due."""
-        ...
-
-    def expire(self) -> list[Completion]:
-        """End the requests whose deadline has passed."""
-        ...
-
-    def abort(self, request_id: str) -> Completion | None:
-        """End a request with what it has; None if it is not in flight."""
-        ...
-
-    def abort_all(self) -> list[Completion]:
-        """End every request with what it has."""
-        ...
-
-    def take_stats(self) -> EngineStats:
-        """What was done since the last call."""
-        ...
-
-
-class StepDriver:
+class StepDriver(EngineFront):
     """Steps an engine in the thread that calls `run`; all other methods post to that thread.
 
     An error in the thread ends the engine for good and is what every caller gets. While no thread runs it,
     callers wait.
     """
 
-    def __init__(self, engine: SteppedEngine, name: str, rest: Callable[[], float] | None = None) -> None:
+    def __init__(self, engine: BatchingEngine, name: str, rest: Callable[[], float] | None = None) -> None:
         """`rest` is called while there is nothing to step; it returns the seconds until its next call."""
         self._engine = engine
         self._name = name
@@ -101,7 +47,7 @@ class StepDriver:
         self._failure: EngineFailed | None = None
 
     def run(self) -> None:
-        """Step until `leave`, after which it may run again, or `close`. Raises what the engine raises."""
+        """Step until `stop`, after which it may run again, or `close`. Raises what the engine raises."""
         self._rest_seconds = None if self._rest is None else 0.0
         try:
             while not (self._closing or self._leaving):
@@ -113,9 +59,9 @@ class StepDriver:
         if self._closing:
             self._end(None)
 
-    async def leave(self) -> None:
+    async def stop(self) -> None:
         """Let `run` return after the current step; what is in flight stays in the engine."""
-        await asyncio.wrap_future(self._post(self._leave))
+        await self.call(self._leave)
 
     @property
     def version(self) -> int:
@@ -124,28 +70,28 @@ class StepDriver:
 
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
         """Add requests together, in order. If one is refused none is added."""
-        await asyncio.wrap_future(self._post(lambda future: self._add(requests, stream, future)))
+        await self.call(lambda: self._add(requests, stream))
 
     async def abandon(self, stream: ReportStream) -> None:
         """End what is in flight for a stream. Does not wait: requests posted later come later."""
         if self._failure is None:
-            self._post(lambda future: self._abandon(stream, future))
+            self.post(lambda: self._abort([name for name, other in self._streams.items() if other is stream]))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; those in flight are answered with what they have."""
-        await asyncio.wrap_future(self._post(lambda future: self._abort(request_ids, future)))
+        await self.call(lambda: self._abort(request_ids))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function that touches the engine between two steps. If it raises, the engine has failed."""
-        return await asyncio.wrap_future(self._post(lambda future: future.set_result(function())))
+        return await asyncio.wrap_future(self.post(function))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping; requests that arrive meanwhile wait."""
-        await asyncio.wrap_future(self._post(lambda future: self._pause(mode, future)))
+        await asyncio.wrap_future(self._post(lambda paused: self._pause(mode, paused)))
 
     async def resume(self) -> None:
         """Step again."""
-        await asyncio.wrap_future(self._post(self._resume))
+        await self.call(self._resume)
 
     async def stats(self) -> EngineStats:
         """What was done since the last call."""
@@ -166,7 +112,11 @@ class StepDriver:
     def close(self) -> None:
         """End the engine after the current step; pending requests get EngineFailed."""
         if self._failure is None:
-            self._post(self._close)
+            self.post(self._close)
+
+    def post(self, function: Callable[[], T]) -> Future[T]:
+        """As `call`, from any thread and without waiting; a future that is cancelled in time is not run."""
+        return self._post(lambda future: future.set_result(function()))
 
     def _post(self, command: Callable[[Future[T]], None]) -> Future[T]:
         """Have the thread run `command`, which completes the future, unless that is cancelled before."""
@@ -174,7 +124,10 @@ class StepDriver:
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
-                command(future)
+                try:
+                    command(future)
+                except RequestRefused as refusal:
+                    future.set_exception(refusal)
 
         with self._lock:
             if self._failure is not None:
@@ -191,19 +144,14 @@ class StepDriver:
             return
         if self._paused:
             self._deliver(self._engine.expire())
-            self._take_rest()
-            return
-        self._deliver(self._engine.step(admit=not self._draining))
-        self._send(self._engine.take_progress())
-        self._last_step = time.monotonic()
-        if self._draining and self._engine.num_running == 0:
-            self._paused = True
-            self._finish_draining()
-        if self._engine.num_running == 0:
-            self._take_rest()
-
-    def _take_rest(self) -> None:
-        if self._rest is not None:
+        else:
+            self._deliver(self._engine.step(admit=not self._draining))
+            self._send(self._engine.take_progress())
+            self._last_step = time.monotonic()
+            if self._draining and self._engine.num_running == 0:
+                self._paused = True
+                self._finish_draining()
+        if self._rest is not None and (self._paused or self._engine.num_running == 0):
             self._rest_seconds = self._rest()
 
     def _take_commands(self) -> list[Callable[[], None]]:
@@ -224,42 +172,34 @@ class StepDriver:
         except queue.Empty:
             return commands
 
-    def _add(self, requests: Sequence[GenerationRequest], stream: ReportStream, added: Future[None]) -> None:
-        joined = []
+    def _add(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
+        joined: list[str] = []
         try:
             for request in requests:
                 self._engine.add(request)
                 joined.append(request.id)
-        except RequestRefused as refusal:
+        except RequestRefused:
             for request_id in joined:
                 self._engine.abort(request_id)
-            added.set_exception(refusal)
-            return
+            raise
         self._streams.update(dict.fromkeys(joined, stream))
-        added.set_result(None)
 
-    def _abort(self, request_ids: Sequence[str], aborted: Future[None]) -> None:
+    def _abort(self, request_ids: Sequence[str]) -> None:
         ended = [self._engine.abort(request_id) for request_id in request_ids]
         self._deliver([completion for completion in ended if completion is not None])
-        aborted.set_result(None)
-
-    def _abandon(self, stream: ReportStream, abandoned: Future[None]) -> None:
-        self._abort([request_id for request_id, other in self._streams.items() if other is stream], abandoned)
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
+        self._draining.append(paused)
         if mode == "wait" and not self._paused:
-            self._draining.append(paused)
             return
         if mode == "abort":
             self._deliver(self._engine.abort_all())
         self._paused = True
         self._finish_draining()
-        paused.set_result(None)
 
-    def _resume(self, resumed: Future[None]) -> None:
+    def _resume(self) -> None:
         self._paused = False
         self._finish_draining()
-        resumed.set_result(None)
 
     def _finish_draining(self) -> None:
         """Complete every pause that waits for running sequences: there is nothing more to wait for."""
@@ -267,13 +207,11 @@ class StepDriver:
         for drained in draining:
             drained.set_result(None)
 
-    def _leave(self, left: Future[None]) -> None:
+    def _leave(self) -> None:
         self._leaving = True
-        left.set_result(None)
 
-    def _close(self, closed: Future[None]) -> None:
+    def _close(self) -> None:
         self._closing = True
-        closed.set_result(None)
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
         self._send(completions)
@@ -299,24 +237,3 @@ class StepDriver:
                 future.set_exception(failure)
         for stream in set(self._streams.values()):
             stream.fail(failure)
-
-
-class ThreadDriver(StepDriver):
-    """A `StepDriver` with its own thread, which runs until `close`."""
-
-    def __init__(self, engine: SteppedEngine, name: str, threads: int | None) -> None:
-        """`threads`: CPU threads of the engine's kernels; torch's choice when None."""
-        super().__init__(engine, name)
-        self._num_threads = threads
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_seconds: float = 10.0) -> None:
-        """End the thread after the current step; pending requests get EngineFailed."""
-        super().close()
-        self._thread.join(timeout_seconds)
-
-    def _run(self) -> None:
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)  # applies to the calling thread only
-        self.run()

@@ -1,6 +1,7 @@
 """Small models, requests and loops that the tests of this package share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.front import EngineFront
 from nemorl.generation.torch_engine.host import TorchEngine
 from nemorl.generation.torch_engine.model import ModelRunner
-from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.generation.types import Completion, GenerationRequest, Refusal, RequestRefused, SamplingParams
 from nemorl.models.shape import ModelShape, Rope
 
 PLAIN = SamplingParams()
@@ -91,10 +93,10 @@ def request(
     return GenerationRequest(name, prompt, sampling, max_new_tokens, seed, **fields)
 
 
-def random_weights(holder: TorchEngine | ModelRunner, seed: int) -> None:
+def random_weights(model: ModelRunner, seed: int) -> None:
     """Stage random weights whose logits differ clearly from token to token."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in holder.staging_parameters().values():
+    for parameter in model.staging_parameters().values():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.4 * noise)
 
@@ -110,7 +112,7 @@ def small_engine(seed: int = 0, max_sequence_length: int = 200, **arguments: Any
         max_sequence_length=max_sequence_length,
         **own,
     )
-    random_weights(engine, seed)
+    random_weights(engine.model, seed)
     engine.commit(0)
     return engine
 
@@ -128,3 +130,16 @@ def serve(engine: TorchEngine, requests: Iterable[GenerationRequest]) -> dict[st
     for one in requests:
         engine.add(one)
     return finish(engine)
+
+
+async def completions(
+    front: EngineFront, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[Completion, None]:
+    """Completions as they finish, one by one. Refusals are raised."""
+    async with aclosing(front.generate_batches(requests)) as batches:
+        async for batch in batches:
+            for report in batch:
+                if isinstance(report, Refusal):
+                    raise RequestRefused(report.reason)
+                if isinstance(report, Completion):
+                    yield report

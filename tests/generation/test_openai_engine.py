@@ -11,13 +11,12 @@ import pytest
 from aiohttp import web
 
 from nemorl.config.generation import OpenAIGenerationConfig
-from nemorl.generation.front import EngineFront
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.generation.openai_engine import OpenAIBackend
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.types import EngineFailed, RequestRefused, SamplingParams
 from nemorl.trajectories import StopReason
-from tests.generation.examples import request
+from tests.generation.examples import completions, request
 from tests.serve.conftest import LENGTH, endpoint, engine, served_model, served_tokenizer  # noqa: F401
 
 PROMPT = np.array([70, 71, 72], np.int32)
@@ -27,11 +26,11 @@ def worker_of(url: str, tokenizer, *, key_env: str | None = None, retries: int =
     client = OpenAIClient(url, api_key_env=key_env, max_retries=retries, first_wait_seconds=0.01)
     settings = OpenAIGenerationConfig(backend="openai", base_url=url, model="tiny", **config)
     backend = OpenAIBackend(settings, client, tokenizer.encode, tokenizer.decode, LENGTH)
-    return EngineFront(RequestDriver(backend, "client")), client
+    return RequestDriver(backend, "client"), client
 
 
 async def collect(worker, requests):
-    return {c.id: c async for c in worker.generate_many(requests)}
+    return {c.id: c async for c in completions(worker, requests)}
 
 
 def test_our_own_endpoint_gives_what_its_engine_samples(

@@ -10,7 +10,7 @@ import numpy as np
 from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.openai_engine import OpenAIHost
 from nemorl.session.supervisor import hanging
-from tests.generation.examples import request
+from tests.generation.examples import completions, request
 from tests.serve.conftest import served_model  # noqa: F401
 
 
@@ -32,10 +32,10 @@ def test_a_long_answer_is_no_hanging_engine(served_model: Path) -> None:
             tokenizer_path=served_model,
             max_sequence_length=64,
         )
-        asked = client.generate_many([request(np.array([70, 71], np.int32), "long")])
+        asked = completions(client, [request(np.array([70, 71], np.int32), "long")])
         answer = asyncio.ensure_future(anext(asked))
         await accepted.wait()
-        client.driver._last_chunk -= 1000.0
+        client._last_chunk -= 1000.0
         health = client.health()
         assert health.running == 1
         assert hanging(health, 600.0) is None

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from nemorl.generation import request_driver
-from nemorl.generation.front import EngineFront
 from nemorl.generation.request_driver import Chunk, RequestDriver
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import (
@@ -24,7 +23,7 @@ from nemorl.generation.types import (
 )
 from nemorl.session.supervisor import hanging
 from nemorl.trajectories import StopReason
-from tests.generation.examples import Prompts, request
+from tests.generation.examples import Prompts, completions, request
 
 
 class Engine:
@@ -82,7 +81,7 @@ def run(test: Any) -> None:
 
     async def inside() -> None:
         engine = Engine()
-        await asyncio.wait_for(test(engine, EngineFront(RequestDriver(engine, "engine 7"))), 20)
+        await asyncio.wait_for(test(engine, RequestDriver(engine, "engine 7")), 20)
 
     asyncio.run(inside())
 
@@ -97,15 +96,15 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def later(front: EngineFront[RequestDriver], one: GenerationRequest) -> asyncio.Task[Completion]:
+def later(front: RequestDriver, one: GenerationRequest) -> asyncio.Task[Completion]:
     async def first() -> Completion:
-        return await anext(front.generate_many([one]))
+        return await anext(completions(front, [one]))
 
     return asyncio.create_task(first())
 
 
 def test_progress_comes_in_parts_and_the_answer_has_all() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.allow(7)
         reports = [
             report
@@ -124,7 +123,7 @@ def test_progress_comes_in_parts_and_the_answer_has_all() -> None:
 
 
 def test_an_abort_before_the_first_step_is_answered_too() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         stream = front.generate_batches([ask("a")])
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)  # the request's own task has not begun
@@ -137,7 +136,7 @@ def test_an_abort_before_the_first_step_is_answered_too() -> None:
 
 
 def test_a_caller_that_leaves_ends_its_requests() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         stream = front.generate_batches([ask("a", progress_tokens=1), ask("b", progress_tokens=1)])
         engine.allow(2)
         await anext(stream)
@@ -150,7 +149,7 @@ def test_a_caller_that_leaves_ends_its_requests() -> None:
 
 
 def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         with pytest.raises(RequestRefused):
             await anext(front.generate_batches([ask("a"), ask("b", prompt=Prompts().one(9))]))
         waiting = later(front, ask("a"))
@@ -164,7 +163,7 @@ def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
 
 
 def test_a_late_refusal_ends_nobody_else() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.refuses = {"b"}
         names = ["a", "b", "c"]
         stream = front.generate_batches([ask(name, 2, progress_tokens=1) for name in names])
@@ -187,7 +186,7 @@ def test_a_late_refusal_ends_nobody_else() -> None:
 
 
 def test_the_router_delivers_a_late_refusal_to_its_request() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.refuses = {"b"}
         calls = []
 
@@ -213,14 +212,14 @@ def test_the_router_delivers_a_late_refusal_to_its_request() -> None:
 
 
 def test_reports_before_an_error_are_delivered() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         stream = front.generate_batches([ask("a", 1), ask("b")])
         reading = asyncio.ensure_future(anext(stream))
         engine.allow(2)
         while "a" not in engine.closed:
             await asyncio.sleep(0)
         await asyncio.sleep(0)  # answered, and not yet read
-        front.driver.fail(RuntimeError("out of memory"))
+        front.fail(RuntimeError("out of memory"))
         (answer,) = await reading
         assert isinstance(answer, Completion)
         assert answer.id == "a"
@@ -231,7 +230,7 @@ def test_reports_before_an_error_are_delivered() -> None:
 
 
 def test_ids_are_free_again_once_their_caller_has_left() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.ends.clear()
         stream = front.generate_batches([ask("a", progress_tokens=1)])
         engine.allow(1)
@@ -248,7 +247,7 @@ def test_ids_are_free_again_once_their_caller_has_left() -> None:
 
 
 def test_deadlines_hold_before_the_gate_too() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         await front.pause("keep")
         answer = await later(front, ask("a", deadline_seconds=0.01))
         assert (answer.stop, len(answer.tokens)) == (StopReason.ABORT, 0)
@@ -258,7 +257,7 @@ def test_deadlines_hold_before_the_gate_too() -> None:
 
 
 def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         running = later(front, ask("a"))
         await turns()
         pausing = asyncio.create_task(front.pause("wait"))
@@ -274,9 +273,9 @@ def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
 
 
 def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         await front.pause("wait")
-        async with front.driver.paused(drain=True):
+        async with front.paused(drain=True):
             await front.resume()  # in vain until the block ends
             held = later(front, ask("a"))
             engine.allow(4)
@@ -285,10 +284,10 @@ def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
         assert (await held).stop is StopReason.LENGTH
         assert engine.calls == ["freeze", "thaw"]
         await front.pause("keep")
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             pass
         assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays paused
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             await front.resume()
             assert engine.calls[-1] == "freeze"
         assert engine.calls[-1] == "thaw"
@@ -298,10 +297,10 @@ def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
 
 
 def test_an_engine_that_does_not_pause_in_time_resumes() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.stops.clear()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), front.driver.paused(drain=False):
+            async with asyncio.timeout(0.01), front.paused(drain=False):
                 raise AssertionError("it is not paused")
         assert engine.calls == ["freeze", "thaw"]
         assert not front.health().paused
@@ -311,7 +310,7 @@ def test_an_engine_that_does_not_pause_in_time_resumes() -> None:
         assert engine.calls == ["freeze", "thaw"] * 2
         await front.resume()
         engine.stops.set()
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             assert engine.calls == ["freeze", "thaw"] * 2 + ["freeze"]
         engine.allow(4)
         assert (await later(front, ask("a"))).stop is StopReason.LENGTH
@@ -331,11 +330,11 @@ def test_an_engine_that_does_neither_has_failed(
 ) -> None:
     monkeypatch.setattr(request_driver, "_RESUME_SECONDS", 0.01)
 
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.stops.clear()
         engine.goes_on = goes_on
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), front.driver.paused(drain=False):
+            async with asyncio.timeout(0.01), front.paused(drain=False):
                 raise AssertionError("it is not paused")
         with pytest.raises(EngineFailed, match=f"engine 7 has ended: {message}"):
             front.health()
@@ -344,9 +343,9 @@ def test_an_engine_that_does_neither_has_failed(
 
 
 def test_a_second_holder_waits_until_the_engine_has_paused() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         async def update() -> None:
-            async with front.driver.paused(drain=False):
+            async with front.paused(drain=False):
                 assert engine.stops.is_set()
 
         engine.stops.clear()
@@ -366,7 +365,7 @@ def test_a_second_holder_waits_until_the_engine_has_paused() -> None:
 
 
 def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         engine.stops.clear()
         pausing = asyncio.create_task(front.pause("keep"))
         await turns()
@@ -375,7 +374,7 @@ def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None
         pausing.cancel()
         await resuming
         engine.stops.set()
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             assert engine.calls == ["freeze", "thaw", "freeze"]
         assert engine.calls[-1] == "thaw"
 
@@ -383,14 +382,14 @@ def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None
 
 
 def test_pauses_overlap_and_the_last_one_resumes() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         running = later(front, ask("a"))
         await turns()
-        draining = front.driver.paused(drain=True)
+        draining = front.paused(drain=True)
         entering = asyncio.create_task(draining.__aenter__())
         await turns()
         assert engine.calls == []  # a sequence runs
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             await entering  # what others hold still does not end
         held = later(front, ask("b"))
         await turns()
@@ -408,13 +407,13 @@ def test_a_paused_engine_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(request_driver, "time", SimpleNamespace(monotonic=lambda: now))
 
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         nonlocal now
         later(front, ask("a"))
         await turns()
         now = 50.0
         assert front.health().seconds_since_step == 50.0
-        async with front.driver.paused(drain=False):
+        async with front.paused(drain=False):
             assert hanging(front.health(), 600.0) is None
             now += 700.0
             assert hanging(front.health(), 600.0) is None
@@ -431,7 +430,7 @@ def test_a_paused_engine_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_requests_get_an_error_until_the_engine_recovers() -> None:
-    async def test(engine: Engine, front: EngineFront[RequestDriver]) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
         both = [later(front, ask("a")), later(front, ask("b"))]
         await turns()
         engine.error = RuntimeError("out of memory")
@@ -444,7 +443,7 @@ def test_all_requests_get_an_error_until_the_engine_recovers() -> None:
         with pytest.raises(EngineFailed):
             await later(front, ask("c"))
         engine.error = None
-        front.driver.recover()
+        front.recover()
         engine.allow(4)
         assert (await later(front, ask("d"))).stop is StopReason.LENGTH
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import GenerationWorker
+from nemorl.generation.torch_engine.host import TorchHost
 from nemorl.generation.types import (
     GenerationRequest,
     NoReplicaLeft,
@@ -335,7 +335,7 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
     ]
 
     def worker(rank):
-        return GenerationWorker(
+        return TorchHost(
             folder,
             TorchGenerationConfig(),
             rank=rank,
@@ -344,6 +344,7 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
             tokenizer_path=folder,
             max_sequence_length=250,
             precision="float32",
+            commit_seconds=60,
         )
 
     async def main():

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.host import GenerationWorker, TorchEngine
+from nemorl.generation.torch_engine.host import TorchEngine, TorchHost
 from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder
 from nemorl.trajectories import StopReason
-from tests.generation.examples import GREEDY, Prompts, request
+from tests.generation.examples import GREEDY, Prompts, completions, request
 
 # The engine's thread ends with its error, so that the traceback is in the worker's log.
 dying = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -26,7 +26,7 @@ def make_worker(hf_models):
 
     def make(**config):
         folder = hf_models["llama"].folder
-        worker = GenerationWorker(
+        worker = TorchHost(
             folder,
             TorchGenerationConfig(**config),
             rank=3,
@@ -35,6 +35,7 @@ def make_worker(hf_models):
             tokenizer_path=folder,
             max_sequence_length=250,
             precision="float32",
+            commit_seconds=60,
         )
         workers.append(worker)
         return worker
@@ -45,7 +46,12 @@ def make_worker(hf_models):
 
 
 async def collect(worker, requests):
-    return {c.id: c async for c in worker.generate_many(requests)}
+    return {c.id: c async for c in completions(worker, requests)}
+
+
+async def commit(worker, version):
+    """Have the engine take its staged weights between two steps."""
+    await worker.call(lambda: worker.engine.commit(version))
 
 
 def group(prefix, count, max_new_tokens=10, sampling=GREEDY):
@@ -87,15 +93,15 @@ def test_callers_get_their_own_completions_as_they_finish(make_worker, hf_models
             request(Prompts(i).one(5), f"{i}", GREEDY, max_new_tokens=length)
             for i, length in enumerate((40, 3, 20))
         ]
-        order = [c.id async for c in worker.generate_many(requests)]
+        order = [c.id async for c in completions(worker, requests)]
         several = await asyncio.gather(*(collect(worker, group(f"{k}/", 7)) for k in range(5)))
         return order, several
 
     order, several = asyncio.run(main())
     assert order == ["1", "2", "0"]
-    for k, completions in enumerate(several):
-        assert sorted(completions) == [f"{k}/{i}" for i in range(7)]
-        for name, completion in completions.items():
+    for k, answers in enumerate(several):
+        assert sorted(answers) == [f"{k}/{i}" for i in range(7)]
+        for name, completion in answers.items():
             assert completion.tokens.tolist() == several[0][f"0/{name[2:]}"].tokens.tolist()
     prompt = group("", 1)[0].prompt.tolist()
     text = [*prompt, *several[0]["0/0"].tokens.tolist()]
@@ -108,13 +114,13 @@ def test_weights_are_swapped_whole_while_sequences_run(make_worker, monkeypatch)
     worker = make_worker()
     requests = group("", 6, max_new_tokens=30)
     undisturbed = asyncio.run(collect(worker, requests))
-    for parameter in worker.staging_parameters().values():
+    for parameter in worker.engine.model.staging_parameters().values():
         parameter.mul_(0.7)  # must not be seen before the commit
     gate = Gate(monkeypatch, before_step=10)
 
     async def main():
         running = asyncio.create_task(collect(worker, requests))
-        await gate.during(worker.commit(5))
+        await gate.during(commit(worker, 5))
         return await running
 
     changed = asyncio.run(main())
@@ -127,10 +133,11 @@ def test_weights_are_swapped_whole_while_sequences_run(make_worker, monkeypatch)
 
 def test_staged_weights_are_those_an_exchange_describes(make_worker, hf_models):
     worker = make_worker()
+    model = worker.engine.model
     with torch.no_grad():
-        HfFolder(hf_models["llama"].folder).load_into(worker.staging_parameters(), worker.slices())
-    asyncio.run(worker.commit(2))
-    first, again = worker.staging_parameters(), worker.staging_parameters()
+        HfFolder(hf_models["llama"].folder).load_into(model.staging_parameters(), model.slices())
+    asyncio.run(commit(worker, 2))
+    first, again = model.staging_parameters(), model.staging_parameters()
     assert all(again[name] is parameter for name, parameter in first.items())
 
 
@@ -269,7 +276,7 @@ def test_an_error_in_the_engine_reaches_everyone_and_nobody_hangs(make_worker, m
         with pytest.raises(EngineFailed):
             await collect(worker, group("", 1))
         with pytest.raises(EngineFailed):
-            await worker.commit(1)
+            await commit(worker, 1)
         return waiting
 
     for failure in asyncio.run(main()):
@@ -288,7 +295,7 @@ def test_a_failing_commit_is_an_engine_failure(make_worker, monkeypatch):
     worker = make_worker()
     monkeypatch.setattr(TorchEngine, "commit", out_of_memory)
     with pytest.raises(EngineFailed, match="MemoryError: no room for a second copy"):
-        asyncio.run(worker.commit(1))
+        asyncio.run(commit(worker, 1))
 
 
 def test_closing_ends_who_waits(make_worker, monkeypatch):
@@ -310,7 +317,7 @@ def test_closing_ends_who_waits(make_worker, monkeypatch):
 def test_stop_strings_are_found_with_the_folders_tokenizer(tmp_path):
     folder = tmp_path / "model"
     create_arithmetic_model(folder, hidden=32, layers=1, heads=2, kv_heads=2, seed=3)
-    worker = GenerationWorker(
+    worker = TorchHost(
         folder,
         TorchGenerationConfig(),
         rank=0,
@@ -319,6 +326,7 @@ def test_stop_strings_are_found_with_the_folders_tokenizer(tmp_path):
         tokenizer_path=folder,
         max_sequence_length=100,
         precision="float32",
+        commit_seconds=60,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("12+34=").ids, dtype=np.int32)

@@ -22,6 +22,7 @@ from nemorl.megatron.cache import KeyValueCache
 from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.trajectories import Int16Array
+from tests.generation.examples import completions
 from tests.megatron.cases import LOSS, partition, start_worker
 
 KV_TOKENS = 4096
@@ -159,7 +160,7 @@ def _stage(copy: DecodingCopy, config: PolicyConfig, asked: Sequence[GenerationR
     sampler = _sampler(copy, config)
 
     async def callers() -> list[Completion]:
-        found = [completion async for completion in sampler.generate_many(asked)]
+        found = [completion async for completion in completions(sampler, asked)]
         await sampler.stop()
         return found
 

@@ -11,7 +11,7 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import GenerationWorker
+from nemorl.generation.torch_engine.host import TorchHost
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.trajectories import Action, Message, Step, Task
@@ -69,7 +69,7 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
     environment = AsksAgain()
 
     async def converse():
-        engine = GenerationWorker(
+        engine = TorchHost(
             chat_model,
             TorchGenerationConfig(max_new_tokens=200),
             rank=0,
@@ -78,6 +78,7 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
             tokenizer_path=tokenizer_folder,
             max_sequence_length=512,
             precision="float32",
+            commit_seconds=60,
         )
         limits = TurnLimits(
             max_sequence_length=512,

@@ -13,7 +13,7 @@ from nemorl.config.generation import EndpointConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import GenerationWorker
+from nemorl.generation.torch_engine.host import TorchHost
 from nemorl.serve.app import Listening, listening
 from nemorl.serve.sampling import Served
 from tests.data.tokenizers import save_tokenizer
@@ -60,9 +60,9 @@ def served_tokenizer(served_model) -> Tokenizer:
     return load_tokenizer(PolicyConfig(model_path=served_model))
 
 
-def engine(folder: Path, **config) -> GenerationWorker:
+def engine(folder: Path, **config) -> TorchHost:
     """The torch engine of a folder, in this process."""
-    return GenerationWorker(
+    return TorchHost(
         folder,
         TorchGenerationConfig(**config),
         rank=0,
@@ -71,6 +71,7 @@ def engine(folder: Path, **config) -> GenerationWorker:
         tokenizer_path=folder,
         max_sequence_length=LENGTH,
         precision="float32",
+        commit_seconds=60,
     )
 
 

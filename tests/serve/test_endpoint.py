@@ -13,6 +13,7 @@ from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.serve.requests import CompletionRequest
 from nemorl.serve.sampling import Served, completion_work, engine_requests, stream
 from nemorl.trajectories import StopReason
+from tests.generation.examples import completions
 from tests.rollout.stand_ins import completion
 from tests.serve.conftest import LENGTH, engine
 
@@ -63,7 +64,7 @@ def test_a_completion_is_what_the_engine_draws(endpoint, served_model, served_to
             "r", np.array(PROMPT, np.int32), SamplingParams(0.9, 40, 0.95), 12, 5, frozenset({0, 2})
         )
         try:
-            return await anext(worker.generate_many([request]))
+            return await anext(completions(worker, [request]))
         finally:
             worker.close()
 

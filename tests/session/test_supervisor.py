@@ -162,7 +162,7 @@ def test_engines_die_hang_and_come_back(tmp_path):
     async def main(runtime: ClusterRuntime) -> None:
         group = await WorkerGroup.start(
             "generation",
-            "nemorl.generation.torch_engine.host:GenerationHost",
+            "nemorl.generation.torch_engine.host:TorchHost",
             [{**one, "rank": rank} for rank in range(2)],
             placement=await runtime.reserve(), threads=1, run_dir=tmp_path, deadline_seconds=120,
             concurrent=True,

@@ -1,33 +1,34 @@
-"""The process of an embedded engine: its front, and its side of the weight exchange.
+"""The embedded engine and its process: continuous batching over a network of its own, and weight updates.
 
-The embedded engine: a dense decoder in plain torch, its weights and its staging.
+Sequences in flight continue with new weights and keep their keys and values; pause with `wait` before an
+update for sequences of one version, with `keep` to hold sampling still while weights travel.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.batching import BatchingEngine
-from nemorl.generation.front import EngineFront
-from nemorl.generation.step_driver import ThreadDriver
+from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
-from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
 from .model import ModelRunner
 
+_END_SECONDS = 10.0  # for the step during which the engine is closed
+
 
 class TorchEngine(BatchingEngine):
-    """Continuous batching over a network of its own."""
+    """Continuous batching over `model`, which takes new weights between two steps."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class TorchEngine(BatchingEngine):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds."""
-        self._model = ModelRunner(
+        self.model = ModelRunner(
             shape,
             max_kv_tokens=config.max_kv_tokens,
             max_positions=max_sequence_length,
@@ -49,36 +50,18 @@ class TorchEngine(BatchingEngine):
             dtype=dtype,
         )
         super().__init__(
-            self._model,
-            RequestLimits(
-                shape.vocab_size, max_sequence_length, config.max_kv_tokens, can_decode=decode is not None
-            ),
+            self.model,
+            RequestLimits(shape.vocab_size, max_sequence_length, config.max_kv_tokens, decode is not None),
             max_batch_size=config.max_batch_size,
             device=device,
             decode=decode,
             clock=clock,
         )
 
-    def load(self, folder: Path, version: int = 0) -> None:
-        """Take the weights of an HF folder."""
-        self._model.load(folder)
-        self.weights_changed(version)
-
-    def slices(self) -> list[TensorSlice]:
-        """Which boxes of the HF checkpoint the engine holds."""
-        return self._model.slices()
-
-    def staging_parameters(self) -> Mapping[str, Tensor]:
-        """Where an exchange writes new weights; the engine samples with the old ones until `commit`."""
-        return self._model.staging_parameters()
-
     def commit(self, version: int) -> None:
-        """Sample with the staged weights from the next step on."""
-        self._model.commit()
+        """Sample with the staged weights of `model` from the next step on."""
+        self.model.commit()
         self.weights_changed(version)
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def create_engine(
@@ -98,21 +81,16 @@ def create_engine(
         load_shape(model_path),
         config,
         device=torch.device(device),
-        dtype=_DTYPES[config.precision or precision],
+        dtype=getattr(torch, config.precision or precision),
         max_sequence_length=max_sequence_length,
         decode=load_decoder(tokenizer_path),
     )
-    engine.load(model_path)
+    engine.model.load(model_path)
     return engine
 
 
-class GenerationWorker(EngineFront[ThreadDriver]):
-    """Samples, and takes new weights without losing what is in flight.
-
-    A refit: write `staging_parameters()` (at any time, sampling continues), then `commit(version)`. Sequences
-    in flight continue with the new weights and keep their keys and values; pause with `wait` before it for
-    sequences of one version, with `keep` to hold sampling still while weights travel.
-    """
+class TorchHost(StepDriver):
+    """A rank of the embedded engine as the driver and the rollout workers call it."""
 
     def __init__(
         self,
@@ -125,11 +103,15 @@ class GenerationWorker(EngineFront[ThreadDriver]):
         tokenizer_path: Path,
         max_sequence_length: int,
         precision: Literal["float32", "bfloat16"],
+        commit_seconds: float,
     ) -> None:
-        """Load the model. `threads`: CPU threads of the engine; `precision`: the policy's, see the config."""
+        """Load the model and start the engine's thread. `threads`: CPU threads of the engine.
+
+        `commit_seconds` limits how long the swap of staged weights waits for the engine's step.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._engine = create_engine(
+        self.engine = create_engine(
             config,
             Path(model_path),
             device=device,
@@ -137,48 +119,12 @@ class GenerationWorker(EngineFront[ThreadDriver]):
             tokenizer_path=Path(tokenizer_path),
             max_sequence_length=max_sequence_length,
         )
-        super().__init__(ThreadDriver(self._engine, f"generation engine {rank}", threads))
-
-    async def commit(self, version: int) -> None:
-        """Take the staged weights whole, between two steps; tokens sampled from then on carry `version`."""
-        await self.driver.call(lambda: self._engine.commit(version))
-
-    def slices(self) -> list[TensorSlice]:
-        """Which boxes of the HF checkpoint the engine holds."""
-        return self._engine.slices()
-
-    def staging_parameters(self) -> Mapping[str, Tensor]:
-        """Where an exchange writes new weights, by parameter name; the same tensors every time."""
-        return self._engine.staging_parameters()
-
-    def close(self) -> None:
-        """End the engine; pending requests get EngineFailed."""
-        self.driver.close()
-
-
-class GenerationHost(GenerationWorker):
-    """A generation rank as the driver and the rollout workers call it. Lives in an event loop."""
-
-    def __init__(
-        self, config: TorchGenerationConfig, *, rank: int, commit_seconds: float, **options: Any
-    ) -> None:
-        """`commit_seconds` limits how long the swap of staged weights waits for the engine's step."""
-        super().__init__(config=config, rank=rank, **options)
-        loop = asyncio.get_running_loop()
-
-        def commit(version: int) -> None:
-            # The receiver commits from another thread, so that sampling continues until the swap.
-            swap = asyncio.run_coroutine_threadsafe(self.commit(version), loop)
-            try:
-                swap.result(commit_seconds)
-            except TimeoutError as error:
-                swap.cancel()
-                raise RefitDeadline(
-                    f"refit to version {version}: generation rank {rank} has received the weights, and its "
-                    f"engine has not taken them within {commit_seconds:g} s (cluster.deadlines.refit)"
-                ) from error
-
-        self._receiver = WeightReceiver(self.slices(), self.staging_parameters, commit)
+        super().__init__(self.engine, f"generation engine {rank}")
+        self._rank, self._num_threads, self._commit_seconds = rank, threads, commit_seconds
+        model = self.engine.model
+        self._receiver = WeightReceiver(model.slices(), model.staging_parameters, self._commit)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         """What this engine's one rank needs, for the plan of the exchange."""
@@ -194,9 +140,30 @@ class GenerationHost(GenerationWorker):
         return (await asyncio.to_thread(self._receiver.begin(session)),)
 
     async def commit_weights(self, version: int) -> None:
-        """Sample with what was received."""
+        """Sample with what was received, from a step on; raises RefitDeadline for an engine that hangs."""
         await asyncio.to_thread(self._receiver.commit, version)
 
     def abandon_refit(self) -> None:
         """Stay on the version in use."""
         self._receiver.abandon()
+
+    def close(self) -> None:
+        """End the engine after the current step; pending requests get EngineFailed."""
+        super().close()
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # applies to the calling thread only
+        self.run()
+
+    def _commit(self, version: int) -> None:
+        swap = self.post(lambda: self.engine.commit(version))
+        try:
+            swap.result(self._commit_seconds)
+        except TimeoutError as error:
+            swap.cancel()
+            raise RefitDeadline(
+                f"refit to version {version}: generation rank {self._rank} has received the weights, and its "
+                f"engine has not taken them within {self._commit_seconds:g} s (cluster.deadlines.refit)"
+            ) from error

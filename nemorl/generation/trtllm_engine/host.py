@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from nemorl.config.generation import TrtllmGenerationConfig
-from nemorl.generation.front import EngineFront
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed
@@ -47,7 +46,7 @@ EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 
-class TrtllmHost(EngineFront[RequestDriver]):
+class TrtllmHost(RequestDriver):
     """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -77,7 +76,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
         name = f"TensorRT-LLM engine {rank}"
         decode = load_decoder(Path(tokenizer_path))
-        self._engine = TrtllmEngine.create(
+        self._trtllm = TrtllmEngine.create(
             config,
             Path(model_path),
             RequestLimits(shape.vocab_size, max_sequence_length, max_sequence_length, decode is not None),
@@ -87,7 +86,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
             place=None if bundle is None else _place(config, bundle),
             decode=decode,
         )
-        super().__init__(RequestDriver(self._engine, name))
+        super().__init__(self._trtllm, name)
         self._commit_seconds = commit_seconds
         loop = asyncio.get_running_loop()
 
@@ -101,7 +100,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
 
     async def start(self) -> None:
         """Start the workers and load the model as version 0."""
-        await self._engine.start()
+        await self._trtllm.start()
         self._watch = asyncio.create_task(self._keep_watch())
 
     async def describe_weights(self) -> tuple[ReceiverLayout, ...]:
@@ -110,7 +109,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
             return (self._receiver.describe(),)
         batch = self._config.bucket_megabytes * 2**20
         return tuple(
-            await self._engine.call("nemorl_describe", self._tensors, self._dtypes, self._device, batch)
+            await self._trtllm.call("nemorl_describe", self._tensors, self._dtypes, self._device, batch)
         )
 
     async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
@@ -118,14 +117,14 @@ class TrtllmHost(EngineFront[RequestDriver]):
         if self._config.weight_delivery == "handles":
             self._receiver.prepare(parts[0])
         else:
-            await self._engine.call("nemorl_prepare", parts)
+            await self._trtllm.call("nemorl_prepare", parts)
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The replica's side of a refit; with `workers` the engine is paused from here to the commit."""
         if self._config.weight_delivery == "handles":
             return (await asyncio.to_thread(self._receiver.begin(session)),)
         await self._update.enter_async_context(self._paused_for(session.version))
-        return tuple(await self._engine.call("nemorl_receive", session))
+        return tuple(await self._trtllm.call("nemorl_receive", session))
 
     async def commit_weights(self, version: int) -> None:
         """Put the received weights into use. Raises `RefitFailed`; the engine ends if weights are corrupt."""
@@ -133,34 +132,34 @@ class TrtllmHost(EngineFront[RequestDriver]):
             await asyncio.to_thread(self._receiver.commit, version)
             return
         try:
-            await self._engine.call("nemorl_commit", version, self._config.recompute_kv_cache)
+            await self._trtllm.call("nemorl_commit", version, self._config.recompute_kv_cache)
         except Exception as error:
-            raise self.driver.fail_update(version, error) from error
-        self._engine.switch(version)
-        self.driver.recover()
+            raise self.fail_update(version, error) from error
+        self._trtllm.switch(version)
+        self.recover()
         await self._update.aclose()
 
     async def abandon_refit(self) -> None:
         """Forget an update that did not finish. An engine with corrupt weights stays paused until a refit."""
         self._receiver.abandon()
         try:
-            reasons = [r for r in await self._engine.call("nemorl_give_up") if r is not None]
+            reasons = [r for r in await self._trtllm.call("nemorl_give_up") if r is not None]
             if reasons:
-                self.driver.mark_corrupt(reasons[0])
+                self.mark_corrupt(reasons[0])
             else:
                 await self._update.aclose()
         except EngineFailed as error:  # a worker died: nothing can be released
             self._update.pop_all()
-            self.driver.fail(error)
+            self.fail(error)
 
     async def sleep(self, level: int) -> None:
         """Leave the GPU: weights are kept in host memory at every level, the KV cache is lost."""
         await self.pause("wait")
-        await self._engine.release_memory()
+        await self._trtllm.release_memory()
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
-        await self._engine.resume_memory(tags)
+        await self._trtllm.resume_memory(tags)
         if not tags or "kv_cache" in tags:
             await self.resume()
 
@@ -168,8 +167,8 @@ class TrtllmHost(EngineFront[RequestDriver]):
         """End the engine; pending requests get EngineFailed."""
         if self._watch is not None:
             self._watch.cancel()
-        self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
-        await asyncio.to_thread(self._engine.close)
+        self.fail(EngineFailed(f"{self.name} was closed"))
+        await asyncio.to_thread(self._trtllm.close)
 
     def _staged(self) -> Mapping[str, Tensor]:
         """The tensors in host memory, made when they are first asked for."""
@@ -184,21 +183,21 @@ class TrtllmHost(EngineFront[RequestDriver]):
         """Give the staged weights to all workers while the engine is paused."""
         async with self._paused_for(version):
             try:
-                places = self._places(await self._engine.call("nemorl_device"))
+                places = self._places(await self._trtllm.call("nemorl_device"))
                 for batch in _batches(self._staging, self._config.bucket_megabytes * 2**20):
                     copies = await asyncio.to_thread(_copies, batch, places)
-                    await self._engine.call("nemorl_load", _handles(copies))
-                await self._engine.call("nemorl_finish", self._config.recompute_kv_cache)
+                    await self._trtllm.call("nemorl_load", _handles(copies))
+                await self._trtllm.call("nemorl_finish", self._config.recompute_kv_cache)
             except Exception as error:
                 problem = (
-                    f"{self.driver.name} did not finish its update to version {version}: its weights are "
+                    f"{self.name} did not finish its update to version {version}: its weights are "
                     "of two versions until a complete refit"
                 )
-                self.driver.fail(EngineFailed(problem))
-                await self._engine.call("nemorl_give_up")
+                self.fail(EngineFailed(problem))
+                await self._trtllm.call("nemorl_give_up")
                 raise RefitFailed(f"refit to version {version}: {error}; {problem}") from error
-            self._engine.switch(version)
-            self.driver.recover()
+            self._trtllm.switch(version)
+            self.recover()
 
     def _places(self, names: Sequence[str]) -> dict[str, torch.device]:
         """Each worker's GPU in this process, which sees them all."""
@@ -207,7 +206,7 @@ class TrtllmHost(EngineFront[RequestDriver]):
         here = {str(get_device_uuid(index)): index for index in range(torch.cuda.device_count())}
         if missing := sorted(set(names) - here.keys()):
             raise RefitFailed(
-                f"{self.driver.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
+                f"{self.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
                 ": place them on one machine, or set generation.weight_delivery to workers"
             )
         return {name: torch.device("cuda", here[name]) for name in names}
@@ -215,16 +214,16 @@ class TrtllmHost(EngineFront[RequestDriver]):
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
         """The engine pauses for new weights; sequences in flight end first, unless updates come in flight."""
         drain = not self._config.in_flight_updates
-        return self.driver.paused_for(version, drain=drain, seconds=self._commit_seconds)
+        return self.paused_for(version, drain=drain, seconds=self._commit_seconds)
 
     async def _keep_watch(self) -> None:
         """Notice workers that die; calls wait their turn behind whatever a worker does."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
-                await self._engine.call("nemorl_device")
+                await self._trtllm.call("nemorl_device")
             except EngineFailed as error:
-                self.driver.fail(error)
+                self.fail(error)
                 return
 
 

@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.front import EngineFront
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed
@@ -75,7 +74,7 @@ EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 
 
-class VllmHost(EngineFront[RequestDriver]):
+class VllmHost(RequestDriver):
     """A vLLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
@@ -132,7 +131,7 @@ class VllmHost(EngineFront[RequestDriver]):
             adapters=lora is not None,
             last_words=last_words,
         )
-        super().__init__(RequestDriver(self._vllm, name))
+        super().__init__(self._vllm, name)
         self._commit_seconds = commit_seconds
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
@@ -183,8 +182,8 @@ class VllmHost(EngineFront[RequestDriver]):
                 await self._vllm.call("nemorl_commit", version)
                 await self._vllm.switch(version)
             except Exception as error:
-                raise self.driver.fail_update(version, error) from error
-        self.driver.recover()
+                raise self.fail_update(version, error) from error
+        self.recover()
 
     async def abandon_refit(self) -> None:
         """Keep the version in use; an engine with corrupt weights stays paused until a refit."""
@@ -192,7 +191,7 @@ class VllmHost(EngineFront[RequestDriver]):
             return  # nothing is left to resume
         reasons = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
         if reasons:
-            self.driver.mark_corrupt(reasons[0])
+            self.mark_corrupt(reasons[0])
         else:
             await self._pause.aclose()
 
@@ -215,12 +214,12 @@ class VllmHost(EngineFront[RequestDriver]):
     async def close(self) -> None:
         """End the engine; pending requests get EngineFailed."""
         self._vllm.unwatch()
-        self.driver.fail(EngineFailed(f"{self.driver.name} was closed"))
+        self.fail(EngineFailed(f"{self.name} was closed"))
         await asyncio.to_thread(self._vllm.close)
         self._clean_up()
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        return self.driver.paused_for(version, drain=False, seconds=self._commit_seconds)
+        return self.paused_for(version, drain=False, seconds=self._commit_seconds)
 
     async def _all_of(self, reports: "_Reports", session: RefitSession) -> list[dict[str, Any]]:
         """Every worker's report; the worst of their errors, if any."""
@@ -235,7 +234,7 @@ class VllmHost(EngineFront[RequestDriver]):
                 raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
             else:
                 raise RefitDeadline(
-                    f"refit to version {session.version}: {self.driver.name} received nothing from its "
+                    f"refit to version {session.version}: {self.name} received nothing from its "
                     f"workers {reports.missing} within {seconds:g} s"
                 )
         finally:
@@ -251,7 +250,7 @@ class VllmHost(EngineFront[RequestDriver]):
     def _lose(self, failure: str) -> None:
         """One of the engine's processes has ended."""
         self._died.set()
-        self.driver.fail(EngineFailed(failure))
+        self.fail(EngineFailed(failure))
         self._clean_up()
 
     def _clean_up(self) -> None:

@@ -44,7 +44,7 @@ def engine_of(model, **config):
         dtype=torch.float32,
         max_sequence_length=256,
     )
-    engine.load(model.folder)
+    engine.model.load(model.folder)
     return engine
 
 
@@ -176,7 +176,7 @@ def test_a_prompt_that_runs_already_is_copied_from_its_row_while_the_weights_are
 
     engine.add(group[0])
     engine.step()
-    random_weights(engine, seed=1)
+    random_weights(engine.model, seed=1)
     engine.commit(1)
     engine.add(request(prompt, "new", GREEDY, max_new_tokens=5))
     completions = finish(engine)
@@ -190,7 +190,7 @@ def test_every_token_carries_the_version_that_sampled_it():
     engine.add(request(Prompts().one(5), "a", max_new_tokens=9))
     engine.step()  # the first two tokens
     engine.step()
-    random_weights(engine, seed=1)
+    random_weights(engine.model, seed=1)
     engine.step()  # staged, not committed
     engine.commit(7)
     engine.add(request(Prompts(1).one(5), "b", max_new_tokens=2))

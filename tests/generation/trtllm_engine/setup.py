@@ -17,7 +17,7 @@ from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitSession
-from tests.generation.examples import GREEDY, Prompts, request
+from tests.generation.examples import GREEDY, Prompts, completions, request
 from tests.weights.ranks import Threads, allocate, box
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Setup:
 
     def submit(self, requests: Sequence[Any]) -> "Future[dict[str, Any]]":
         async def collect() -> dict[str, Any]:
-            return {one.id: one async for one in self.host.generate_many(requests)}
+            return {one.id: one async for one in completions(self.host, requests)}
 
         return asyncio.run_coroutine_threadsafe(collect(), self.loop.loop)
 

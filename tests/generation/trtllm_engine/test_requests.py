@@ -9,7 +9,7 @@ import torch
 
 from nemorl.generation.types import Completion, Progress, RequestRefused, SamplingParams
 from nemorl.trajectories import StopReason
-from tests.generation.examples import GREEDY, Prompts, request
+from tests.generation.examples import GREEDY, Prompts, completions, request
 from tests.generation.trtllm_engine.setup import group
 
 
@@ -156,9 +156,9 @@ def test_a_frozen_engine_samples_nothing_and_goes_on_where_it_was(replica):
         await replica.host.pause("keep")
         (held,) = (await replica.host._engine.call("nemorl_device"))[:1]  # a call goes through meanwhile
         await asyncio.sleep(0.1)  # what was sampled before may still be on its way
-        there = len(replica.host.driver._sequences[one.id].sampled.tokens)
+        there = len(replica.host._sequences[one.id].sampled.tokens)
         await asyncio.sleep(0.3)
-        still = len(replica.host.driver._sequences[one.id].sampled.tokens)
+        still = len(replica.host._sequences[one.id].sampled.tokens)
         await replica.host.resume()
         return held, there, still, [report async for batch in stream for report in batch][-1]
 
@@ -172,12 +172,12 @@ def test_a_pause_that_waits_lets_what_runs_end_and_holds_what_comes(replica):
     first, second = group("early", count=1, max_new_tokens=30)[0], group("later", count=1)[0]
 
     async def wait():
-        running = asyncio.create_task(anext(replica.host.generate_many([first])))
+        running = asyncio.create_task(anext(completions(replica.host, [first])))
         while not replica.host.health().running:
             await asyncio.sleep(0.01)
         await replica.host.pause("wait")
         ended = running.done() or await running is not None
-        waiting = asyncio.create_task(anext(replica.host.generate_many([second])))
+        waiting = asyncio.create_task(anext(completions(replica.host, [second])))
         await asyncio.sleep(0.1)
         health = replica.host.health()
         await replica.host.resume()
@@ -209,7 +209,7 @@ def test_memory_is_given_back_and_taken_again(replica):
 
     async def rest():
         await host.sleep(1)
-        waiting = asyncio.create_task(anext(host.generate_many([one])))
+        waiting = asyncio.create_task(anext(completions(host, [one])))
         await host.wake(("weights",))
         await asyncio.sleep(0.1)
         asleep = host.health()

@@ -14,6 +14,7 @@ from nemorl.generation.types import EngineFailed
 from nemorl.trajectories import StopReason
 from nemorl.weights.channel import TransportOptions
 from nemorl.weights.messages import RefitDeadline, RefitFailed, RefitSession
+from tests.generation.examples import completions
 from tests.generation.trtllm_engine.setup import group
 from tests.generation.trtllm_engine.test_requests import greedy
 
@@ -90,7 +91,7 @@ def test_what_is_in_flight_ends_before_an_update(delivery):
     (long,) = group("long", count=1, max_new_tokens=150)
 
     async def begin():
-        return asyncio.ensure_future(anext(delivery.host.generate_many([long])))
+        return asyncio.ensure_future(anext(completions(delivery.host, [long])))
 
     under_way = delivery.loop.run(begin())
     delivery.refit(delivery.weights(5))
@@ -281,7 +282,7 @@ def test_an_engine_that_does_not_come_to_a_stand_is_named(replica):
     replica.host._commit_seconds = 0.05
 
     async def begin():
-        return asyncio.ensure_future(anext(replica.host.generate_many([long])))
+        return asyncio.ensure_future(anext(completions(replica.host, [long])))
 
     under_way = replica.loop.run(begin())
     try:
@@ -302,7 +303,7 @@ def test_a_dead_worker_is_named_and_ends_what_waits(replica):
     (long,) = group("bereaved", count=1, max_new_tokens=200)
 
     async def die():
-        waiting = asyncio.ensure_future(anext(replica.host.generate_many([long])))
+        waiting = asyncio.ensure_future(anext(completions(replica.host, [long])))
         await asyncio.sleep(0.05)
         ray.kill(replica.host._engine.llm.workers[1])
         return await waiting

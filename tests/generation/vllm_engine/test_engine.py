@@ -15,14 +15,14 @@ from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import RefitFailed, RefitSession, SendReport
-from tests.generation.examples import GREEDY, Prompts, request
+from tests.generation.examples import GREEDY, Prompts, completions, request
 from tests.generation.vllm_engine.exchange import Receivers, Sender, exchange_of, of_network
 
 PLAIN = SamplingParams()
 
 
 async def collect(host: Any, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
-    return {c.id: c async for c in host.generate_many(requests)}
+    return {c.id: c async for c in completions(host, requests)}
 
 
 def group(prefix: str, count: int, length: int = 10, sampling: SamplingParams = GREEDY) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemorl.generation.front import EngineFront
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
@@ -82,13 +81,13 @@ class Engine:
                 yield await queue.get()
 
 
-def worker(merged: int, decode: Any = None) -> EngineFront[RequestDriver]:
+def worker(merged: int, decode: Any = None) -> RequestDriver:
     backend = VllmBackend(
         {}, {}, RequestLimits(100, 64, 64, decode is not None), name="engine 0", decode=decode,
         recompute_kv_cache=True, moe_layers=WITH_EXPERTS,
     )  # fmt: skip
     backend._engine = Engine(merged)  # type: ignore[assignment]
-    return EngineFront(RequestDriver(backend, "engine 0"))
+    return RequestDriver(backend, "engine 0")
 
 
 def answers(merged: int, decode: Any = None, **fields: Any) -> tuple[Completion, Sequence[Progress]]:

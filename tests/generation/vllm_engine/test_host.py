@@ -31,7 +31,7 @@ from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import ReceiveReport, RefitFailed, receiver_name
 from nemorl.weights.shared_memory import SocketReceiver
-from tests.generation.examples import Prompts, request
+from tests.generation.examples import Prompts, completions, request
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, model
 
 WATCHED = "model.norm.weight"
@@ -168,7 +168,7 @@ def engine_of(host: VllmHost) -> Engine:
 
 
 async def sample(host: VllmHost, name: str, tokens: int = 4) -> Completion:
-    return await anext(host.generate_many([request(Prompts().one(3), name, max_new_tokens=tokens)]))
+    return await anext(completions(host, [request(Prompts().one(3), name, max_new_tokens=tokens)]))
 
 
 def test_a_long_request_is_no_hindrance_to_sleep(folder: Path) -> None:
