@@ -1,13 +1,9 @@
-"""The HTTP application: who may ask, how much at a time, and the routes.
+"""The HTTP application: access, limits, routes, and listening at an address.
 
-GET  /health               whether engines answer; asks for no key
+GET  /health               which engines answer; needs no key
 GET  /v1/models            the model
 POST /v1/completions       a prompt, as text or token ids
 POST /v1/chat/completions  a conversation, with tools
-
-What every endpoint does before and after it answers: the key, the most requests at a time, refusals.
-
-Listening: the address, the key, and the end.
 """
 
 import asyncio
@@ -34,33 +30,32 @@ from .sampling import Served, Work, chat_work, completion_work, engine_requests,
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+AddRoutes = Callable[[web.Application], None]
+SHUTDOWN_SECONDS = 5.0
 
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal in one shape; what is our own mistake goes to the log, not to who asked."""
+    """Give every refusal the same shape; defects of the server go to the log, not to the client."""
     try:
         return await handler(request)
     except ApiError as error:
-        headers = {"Retry-After": "1"} if error.status == 429 else {}
-        return web.json_response(error.body(), status=error.status, headers=headers)
+        refusal = error
     except web.HTTPRequestEntityTooLarge as error:
         refusal = ApiError(413, f"The body is too large: {error.text}.", code="body_too_large")
-        return web.json_response(refusal.body(), status=error.status)
     except web.HTTPException as error:  # no such path or method
         refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}.")
-        return web.json_response(refusal.body(), status=error.status)
-    except ConnectionResetError:  # who asked has gone away
+    except ConnectionResetError:  # the client is gone
         raise
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return web.json_response(
-            ApiError(500, "The server failed; its log says how.", kind="server_error").body(), status=500
-        )
+        refusal = ApiError(500, "The server failed; its log says how.", kind="server_error")
+    headers = {"Retry-After": "1"} if refusal.status == 429 else {}
+    return web.json_response(refusal.body(), status=refusal.status, headers=headers)
 
 
 def require_key(api_key: str) -> Any:
-    """Refuses who does not send `Authorization: Bearer <api_key>`, but for /health."""
+    """Refuse requests without `Authorization: Bearer <api_key>`, except for /health."""
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware
@@ -68,18 +63,14 @@ def require_key(api_key: str) -> Any:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         # In constant time, so that timing does not reveal the key.
         if request.path != "/health" and not hmac.compare_digest(given, expected):
-            raise ApiError(
-                401,
-                "A key is required. Send it as `Authorization: Bearer <key>`.",
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
+            message = "A key is required. Send it as `Authorization: Bearer <key>`."
+            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
         return await handler(request)
 
     return check
 
 
-def at_a_time(most: int) -> Any:
+def limit_concurrency(limit: int) -> Any:
     """Answer requests beyond the limit with a request to retry."""
     running = 0
 
@@ -88,13 +79,9 @@ def at_a_time(most: int) -> Any:
         nonlocal running
         if request.method != "POST":
             return await handler(request)
-        if running >= most:
-            raise ApiError(
-                429,
-                f"{most} requests are being answered; try again.",
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-            )
+        if running >= limit:
+            message = f"{limit} requests are being answered; try again."
+            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
         running += 1
         try:
             return await handler(request)
@@ -104,39 +91,31 @@ def at_a_time(most: int) -> Any:
     return count
 
 
-def make_app(served: Served, *, api_key: str, max_concurrent: int, max_body_bytes: int) -> web.Application:
-    """The application. Every path but /health requires `Authorization: Bearer <api_key>`."""
-    app = web.Application(
-        client_max_size=max_body_bytes,
-        middlewares=[errors_as_json, require_key(api_key), at_a_time(max_concurrent)],
-    )
-    endpoint = _Endpoint(served)
-    app.add_routes(
-        [
-            web.get("/health", endpoint.health),
-            web.get("/v1/models", endpoint.models),
-            web.post("/v1/completions", endpoint.completions),
-            web.post("/v1/chat/completions", endpoint.chat_completions),
-        ]
-    )
-    return app
-
-
 class _Endpoint:
-    """What each path answers."""
+    """The routes over engines."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
 
+    def add_routes(self, app: web.Application) -> None:
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.get("/v1/models", self.models),
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat_completions),
+            ]
+        )
+
     async def health(self, request: web.Request) -> web.Response:
-        """Says which engines answer; status 503 when none does. Causes are for the logs, not for everyone."""
+        """Count the engines that answer; status 503 when none does. Causes are for the logs only."""
         router = self._served.router
         living, lost = router.living, router.lost
         body = {"status": "ok" if living else "no engine answers", "replicas": len(living), "lost": len(lost)}
         return web.json_response(body, status=200 if living else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        """The one model."""
+        """List the one model."""
         model = {
             "id": self._served.model_name,
             "object": "model",
@@ -148,43 +127,28 @@ class _Endpoint:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
-        asked = read_request(CompletionRequest, await request.read())
-        self._check_model(asked.model)
-        return await self._answer(
-            request, asked, await asyncio.to_thread(completion_work, asked, self._served)
-        )
+        body = read_request(CompletionRequest, await request.read(), self._served.model_name)
+        return await self._answer(request, body, await asyncio.to_thread(completion_work, body, self._served))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """The assistant's next message."""
-        asked = read_request(ChatRequest, await request.read())
-        self._check_model(asked.model)
-        return await self._answer(request, asked, await asyncio.to_thread(chat_work, asked, self._served))
-
-    def _check_model(self, name: str) -> None:
-        if name != self._served.model_name:
-            raise ApiError(
-                404,
-                f"The model `{name}` is not served; `{self._served.model_name}` is.",
-                param="model",
-                code="model_not_found",
-            )
+        """Write the assistant's next message."""
+        body = read_request(ChatRequest, await request.read(), self._served.model_name)
+        return await self._answer(request, body, await asyncio.to_thread(chat_work, body, self._served))
 
     async def _answer(
-        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: Work
+        self, request: web.Request, body: CompletionRequest | ChatRequest, work: Work
     ) -> web.StreamResponse:
-        answer = Answer(asked, work, self._served)
-        if asked.stream:
-            return await self._stream(request, asked, work, answer)
-        completions = await sample(engine_requests(asked, work, self._served), self._served.router)
-        return web.json_response(answer.whole(completions))
-
-    async def _stream(
-        self, request: web.Request, asked: CompletionRequest | ChatRequest, work: Work, answer: Answer
-    ) -> web.StreamResponse:
+        answer = Answer(body, work, self._served)
+        requests = engine_requests(body, work, self._served)
+        if not body.stream:
+            return web.json_response(answer.whole(await sample(requests, self._served.router)))
         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = "text/event-stream"
-        items = stream(engine_requests(asked, work, self._served), self._served.router)
-        async with aclosing(items):
+
+        async def send(event: dict[str, Any]) -> None:
+            await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+        async with aclosing(stream(requests, self._served.router)) as items:
             try:
                 async for index, item in items:
                     choice = answer.choices[index]
@@ -192,24 +156,16 @@ class _Endpoint:
                     first = not response.prepared
                     if first:
                         await response.prepare(request)
-                    await _send(response, answer.chunk(part, first=first))
+                    await send(answer.chunk(part, first=first))
             except ApiError as error:
                 if not response.prepared:
                     raise
-                await _send(response, error.body())  # the status has been sent: report it in the stream
+                await send(error.body())  # the status has been sent: report it in the stream
                 return response
-        if asked.stream_options is not None and asked.stream_options.include_usage:
-            await _send(response, answer.last_chunk())
+        if body.stream_options is not None and body.stream_options.include_usage:
+            await send(answer.last_chunk())
         await response.write(b"data: [DONE]\n\n")
         return response
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
-
-
-SHUTDOWN_SECONDS = 5.0
-AppOf = Callable[[str], web.Application]  # by the key that requests must send
 
 
 @dataclass(frozen=True)
@@ -221,66 +177,48 @@ class Listening:
     generated: bool  # the key was generated here, so it has to be shown
 
 
-def api_key_of(config: EndpointConfig) -> str | None:
-    """The key that the config names; None when one is to be made. Raises RunError."""
-    if config.api_key_env is None:
-        if not config.on_this_machine_only:
-            raise RunError(
-                f"generation.endpoint.host = {config.host} is reached from other machines, so the key must "
-                "be yours: name its environment variable in generation.endpoint.api_key_env, or listen on "
-                "127.0.0.1"
-            )
-        return None
-    key = os.environ.get(config.api_key_env, "")
-    if not key.strip():
-        raise RunError(
-            f"generation.endpoint.api_key_env = {config.api_key_env}: this environment variable is not set, "
-            "or empty; it holds the key that clients must send"
-        )
-    return key.strip()
-
-
 def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextManager[Listening]:
-    """Answer OpenAI's requests while the block runs. Raises RunError when the address cannot be had."""
-
-    def app_of(api_key: str) -> web.Application:
-        return make_app(
-            served,
-            api_key=api_key,
-            max_concurrent=config.max_concurrent_requests,
-            max_body_bytes=config.max_body_megabytes * 2**20,
-        )
-
-    return answering(config, app_of)
+    """Answer OpenAI's requests while the block runs; see `answering`."""
+    return answering(config, _Endpoint(served).add_routes)
 
 
 @asynccontextmanager
 async def answering(
-    config: EndpointConfig, app_of: AppOf, inside: str | None = None
+    config: EndpointConfig, add_routes: AddRoutes, inside: str | None = None
 ) -> AsyncIterator[Listening]:
-    """Answer requests while the block runs, by the application of a key.
+    """Answer requests while the block runs. Every path but /health requires the key.
 
-    `inside` is an address to listen at instead, for our own clients, which receive the generated key.
-    Raises RunError when the address cannot be had.
+    `inside` is an address to listen at instead, for our own clients, which receive a generated key. Raises
+    RunError when the address is not available or the configured key is not set.
     """
-    given = api_key_of(config) if inside is None else None
-    listens = inside or config.host
-    key = given or secrets.token_urlsafe(32)
-    # Who goes away cancels what was asked, so that no engine samples for a closed connection.
-    runner = web.AppRunner(
-        app_of(key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+    key = secrets.token_urlsafe(32)
+    generated = inside is not None or config.api_key_env is None
+    if not generated:
+        key = os.environ.get(str(config.api_key_env), "").strip()
+        if not key:
+            raise RunError(
+                f"generation.endpoint.api_key_env = {config.api_key_env}: this environment variable is not "
+                "set, or empty; it holds the key that clients must send"
+            )
+    app = web.Application(
+        client_max_size=config.max_body_megabytes * 2**20,
+        middlewares=[errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)],
     )
+    add_routes(app)
+    # A client that disconnects cancels its request, so that no engine samples for a closed connection.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
+    address = inside or config.host
     try:
         try:
-            await web.TCPSite(runner, listens, config.port).start()
+            await web.TCPSite(runner, address, config.port).start()
         except OSError as error:
             reason = error.strerror or error
             raise RunError(
-                f"generation.endpoint: cannot listen on {listens}:{config.port}: {reason}"
+                f"generation.endpoint: cannot listen on {address}:{config.port}: {reason}"
             ) from error
         host, port = runner.addresses[0][:2]
         shown = f"[{host}]" if ":" in host else host
-        yield Listening(f"http://{shown}:{port}/v1", key, generated=given is None)
+        yield Listening(f"http://{shown}:{port}/v1", key, generated)
     finally:
         await runner.cleanup()

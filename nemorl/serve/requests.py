@@ -1,14 +1,13 @@
-"""The requests of OpenAI's API as far as they are served: types, and what they mean for an engine.
+"""The requests of OpenAI's API as far as they are served, and the errors of those that are not.
 
-A field that is not here is refused, since a setting that is silently ignored gives other samples than those
-that were asked for.
-
-The error of a request that cannot be answered, in OpenAI's shape.
-
-From the body of a POST to a request, or to a sentence on what is wrong with it.
+An unknown field is refused, since a setting that is silently ignored gives other samples than those that were
+asked for.
 """
 
 import json
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,9 +27,14 @@ _GREEDY_BELOW = 1e-5
 
 
 class Strict(BaseModel):
-    """Refuses what it does not know."""
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelRequest(Strict):
+    model: str
+    """The name under which the model is served."""
 
 
 class StreamOptions(Strict):
@@ -38,11 +42,9 @@ class StreamOptions(Strict):
     """Send the counts of tokens in a last chunk."""
 
 
-class SamplingRequest(Strict):
-    """What completions and chats have in common."""
+class SamplingRequest(ModelRequest):
+    """The common fields of completions and chats."""
 
-    model: str
-    """The name under which the model is served."""
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     """Samples of each prompt."""
     temperature: float = Field(1.0, ge=0)
@@ -66,13 +68,13 @@ class SamplingRequest(Strict):
     return_token_ids: bool = False
     """Give the token ids of prompt and answer, and the version of the weights that sampled each."""
     user: str | None = None
-    """Taken, and used for nothing."""
+    """Accepted and ignored."""
     presence_penalty: float = Field(0.0, ge=0, le=0)
-    """Not served but for 0."""
+    """Only 0 is served."""
     frequency_penalty: float = Field(0.0, ge=0, le=0)
-    """Not served but for 0."""
+    """Only 0 is served."""
     repetition_penalty: float = Field(1.0, ge=1, le=1)
-    """Not served but for 1."""
+    """Only 1 is served."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -106,12 +108,10 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts one by one."""
+        """The prompts in a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
 class TextPart(Strict):
@@ -152,23 +152,18 @@ class ChatMessage(Strict):
     """As earlier answers have it."""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text in one piece, arguments of calls as an object."""
+        """Return it as chat templates expect it: text in one piece, arguments of calls as an object."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        message["content"] = content or ""
+        message = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        message |= {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function)},
-                }
-                for call in self.tool_calls
-            ]
-        extra = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return message | {key: value for key, value in extra.items() if value is not None}
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            for call in message["tool_calls"]:
+                with suppress(ValueError):  # text that is not JSON stays text
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return message
 
 
 class Function(Strict):
@@ -179,7 +174,7 @@ class Function(Strict):
     parameters: dict[str, Any] = Field(default_factory=dict)
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """Taken; the grammar of answers is not enforced."""
+    """Accepted; the grammar of answers is not enforced."""
 
 
 class Tool(Strict):
@@ -214,7 +209,7 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     """Give the logprob of every sampled token."""
     top_logprobs: Literal[0] | None = None
-    """Not served but for 0."""
+    """Only 0 is served."""
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
@@ -224,15 +219,8 @@ class ChatRequest(SamplingRequest):
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
-def _arguments(call: FunctionCall) -> Any:
-    try:
-        return json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-
-
 class ApiError(Exception):
-    """A refusal with its HTTP status; the message is a sentence for who asked."""
+    """A refusal with its HTTP status; the message is a sentence for the client."""
 
     def __init__(
         self,
@@ -249,21 +237,21 @@ class ApiError(Exception):
         self.kind, self.param, self.code = kind, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """A request that is wrong in itself."""
+    """Return the error of a request that is wrong in itself."""
     return ApiError(400, message, param=param)
 
 
-R = TypeVar("R", bound=BaseModel)
+R = TypeVar("R", bound=ModelRequest)
 Path = tuple[str | int, ...]
 
 _SHOWN_CHARACTERS = 80  # of a value
 
-# What fields with several forms expect.
+# Expected values of fields with several forms.
 _FORMS = {
     "prompt": f"expected a string, token ids (integers from 0 to {2**31 - 1}), or a list of up to "
     f"{MAX_CHOICES} strings or lists of token ids",
@@ -272,8 +260,8 @@ _FORMS = {
 }
 
 
-def read_request(kind: type[R], body: bytes) -> R:
-    """A request from the body of a POST. Raises ApiError with what is wrong first."""
+def read_request(kind: type[R], body: bytes, model_name: str) -> R:
+    """Return the request in the body of a POST. Raises ApiError naming the first problem."""
     try:
         tree = json.loads(body)
     except ValueError as error:  # also of bytes that are no text
@@ -283,36 +271,48 @@ def read_request(kind: type[R], body: bytes) -> R:
     # null means that it is not given, as OpenAI's own client sends it
     given = {key: value for key, value in tree.items() if value is not None}
     try:
-        return kind.model_validate(given)
+        request = kind.model_validate(given)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False), given) from error
+    if request.model != model_name:
+        message = f"The model `{request.model}` is not served; `{model_name}` is."
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return request
 
 
 def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
-    """The first field that is wrong. Where it may have several forms, there is an error for each of them."""
-    places = [_place(details["loc"], given) for details in errors]
-    path, form = places[0]
-    if form is None:
-        return _sentence(errors[0], path)
-    deepest = max(
-        (i for i, (_, other) in enumerate(places) if other == form), key=lambda i: len(places[i][0])
-    )
-    if form[-1] == "content" and len(places[deepest][0]) > len(form):  # a part of a list of parts
-        return _sentence(errors[deepest], places[deepest][0])
-    return _refusal(form, _at(form, given), _FORMS[str(form[-1])])
+    """Return the error of the first wrong field. A field with several forms has an error for each of them."""
+    located = [(*_locate(details["loc"], given), details) for details in errors]
+    path, form, details = located[0]
+    value, problem = details["input"], None
+    if form is not None:
+        of_form = [(path, details) for path, other, details in located if other == form]
+        path, details = max(of_form, key=lambda pair: len(pair[0]))
+        value = details["input"]
+        if form[-1] != "content" or len(path) == len(form):  # else a part of a list of parts
+            path, value = form, reduce(getitem, form, given)  # type: ignore[arg-type]
+            problem = _FORMS[str(form[-1])]
+    field = ".".join(map(str, path))
+    if problem is None and details["type"] == "extra_forbidden":
+        return bad_request(f"{field} is not served here: leave it out.", field)
+    if problem is None and details["type"] == "missing":
+        return bad_request(f"{field} is missing.", field)
+    shown = json.dumps(value, ensure_ascii=False, default=str)
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = shown[: _SHOWN_CHARACTERS - 1] + "…"
+    return bad_request(f"{field} = {shown}: {problem or expectation(details)}.", field)
 
 
-def _place(location: tuple[str | int, ...], given: object) -> tuple[Path, Path | None]:
-    """The path in the body, and that of the first value on it which may have several forms.
+def _locate(location: Path, given: object) -> tuple[Path, Path | None]:
+    """Return the path in the body, and that of the first value on it which may have several forms.
 
     Pydantic puts the name of each form into its locations.
     """
     path: Path = ()
     form: Path | None = None
-    value: object = given
-    for number, step in enumerate(location):
-        last = number == len(location) - 1
-        if isinstance(value, dict) and (step in value or last):
+    value = given
+    for number, step in enumerate(location, start=1):
+        if isinstance(value, dict) and (step in value or number == len(location)):
             value = value.get(step)
         elif isinstance(value, list) and isinstance(step, int):
             value = value[step]
@@ -321,29 +321,3 @@ def _place(location: tuple[str | int, ...], given: object) -> tuple[Path, Path |
             continue
         path = (*path, step)
     return path, form
-
-
-def _sentence(details: ErrorDetails, path: Path) -> ApiError:
-    kind = details["type"]
-    if kind == "extra_forbidden":
-        return bad_request(f"{_dotted(path)} is not served here: leave it out.", _dotted(path))
-    if kind == "missing":
-        return bad_request(f"{_dotted(path)} is missing.", _dotted(path))
-    return _refusal(path, details["input"], expectation(details))
-
-
-def _refusal(path: Path, value: object, problem: str) -> ApiError:
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[: _SHOWN_CHARACTERS - 1] + "…"
-    return bad_request(f"{_dotted(path)} = {shown}: {problem}.", _dotted(path))
-
-
-def _at(path: Path, tree: Any) -> object:
-    for step in path:
-        tree = tree[step]
-    return tree
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))

@@ -1,58 +1,22 @@
-"""One HTTP request as requests to the engines: prompts to tokens, choices to seeds, and their answers.
-
-Tool calls in the text of an answer, as Hermes and Qwen models write them.
-
-<tool_call>
-{"name": "add", "arguments": {"a": 1}}
-</tool_call>
-"""
+"""One HTTP request as requests to the engines: prompts to tokens, choices to seeds, and their answers."""
 
 import asyncio
-import json
-import re
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
-from nemorl.generation.router import OnProgress, Router
+from nemorl.generation.router import Router
 from nemorl.generation.types import Completion, GenerationRequest, NoReplicaLeft, Progress, RequestRefused
 from nemorl.trajectories import StopReason
 
 from .requests import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
 
-OPENING = "<tool_call>"
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-
-
-def tool_calls(text: str, name: str) -> list[dict[str, Any]] | None:
-    """The calls in a text that begins with one, as OpenAI's API has them; None when one cannot be read.
-
-    `name` of the answer makes their ids.
-    """
-    calls: list[dict[str, Any]] = []
-    for found in _CALL.finditer(text):
-        try:
-            call = json.loads(found[1])
-        except ValueError:
-            return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return None
-        arguments = call.get("arguments", {})
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(
-            {
-                "id": f"call_{name}_{len(calls)}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": written},
-            }
-        )
-    return calls or None
-
+TOOL_CALL = "<tool_call>"  # opens a call in the text of an answer, as Hermes and Qwen models write it
 
 # A piece of a stream has one token while at most this many answers are under way, two with twice as many, and
 # so on: a message takes about a millisecond here and as much in the engine's process.
@@ -62,7 +26,7 @@ MAX_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 
 
 @dataclass(frozen=True)
 class Served:
-    """What an endpoint serves."""
+    """Engines and model of an endpoint."""
 
     router: Router
     tokenizer: Tokenizer
@@ -82,29 +46,26 @@ class Work:
 
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
-    """What a completion asks for. Raises ApiError."""
+    """Return the tokens of a completion. Raises ApiError."""
+    encode = served.tokenizer.encode_document
     prompts = [
-        _encode(served.tokenizer.encode_document, prompt, "prompt", served)
-        if isinstance(prompt, str)
-        else list(prompt)
+        _encode(encode, prompt, "prompt", served) if isinstance(prompt, str) else list(prompt)
         for prompt in request.prompts
     ]
-    if len(prompts) * request.n > MAX_CHOICES:
-        raise bad_request(
-            f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} samples; a request "
-            f"has {MAX_CHOICES} at most",
-            "n",
+    if (count := len(prompts) * request.n) > MAX_CHOICES:
+        message = (
+            f"{len(prompts)} prompts with n={request.n} are {count} samples; a request has {MAX_CHOICES}"
         )
+        raise bad_request(f"{message} at most", "n")
     for prompt in prompts:
         _check_room(len(prompt), request.max_tokens, "prompt", served)
     return Work(prompts, request.max_tokens)
 
 
 def chat_work(request: ChatRequest, served: Served) -> Work:
-    """What a chat asks for. Raises ApiError."""
+    """Return the tokens of a chat. Raises ApiError."""
     tools = request.tools_for_template
-    template = served.tokenizer.chat_template
-    if tools and OPENING not in template:
+    if tools and TOOL_CALL not in served.tokenizer.chat_template:
         raise bad_request(
             "the model's chat template does not write tool calls as <tool_call> JSON, the one way that is "
             "read here: send no tools, or name another template in policy.tokenizer.chat_template",
@@ -117,9 +78,9 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
         raise bad_request(str(error), "messages") from error
     prompt = _encode(served.tokenizer.encode, text, "messages", served)
     limit = request.max_completion_tokens or request.max_tokens
-    room = max(1, served.max_sequence_length - len(prompt))
-    _check_room(len(prompt), limit or room, "messages", served)
-    return Work([prompt], limit or room, tools=bool(tools))
+    limit = limit or max(1, served.max_sequence_length - len(prompt))
+    _check_room(len(prompt), limit, "messages", served)
+    return Work([prompt], limit, tools=bool(tools))
 
 
 def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: Served) -> list[int]:
@@ -136,96 +97,6 @@ def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: S
         raise bad_request(str(error), param) from error
 
 
-def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
-    """One for each choice, in order: the choices of the first prompt, then of the next."""
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    stops = served.tokenizer.end_token_ids | set(request.stop_token_ids)
-    count = len(work.prompts) * request.n
-    piece = -(-(served.router.num_unanswered + count) // ANSWERS_BY_TOKEN)
-    return [
-        GenerationRequest(
-            id=f"{work.name}-{index}",
-            prompt=np.array(work.prompts[index // request.n], dtype=np.int32),
-            sampling=request.sampling,
-            max_new_tokens=work.max_tokens,
-            seed=_seed(seed, index),
-            stop_token_ids=frozenset(stops),
-            stop_strings=request.stop_strings,
-            deadline_seconds=served.timeout_seconds,
-            progress_tokens=piece if request.stream else 0,
-        )
-        for index in range(count)
-    ]
-
-
-async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
-    """All answers. Raises ApiError."""
-    tasks = [asyncio.ensure_future(_sample_one(request, router)) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def stream(
-    requests: Sequence[GenerationRequest], router: Router
-) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
-    """The choice, and what it has to say: progress, every token once, and its completion last.
-
-    Raises ApiError.
-    """
-    said: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
-
-    async def follow(index: int, request: GenerationRequest) -> None:
-        try:
-            answer = await _sample_one(request, router, lambda progress: said.put_nowait((index, progress)))
-            said.put_nowait((index, answer))
-        except Exception as error:  # noqa: BLE001 - raised where the item is waited for
-            said.put_nowait((index, error))
-
-    tasks = [asyncio.ensure_future(follow(i, request)) for i, request in enumerate(requests)]
-    try:
-        left = len(tasks)
-        while left:
-            index, item = await said.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= isinstance(item, Completion)
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _sample_one(
-    request: GenerationRequest, router: Router, on_progress: OnProgress | None = None
-) -> Completion:
-    try:
-        answer = await router.generate(request, on_progress)
-    except RequestRefused as error:
-        raise bad_request(str(error)) from error
-    except NoReplicaLeft as error:
-        raise ApiError(503, "No engine answers.", kind="server_error", code="no_engine") from error
-    if answer.stop is StopReason.ABORT:
-        raise ApiError(
-            504,
-            f"The answer took longer than {request.deadline_seconds:g} s, or was ended.",
-            kind="server_error",
-            code="timeout",
-        )
-    if answer.stop is StopReason.ERROR:
-        raise ApiError(500, "The engines that worked on this request failed.", kind="server_error")
-    return answer
-
-
-def _seed(seed: int, index: int) -> int:
-    """The seed itself for the first choice, unlike ones of 63 bits for the others."""
-    if index == 0:
-        return seed
-    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]) >> 1
-
-
 def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) -> None:
     limit = served.max_sequence_length
     if num_prompt == 0:
@@ -238,3 +109,77 @@ def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) ->
             param=param,
             code="context_length_exceeded",
         )
+
+
+def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
+    """Return one for each choice, in order: the choices of the first prompt, then of the next.
+
+    The first choice has the request's seed, the others different ones of 63 bits.
+    """
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    stops = served.tokenizer.end_token_ids | set(request.stop_token_ids)
+    count = len(work.prompts) * request.n
+    derived = (np.random.SeedSequence((seed, i)).generate_state(1, np.uint64)[0] for i in range(1, count))
+    piece = -(-(served.router.num_unanswered + count) // ANSWERS_BY_TOKEN)
+    return [
+        GenerationRequest(
+            id=f"{work.name}-{index}",
+            prompt=np.array(work.prompts[index // request.n], dtype=np.int32),
+            sampling=request.sampling,
+            max_new_tokens=work.max_tokens,
+            seed=choice_seed,
+            stop_token_ids=frozenset(stops),
+            stop_strings=request.stop_strings,
+            deadline_seconds=served.timeout_seconds,
+            progress_tokens=piece if request.stream else 0,
+        )
+        for index, choice_seed in enumerate([seed, *(int(state) >> 1 for state in derived)])
+    ]
+
+
+async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
+    """Return all answers. Raises ApiError."""
+    async with aclosing(stream(requests, router)) as items:
+        answers = {index: item async for index, item in items if isinstance(item, Completion)}
+    return [answers[index] for index in range(len(requests))]
+
+
+async def stream(
+    requests: Sequence[GenerationRequest], router: Router
+) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
+    """Yield the index of a choice and its news: progress, every token once, and its completion last.
+
+    Raises ApiError.
+    """
+    news: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
+
+    async def follow(index: int, request: GenerationRequest) -> None:
+        try:
+            answer = await router.generate(request, lambda progress: news.put_nowait((index, progress)))
+            if answer.stop is StopReason.ABORT:
+                message = f"The answer took longer than {request.deadline_seconds:g} s, or was ended."
+                raise ApiError(504, message, kind="server_error", code="timeout")
+            if answer.stop is StopReason.ERROR:
+                message = "The engines that worked on this request failed."
+                raise ApiError(500, message, kind="server_error")
+            news.put_nowait((index, answer))
+        except RequestRefused as error:
+            news.put_nowait((index, bad_request(str(error))))
+        except NoReplicaLeft:
+            unavailable = ApiError(503, "No engine answers.", kind="server_error", code="no_engine")
+            news.put_nowait((index, unavailable))
+        except Exception as error:  # noqa: BLE001 - raised where the item is awaited
+            news.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(follow(i, request)) for i, request in enumerate(requests)]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= isinstance(item, Completion)
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -25,7 +25,7 @@ from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
 
 from .handles import ModelHandle
-from .scoring import RewardScorer, reward_app
+from .scoring import RewardScorer, reward_routes
 from .session import Starter, open_engines
 
 _POLL_SECONDS = 1.0  # between two checks whether an engine is left
@@ -139,11 +139,11 @@ async def _serve_rewards(experiment: Experiment, announce: Callable[[Listening],
                 raise
 
         chat = experiment.data.chat
-        app_of = reward_app(experiment.policy, endpoint, chat=chat, score=score)
+        routes = reward_routes(experiment.policy, endpoint, chat=chat, score=score)
         # After Ray's start, which takes the signals for itself.
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, end.set)
-        announce(await stack.enter_async_context(answering(endpoint, app_of)))
+        announce(await stack.enter_async_context(answering(endpoint, routes)))
         await end.wait()
         if failures:
             raise failures[0]

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import ray
-from aiohttp import web
 from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
@@ -23,9 +22,9 @@ from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
-from nemorl.serve.app import AppOf, Listening
+from nemorl.serve.app import AddRoutes, Listening
 from nemorl.serve.requests import ApiError
-from nemorl.serve.rewards import Score, ServedRewards, make_reward_app
+from nemorl.serve.rewards import Score, ServedRewards
 
 from .devices import DeviceScheduler
 from .handles import ModelHandle
@@ -82,27 +81,17 @@ def reporting_failures(scorer: RewardScorer) -> Score:
     return score
 
 
-def reward_app(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool, score: Score) -> AppOf:
-    """The application over a reward model, by its key. Raises TokenizerError."""
+def reward_routes(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool, score: Score) -> AddRoutes:
+    """Return the routes over a reward model. Raises TokenizerError."""
     tokenizer = load_tokenizer(config)
-    served = ServedRewards(
+    return ServedRewards(
         name=endpoint.model_name or config.model_path.absolute().name,
         score=score,
         tokenizer=tokenizer,
         prompts=prompts_of(tokenizer, chat),
         max_length=config.max_sequence_length,
         timeout=endpoint.timeout,
-    )
-
-    def app_of(api_key: str) -> web.Application:
-        return make_reward_app(
-            served,
-            api_key=api_key,
-            max_concurrent=endpoint.max_concurrent_requests,
-            max_body_bytes=endpoint.max_body_megabytes * 2**20,
-        )
-
-    return app_of
+    ).add_routes
 
 
 def scored_by_url(

@@ -36,7 +36,7 @@ from .handles import (
     RouterHandle,
     TrainedModels,
 )
-from .scoring import RewardScorer, Scoring, reporting_failures, reward_app, scored_by_url
+from .scoring import RewardScorer, Scoring, reporting_failures, reward_routes, scored_by_url
 from .supervisor import ReplicaSupervisor
 
 # Of a process whose workers hold its GPUs, which it must see nevertheless.
@@ -386,8 +386,8 @@ class _Opening:
             handle = ModelHandle(self._ends(group), model.config, deadlines, trains=False)
             devices = self._devices_of(handle) if model.on_policy_devices else None
             scorer = RewardScorer(handle, model.config.layout.fewest_units, devices)
-            app_of = reward_app(model.config, endpoint, chat=chat, score=reporting_failures(scorer))
-            at = await self.stack.enter_async_context(answering(endpoint, app_of, address))
+            routes = reward_routes(model.config, endpoint, chat=chat, score=reporting_failures(scorer))
+            at = await self.stack.enter_async_context(answering(endpoint, routes, address))
             listening[model.name] = at
         return scored_by_url(self.experiment.rewards, listening, endpoint)
 

@@ -18,7 +18,7 @@ from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
-from nemorl.serve.rewards import Batcher, ServedRewards, make_reward_app
+from nemorl.serve.rewards import Batcher, ServedRewards
 from nemorl.session.devices import DeviceScheduler
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
@@ -53,11 +53,11 @@ def served(tokenizer, score, **options) -> ServedRewards:
 def talk(rewards: ServedRewards, conversation_with) -> object:
     """What a client's coroutine gives that talks to an endpoint of these rewards."""
 
-    def app_of(key):
-        return make_reward_app(rewards, api_key=key, max_concurrent=64, max_body_bytes=2**20)
-
     async def main():
-        async with answering(EndpointConfig(port=0), app_of) as at, aiohttp.ClientSession() as http:
+        async with (
+            answering(EndpointConfig(port=0), rewards.add_routes) as at,
+            aiohttp.ClientSession() as http,
+        ):
             return await conversation_with(Endpoint(at, http))
 
     return asyncio.run(main())

@@ -122,7 +122,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
     started, scorers = Started(told), []
     monkeypatch.setattr(session, "WorkerGroup", started)
     monkeypatch.setattr(session_module, "answering", answering)
-    monkeypatch.setattr(session_module, "reward_app", lambda *_, **__: None)
+    monkeypatch.setattr(session_module, "reward_routes", lambda *_, **__: None)
     monkeypatch.setattr(session_module, "reporting_failures", scorers.append)
     asked = experiment(tmp_path)
     requests = worker_requests(asked)
