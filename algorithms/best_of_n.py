@@ -13,47 +13,45 @@ from nemorl.data.packed import PLACEHOLDER_TOKENS, Compared
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 
-from .losses import CrossEntropyLoss, finish_metrics
 from .metrics import versions_of
-from .objective import sequence_weights
+from .objective import finish_metrics, means_over, sequence_weights
 from .online import Batch
-from .pair_losses import PreferenceLoss, pair_metrics
+from .pair_losses import PreferenceLoss
+from .policy_losses import CrossEntropyLoss
 
 
 @dataclass(frozen=True)
-class PickedPair:
-    """Two trajectories of a group."""
+class Picked:
+    """The best trajectory of a group, and of a pair also the worst."""
 
     group: GroupSummary
     chosen: TrajectorySummary
-    rejected: TrajectorySummary
+    rejected: TrajectorySummary | None = None
 
 
-def pairs_of(groups: Sequence[GroupSummary]) -> list[PickedPair]:
+def pairs_of(groups: Sequence[GroupSummary]) -> list[Picked]:
     """The highest and the lowest reward of each group that trains; none of a group with equal rewards.
 
     Of equals the first sampled counts.
     """
     pairs = []
     for group in groups:
-        sound = [t for t in group.trajectories if t.trains and t.num_sampled]
-        if len({t.reward for t in sound}) > 1:
-            chosen = max(sound, key=lambda t: t.reward)
-            pairs.append(PickedPair(group, chosen, min(sound, key=lambda t: t.reward)))
+        trained = [t for t in group.trajectories if t.trains and t.num_sampled]
+        if len({t.reward for t in trained}) > 1:
+            chosen, rejected = (select(trained, key=lambda t: t.reward) for select in (max, min))
+            pairs.append(Picked(group, chosen, rejected))
     return pairs
 
 
-def best_of(
-    groups: Sequence[GroupSummary], min_reward: float | None = None
-) -> list[tuple[GroupSummary, TrajectorySummary]]:
+def best_of(groups: Sequence[GroupSummary], min_reward: float | None = None) -> list[Picked]:
     """The highest reward of each group, if it is at least `min_reward`; of equals the first sampled."""
-    found = []
+    picked = []
     for group in groups:
-        sound = [t for t in group.trajectories if t.trains and t.num_sampled]
-        best = max(sound, key=lambda t: t.reward, default=None)
+        trained = [t for t in group.trajectories if t.trains and t.num_sampled]
+        best = max(trained, key=lambda t: t.reward, default=None)
         if best is not None and (min_reward is None or best.reward >= min_reward):
-            found.append((group, best))
-    return found
+            picked.append(Picked(group, best))
+    return picked
 
 
 @dataclass
@@ -65,56 +63,46 @@ class BestOfNUpdate:
 
     def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
         """Select pairs or the best samples; a batch may give none, and then nothing trains."""
-        config = self.config
-        loss: Loss
+        config, needs_reference = self.config, False
+        loss: Loss = CrossEntropyLoss()
         if isinstance(config, IterativePreferenceConfig):
-            pairs = pairs_of(groups)
-            selected, sequences = len(pairs), _pair_sequences(pairs)
-            loss = PreferenceLoss(config.loss, selected, config.sft_coefficient)
+            picked, needs_reference = pairs_of(groups), config.loss.keeps_reference
+            loss = PreferenceLoss(config.loss, len(picked), config.sft_coefficient)
         else:
-            best = best_of(groups, config.min_reward)
-            selected, sequences = len(best), _best_sequences(best)
-            loss = CrossEntropyLoss()
-        missing = -selected % self.multiple
+            picked = best_of(groups, config.min_reward)
+        weights = sequence_weights([one.chosen.num_sampled for one in picked], "token-mean").tolist()
+        sequences = []
+        for unit, (one, weight) in enumerate(zip(picked, weights, strict=True)):
+            # Weights are those of the cross entropy, which uses only the chosen of a pair.
+            members = [(one.chosen, Compared(unit))]
+            if one.rejected is not None:
+                margin = one.chosen.reward - one.rejected.reward
+                members = [
+                    (one.chosen, Compared(unit, 1.0, margin)),
+                    (one.rejected, Compared(unit, -1.0, margin)),
+                ]
+            sequences += [
+                SequencePlace(one.group.reference, t.row, t.num_tokens, weight=weight, compared=compared)
+                for t, compared in members
+            ]
+        units = range(len(picked), len(picked) + -len(picked) % self.multiple)
+        placeholders = [
+            SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0, compared=Compared(unit))
+            for unit in units
+        ]
         return Batch(
-            sequences + [_placeholder(groups[0], selected + unit) for unit in range(missing)],
+            sequences + placeholders,
             versions_of(groups),
             {"policy": loss},
-            schedule=[0] * config.num_epochs if selected else [],
+            schedule=[0] * config.num_epochs if picked else [],
             num_updates=config.num_epochs,
-            metrics={"picked": selected / len(groups)},
+            needs_reference=needs_reference,
+            metrics={"picked": len(picked) / len(groups)},
         )
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         """Metrics of the first update, in which the policy is still the one that sampled."""
         first = updates[0]
-        return pair_metrics(first.sums) if "pairs" in first.sums else finish_metrics(first.sums, first.maxima)
-
-
-def _pair_sequences(pairs: Sequence[PickedPair]) -> list[SequencePlace]:
-    """Chosen and rejected of each pair; weights of the cross entropy, which looks at the chosen only."""
-    weights = sequence_weights([pair.chosen.num_sampled for pair in pairs], "token-mean").tolist()
-    return [
-        SequencePlace(
-            pair.group.reference,
-            t.row,
-            t.num_tokens,
-            weight=weight,
-            compared=Compared(unit, label, pair.chosen.reward - pair.rejected.reward),
-        )
-        for unit, (pair, weight) in enumerate(zip(pairs, weights, strict=True))
-        for t, label in ((pair.chosen, 1.0), (pair.rejected, -1.0))
-    ]
-
-
-def _best_sequences(best: Sequence[tuple[GroupSummary, TrajectorySummary]]) -> list[SequencePlace]:
-    weights = sequence_weights([t.num_sampled for _, t in best], "token-mean").tolist()
-    return [
-        SequencePlace(group.reference, t.row, t.num_tokens, weight=weight, compared=Compared(unit))
-        for unit, ((group, t), weight) in enumerate(zip(best, weights, strict=True))
-    ]
-
-
-def _placeholder(group: GroupSummary, unit: int) -> SequencePlace:
-    """One token that is not trained: what has no weight is not sent whole."""
-    return SequencePlace(group.reference, 0, PLACEHOLDER_TOKENS, weight=0.0, compared=Compared(unit))
+        if "pairs" in first.sums:
+            return means_over("pairs", first.sums)
+        return finish_metrics(first.sums, first.maxima)

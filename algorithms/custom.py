@@ -1,83 +1,184 @@
-"""An advantage estimator of your own: a function found by its import path, and tried before a run starts.
+"""Functions of the user's in place of built-in parts: policy losses and advantage estimators.
 
-Functions of your own in place of built-in parts: found by their import path.
+They are found by their import path, called once on tiny data before a run starts, and their results are
+checked.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
+from nemorl.config.algorithm.losses import CustomLossConfig
 from nemorl.config.base import NotImported, function_at
-from nemorl.data.packed import Advantage
+from nemorl.data.packed import Advantage, PackedBatch
 from nemorl.errors import NemorlError
 from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
+
+from .objective import TokenLoss
 
 
 class CustomFunctionError(NemorlError):
     """A function of the user's cannot be found, called or used; the message names it and the fix."""
 
 
-def find(what: str, name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names, as a `what`. Raises CustomFunctionError."""
+def _find(what: str, name: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names. Raises CustomFunctionError."""
     try:
         return function_at(name)
     except NotImported as error:
         raise CustomFunctionError(f"{what} `{name}`: {error}") from error.__cause__
 
 
-def tried(
-    function: Callable[..., Any],
-    given: Sequence[Any],
-    arguments: Mapping[str, Any],
-    *,
-    called: str,
-    signature: str,
-    where: str,
+def _tried(
+    what: str, config: CustomAdvantageConfig | CustomLossConfig, given: Sequence[Any], called_as: str, on: str
 ) -> Any:
-    """Return `function(*given, **arguments)`; messages call these arguments `where`.
-
-    `called` is the function in messages, `signature` how it is called. Raises CustomFunctionError.
-    """
+    """Return what the function answers to `given`, named `on` in messages. Raises CustomFunctionError."""
+    function, called = _find(what, config.function), f"{what} `{config.function}`"
     try:
-        inspect.signature(function).bind(*given, **arguments)
+        inspect.signature(function).bind(*given, **config.arguments)
     except TypeError as error:
-        raise CustomFunctionError(f"{called}: it cannot be called as {signature}: {error}") from error
+        raise CustomFunctionError(f"{called}: it cannot be called as {called_as}: {error}") from error
     try:
-        found = function(*given, **arguments)
+        answer = function(*given, **config.arguments)
     except CustomFunctionError:
         raise
     except (Exception, SystemExit) as error:
-        raise CustomFunctionError(
-            f"{called}: on {where} it raised {type(error).__name__}: {error}"
-        ) from error
-    if inspect.iscoroutine(found):
-        found.close()  # else Python warns that it was never awaited
+        raise CustomFunctionError(f"{called}: on {on} it raised {type(error).__name__}: {error}") from error
+    if inspect.iscoroutine(answer):
+        answer.close()  # else Python warns that it was never awaited
         raise CustomFunctionError(f"{called}: it is an async function: make it a plain one, `def`")
-    return found
+    return answer
 
 
-def num_positional(function: Callable[..., Any]) -> int:
-    """How many positional arguments a function has by name."""
+def _num_positional(function: Callable[..., Any]) -> int:
+    """Positional arguments that have a name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
 
 
-F = TypeVar("F", bound=Callable[..., Sequence[Sequence[Advantage]]])
+# Policy losses.
+
+L = TypeVar("L", bound=Callable[..., TokenLoss])
+
+_SUMS = frozenset({"tokens", "ratio/square"})  # parts of metrics
+_LOSS_SIGNATURE = "(batch, logprobs, old, advantages, **arguments) -> TokenLoss"
+
+
+def policy_loss(function: L) -> L:
+    """Mark a function as a policy loss; its signature is checked where it is defined.
+
+    It is called as `function(batch, logprobs, old, advantages, **arguments)`, the tensors [N] float32 of one
+    micro-batch, and returns a `TokenLoss`. `logprobs` are of the policy that learns; `old` has no gradient
+    and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
+    every rank that computes losses. Raises CustomFunctionError.
+    """
+    if (given := _num_positional(function)) < 4:
+        raise CustomFunctionError(
+            f"policy loss `{function.__qualname__}`: it takes {given} positional arguments: a policy loss is "
+            f"called as {_LOSS_SIGNATURE}"
+        )
+    return function
+
+
+def custom_loss(
+    config: CustomLossConfig, batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor
+) -> TokenLoss:
+    """The loss of the function that the config names.
+
+    Raises CustomFunctionError if the function does not return tensors [N], or raises SystemExit.
+    """
+    function, called = _find("policy loss", config.function), f"policy loss `{config.function}`"
+    try:
+        answer: TokenLoss = function(batch, logprobs, old, advantages, **config.arguments)
+    except SystemExit as error:  # which would end the worker without a message
+        problem = f"it raised SystemExit: {error} (algorithm.loss.function)"
+        raise CustomFunctionError(f"{called}: {problem}") from error
+    if problem := _form_problem(answer, logprobs):
+        raise CustomFunctionError(f"{called}: {problem} (algorithm.loss.function)")
+    return answer
+
+
+def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> None:
+    """Call a function as training would, on a batch of two sequences, of three and two tokens.
+
+    What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
+    metrics [N] with names other than those `taken` by metrics of the run. Raises CustomFunctionError if it
+    cannot be found or called, fails, or returns something else.
+    """
+    mask = torch.tensor([False, True, True, False, True])  # the first tokens are prompts
+    old, advantages = torch.full((5,), -1.0) * mask, torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]) * mask
+    batch = PackedBatch(
+        tokens=torch.arange(5),
+        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+        position_ids=torch.tensor([0, 1, 2, 0, 1]),
+        loss_mask=mask,
+        weights=mask / 3,
+        advantages=advantages,
+        logprobs=old.clone(),
+        old_logprobs=old,
+    )
+    logprobs = (old + 0.1).requires_grad_()
+    signature = f"{_LOSS_SIGNATURE} with algorithm.loss.arguments"
+    given, on = [batch, logprobs, old, advantages], "a tiny batch of packed tensors [N]"
+    answer = _tried("policy loss", config, given, signature, on)
+    problem = _form_problem(answer, logprobs) or _gradient_problem(answer.loss[mask], logprobs, mask)
+    if not problem and (names := [name for name in answer.metrics if name in taken or name in _SUMS]):
+        problem = f"its metric {names[0]} has the name of a metric of the run: rename it"
+    if problem:
+        raise CustomFunctionError(f"policy loss `{config.function}`: {problem}")
+
+
+def _gradient_problem(loss: Tensor, logprobs: Tensor, mask: Tensor) -> str | None:
+    if not bool(loss.isfinite().all()):
+        return (
+            "its loss is not finite where logprobs are near the old ones: look for logarithms and divisions"
+        )
+    if not loss.requires_grad:
+        return (
+            "no gradient reaches the logprobs: compute the loss from `logprobs`, without detaching all of it"
+        )
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)
+    if gradient is None or not bool(gradient[mask].any()):
+        return "its gradient is 0 at every sampled token: compute the loss from `logprobs`"
+    return None
+
+
+def _form_problem(answer: object, logprobs: Tensor) -> str | None:
+    if not isinstance(answer, TokenLoss):
+        return f"it returned {type(answer).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
+    parts: dict[str, object] = {"loss": answer.loss, **{f"metric {k}": v for k, v in answer.metrics.items()}}
+    if answer.ratio is not None:
+        parts["ratio"] = answer.ratio
+    for what, values in parts.items():
+        if not isinstance(values, Tensor):
+            return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
+        if values.shape != logprobs.shape:
+            shape, expected = list(values.shape), list(logprobs.shape)
+            return f"its {what} has the shape {shape} instead of {expected}: give a value for each token"
+    return None
+
+
+# Advantages.
+
+A = TypeVar("A", bound=Callable[..., Sequence[Sequence[Advantage]]])
 
 _ADVANTAGE_SIGNATURE = "(groups, **arguments)"
 
 
-def advantage(function: F) -> F:
+def advantage(function: A) -> A:
     """Mark a function as an advantage estimator; its signature is checked where it is defined.
 
     It is called as `function(groups, **arguments)` with the `GroupSummary`s of a batch, which hold the
     trajectories that count, and returns a list for each of them: a number for each trajectory, or a tuple
     with one for each of its turns. It must be pure. Raises CustomFunctionError.
     """
-    if not num_positional(function):
+    if not _num_positional(function):
         raise CustomFunctionError(
             f"advantage `{function.__qualname__}`: it takes no positional argument; "
             f"it is called as {_ADVANTAGE_SIGNATURE}"
@@ -89,63 +190,51 @@ def own_advantages(
     config: CustomAdvantageConfig,
 ) -> Callable[[Sequence[GroupSummary]], list[list[Advantage]]]:
     """The estimator that a config names; what it answers is checked. Raises CustomFunctionError."""
-    function = find("advantage", config.function)
-
-    def estimate(groups: Sequence[GroupSummary]) -> list[list[Advantage]]:
-        answer = function(groups, **config.arguments)
-        if problem := _advantage_problem(answer, groups):
-            raise CustomFunctionError(f"advantage `{config.function}`: {problem}")
-        return [list(row) for row in answer]
-
-    return estimate
+    function = _find("advantage", config.function)
+    return lambda groups: _checked(function(groups, **config.arguments), groups, config)
 
 
 def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
     """Call a function as training would, on two groups with the rewards of an experiment.
 
-    Raises CustomFunctionError when it cannot be found or called, fails, or does not answer as it must.
+    A group of two and one of three, of one and two turns, the second with equal rewards. Raises
+    CustomFunctionError when it cannot be found or called, fails, or does not answer as it must.
     """
-    groups = _tiny_groups(list(reward_names))
-    answer = tried(
-        find("advantage", config.function),
-        [groups],
-        config.arguments,
-        called=f"advantage `{config.function}`",
-        signature=f"{_ADVANTAGE_SIGNATURE} with algorithm.advantage.arguments",
-        where="two small groups",
-    )
+    names = list(reward_names)
+    groups = [
+        GroupSummary(0, 0, None, tuple(_tiny_trajectory(row, float(row), names) for row in range(2))),
+        GroupSummary(1, 1, None, tuple(_tiny_trajectory(row, 1.0, names) for row in range(3))),
+    ]
+    signature = f"{_ADVANTAGE_SIGNATURE} with algorithm.advantage.arguments"
+    _checked(_tried("advantage", config, [groups], signature, "two small groups"), groups, config)
+
+
+def _checked(
+    answer: Any, groups: Sequence[GroupSummary], config: CustomAdvantageConfig
+) -> list[list[Advantage]]:
     if problem := _advantage_problem(answer, groups):
         raise CustomFunctionError(f"advantage `{config.function}`: {problem}")
+    return [list(row) for row in answer]
 
 
 def _advantage_problem(answer: Any, groups: Sequence[GroupSummary]) -> str | None:
+    def returned(value: Any, expected: str) -> str:
+        shown = f"{len(value)} values" if isinstance(value, Sequence) else type(value).__name__
+        return f"it returned {shown} for {expected} for each"
+
     if not isinstance(answer, Sequence) or len(answer) != len(groups):
-        return f"it returned {_describe(answer)} for {len(groups)} groups: return a list with a list for each"
+        return returned(answer, f"{len(groups)} groups: return a list with a list")
     for row, group in zip(answer, groups, strict=True):
         members = group.trajectories
         if not isinstance(row, Sequence) or len(row) != len(members):
-            return f"it returned {_describe(row)} for a group of {len(members)}: return a number for each"
+            return returned(row, f"a group of {len(members)}: return a number")
         for value, member in zip(row, members, strict=True):
             if isinstance(value, tuple) and len(value) != member.num_turns:
-                return (
-                    f"it returned {_describe(value)} for {member.num_turns} turns: return a number for each"
-                )
+                return returned(value, f"{member.num_turns} turns: return a number")
             for number in value if isinstance(value, tuple) else (value,):
                 if not isinstance(number, int | float) or not math.isfinite(number):
                     return f"it returned {number!r} for a trajectory: return finite numbers"
     return None
-
-
-def _describe(answer: Any) -> str:
-    return f"{len(answer)} values" if isinstance(answer, Sequence) else type(answer).__name__
-
-
-def _tiny_groups(reward_names: Sequence[str]) -> list[GroupSummary]:
-    """A group of two and one of three, of one and two turns, the second with equal rewards."""
-    return [
-        GroupSummary(0, 0, None, tuple(_tiny_trajectory(row, float(row), reward_names) for row in range(2))),
-        GroupSummary(1, 1, None, tuple(_tiny_trajectory(row, 1.0, reward_names) for row in range(3))),
-    ]
 
 
 def _tiny_trajectory(row: int, reward: float, reward_names: Sequence[str]) -> TrajectorySummary:

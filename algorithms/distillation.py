@@ -1,6 +1,6 @@
 """Distillation: losses, and the update and the objective that train on a teacher (docs/distillation.md)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,21 +10,17 @@ from nemorl.config.algorithm import (
     Aggregation,
     DistillationConfig,
     DistillationLossConfig,
-    JsdLossConfig,
     OnPolicyDistillationConfig,
-    ReverseKlLossConfig,
     TopLossConfig,
 )
-from nemorl.data.examples import Example
 from nemorl.data.losses import Loss, LossOutput, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.collector import GroupSummary
 
-from .losses import finish_metrics
 from .metrics import versions_of
-from .objective import kl_divergence, sequence_weights
-from .offline import Unit
+from .objective import engine_gap, finish_metrics, kl_divergence, sequence_weights, token_loss_output
+from .offline import Objective
 from .online import Batch
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.
@@ -50,9 +46,9 @@ class SampledReverseKL:
         assert entropy is not None, "the loss requires the entropy"
         x = kl_divergence(logprobs, batch.reference_logprobs, "k1").detach()
         terms = x + x * (logprobs - logprobs.detach())
-        metrics = {"distillation/reverse_kl": terms, "entropy": entropy}
-        gaps, largest = _gap(batch, logprobs)
-        return _output(batch, (batch.weights * terms).sum(), metrics | gaps, largest)
+        gaps, largest = engine_gap(batch, logprobs)
+        metrics = {"distillation/reverse_kl": terms, "entropy": entropy, **gaps}
+        return token_loss_output(batch, (batch.weights * terms).sum(), {}, metrics, largest)
 
 
 @dataclass(frozen=True)
@@ -73,19 +69,18 @@ class TopDivergence:
         assert entropy is not None, "the loss requires the entropy"
         places = batch.loss_mask.nonzero().squeeze(1)
         teacher, policy = outcomes(batch.top_logprobs[places], logprobs[places, 1:], self.config.rest)
-        forward = forward_kl(teacher, policy)
-        metrics = {
-            "distillation/forward_kl": forward,
+        terms = forward_kl(teacher, policy)
+        masked = {
+            "distillation/forward_kl": terms,
             "distillation/covered": batch.top_logprobs[places].exp().sum(-1),
         }
-        terms = forward
-        if isinstance(self.config, JsdLossConfig):
-            terms = metrics["distillation/jsd"] = jensen_shannon(teacher, policy, self.config.beta)
-        spread = {name: _at(places, value, batch.num_tokens) for name, value in metrics.items()}
-        gaps, largest = _gap(batch, logprobs[:, 0])
-        return _output(
-            batch, (batch.weights[places] * terms).sum(), {**spread, "entropy": entropy, **gaps}, largest
-        )
+        if self.config.name == "jsd":
+            terms = masked["distillation/jsd"] = jensen_shannon(teacher, policy, self.config.beta)
+        gaps, largest = engine_gap(batch, logprobs[:, 0])
+        metrics = {"entropy": entropy, **gaps}
+        for name, values in masked.items():
+            metrics[name] = values.new_zeros(batch.num_tokens).index_copy(0, places, values.detach())
+        return token_loss_output(batch, (batch.weights[places] * terms).sum(), {}, metrics, largest)
 
 
 def outcomes(teacher: Tensor, policy: Tensor, rest: str) -> tuple[Tensor, Tensor]:
@@ -98,12 +93,12 @@ def outcomes(teacher: Tensor, policy: Tensor, rest: str) -> tuple[Tensor, Tensor
     """
     if rest == "leave_out":
         return teacher - teacher.logsumexp(-1, keepdim=True), policy - policy.logsumexp(-1, keepdim=True)
-    return _with_rest(teacher), _with_rest(policy)
 
+    def with_rest(logprobs: Tensor) -> Tensor:
+        remaining = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_REST)
+        return torch.cat((logprobs, remaining.log()), dim=-1)
 
-def _with_rest(logprobs: Tensor) -> Tensor:
-    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_REST)
-    return torch.cat((logprobs, rest.log()), dim=-1)
+    return with_rest(teacher), with_rest(policy)
 
 
 def forward_kl(teacher: Tensor, policy: Tensor) -> Tensor:
@@ -121,55 +116,25 @@ def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
     return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(policy, mixture)
 
 
-def _at(places: Tensor, values: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, places, values.detach())
-
-
-def _gap(batch: PackedBatch, logprobs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gap between the engine that sampled and the trainer; empty for data."""
-    if batch.logprobs is None:
-        return {}, {}
-    gap = (logprobs - batch.logprobs).abs() * batch.loss_mask
-    k1, k3 = (kl_divergence(batch.logprobs, logprobs, kind) for kind in ("k1", "k3"))
-    return {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}, {"logprob_gap/max": gap}
-
-
-def _output(
-    batch: PackedBatch, loss: Tensor, metrics: Mapping[str, Tensor], largest: Mapping[str, Tensor]
-) -> LossOutput:
-    mask = batch.loss_mask
-    sums = {name: (value.detach() * mask).sum().float() for name, value in metrics.items()}
-    sums |= {"loss/total": loss.detach().float(), "tokens": mask.sum().float()}
-    return LossOutput(loss, sums, {name: value.detach().max().float() for name, value in largest.items()})
-
-
 def distillation_loss(config: DistillationLossConfig) -> Loss:
     """The loss of one micro-batch."""
-    return SampledReverseKL() if isinstance(config, ReverseKlLossConfig) else TopDivergence(config)
+    return SampledReverseKL() if config.name == "reverse_kl" else TopDivergence(config)
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(Objective):
     """The objective of offline distillation: a teacher's distribution at the tokens of the data."""
 
     config: DistillationConfig
 
     @property
     def aggregation(self) -> Aggregation:
-        """As the config says."""
+        """As configured."""
         return self.config.aggregation
 
-    def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """There is no reference."""
-        return []
-
     def loss(self, num_units: int, divergence: float) -> Loss:
-        """Weights carry everything."""
+        """Independent of the units: their weights are in the batch."""
         return distillation_loss(self.config.loss)
-
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """The loss, and means over tokens."""
-        return finish_metrics(sums, maxima)
 
 
 @dataclass

@@ -5,14 +5,14 @@ trajectories. It counts neither in advantages nor in the denominators of the los
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from nemorl.config.algorithm.online import FiltersConfig
 from nemorl.errors import RunError
-from nemorl.rollout.collector import GroupSummary, Refill
+from nemorl.rollout.collector import GroupSummary, Refill, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 
@@ -36,33 +36,33 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
 
     Raises RunError if fewer are left than required and `refill.at_cap` is `stop`.
     """
-    if not config.active:
-        return FilteredBatch(list(groups), {})
     reasons = [_dropped(group, config) for group in groups]
-    kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+    training = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     dropped = Counter(reason for reason in reasons if reason is not None)
-    if len(kept) < num_groups and config.refill is not None and config.refill.at_cap == "stop":
-        raise RunError(_too_few(len(kept), num_groups, dropped, len(groups)))
-    varied = _most_varied(kept, config)
-    training = [_without_truncated(group) if config.drop_truncated else group for group in varied]
-    names = {group.group for group in varied}
-    left_out = [_left_out(group) for group in groups if group.group not in names]
-    metrics = {
-        "filters/sampled": float(len(groups)),
-        "filters/kept": float(len(training)),
-        **{f"filters/dropped_{reason}": float(dropped[reason]) for reason in _reasons(config)},
-        **({"filters/least_varied": float(len(kept) - len(varied))} if config.keep_most_varied else {}),
-        **({"filters/truncated": float(_truncated(varied))} if config.drop_truncated else {}),
-    }
-    return FilteredBatch((training + left_out)[:num_groups], metrics)
-
-
-def _reasons(config: FiltersConfig) -> Iterator[str]:
-    """Why groups may be dropped at all."""
+    if len(training) < num_groups and config.refill is not None and config.refill.at_cap == "stop":
+        raise RunError(_too_few(len(training), num_groups, dropped, len(groups)))
+    metrics = {}
     if config.drop_equal_rewards:
-        yield "equal_rewards"
+        metrics["filters/dropped_equal_rewards"] = dropped["equal_rewards"]
     if config.min_mean_reward is not None or config.max_mean_reward is not None:
-        yield "mean_reward"
+        metrics["filters/dropped_mean_reward"] = dropped["mean_reward"]
+    if config.keep_most_varied is not None:
+        # StarPO-S, Wang et al. 2025, arXiv 2504.20073. Of equal deviations the earlier groups.
+        by_deviation = sorted(training, key=lambda group: -_deviation(_values(group, config)))
+        kept = by_deviation[: max(1, int(config.keep_most_varied * len(training)))]
+        metrics["filters/least_varied"] = len(training) - len(kept)
+        training = kept
+    names = {group.group for group in training}
+    left_out = [_without(group, lambda _: True) for group in groups if group.group not in names]
+    if config.drop_truncated:
+        ends = [t.stop for g in training for t in g.trajectories if t.trains]
+        metrics["filters/truncated"] = ends.count(StopReason.LENGTH)
+        training = [_without(g, lambda t: t.stop is StopReason.LENGTH) for g in training]
+    if metrics:
+        metrics |= {"filters/sampled": len(groups), "filters/kept": len(training)}
+    return FilteredBatch(
+        (training + left_out)[:num_groups], {name: float(value) for name, value in metrics.items()}
+    )
 
 
 def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
@@ -86,32 +86,15 @@ def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
     return [t.rewards[config.reward] for t in finished if config.reward in t.rewards]
 
 
-def _most_varied(groups: list[GroupSummary], config: FiltersConfig) -> list[GroupSummary]:
-    """The share of the groups with the largest unbiased deviation, one at least; all without such a filter.
-
-    StarPO-S, Wang et al. 2025, arXiv 2504.20073. Of equals the earlier ones.
-    """
-    if config.keep_most_varied is None or not groups:
-        return groups
-    by_deviation = sorted(groups, key=lambda group: -_deviation(_values(group, config)))
-    return by_deviation[: max(1, int(config.keep_most_varied * len(groups)))]
-
-
 def _deviation(values: Sequence[float]) -> float:
+    """Unbiased; in the arithmetic of the advantages."""
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
 
 
-def _without_truncated(group: GroupSummary) -> GroupSummary:
-    members = (replace(t, trains=t.trains and t.stop is not StopReason.LENGTH) for t in group.trajectories)
+def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool]) -> GroupSummary:
+    """The group, of which these trajectories do not train."""
+    members = (replace(t, trains=t.trains and not leaves_out(t)) for t in group.trajectories)
     return replace(group, trajectories=tuple(members))
-
-
-def _left_out(group: GroupSummary) -> GroupSummary:
-    return replace(group, trajectories=tuple(replace(t, trains=False) for t in group.trajectories))
-
-
-def _truncated(groups: Sequence[GroupSummary]) -> int:
-    return sum(t.trains and t.stop is StopReason.LENGTH for group in groups for t in group.trajectories)
 
 
 def _too_few(kept: int, required: int, dropped: Counter[str], sampled: int) -> str:

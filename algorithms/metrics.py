@@ -1,10 +1,8 @@
-"""Metrics of a step: of its trajectories and of its updates, and its samples.
+"""Metrics of a step, its samples, and the gate on the gap between the logprobs of engine and trainer.
 
-The gap between the logprobs of engine and trainer for the same tokens, and its limits.
-
-The first batch of a process is compared before its first update, and so is every batch of the
-period that the config names. In between the gap comes with the update itself, which computes the same
-logprobs; except in best-of-n, whose losses do not compute it.
+The first batch of a process is compared before its first update, and so is every batch of the period that the
+config names. In between the gap comes with the update itself, which computes the same logprobs; except in
+best-of-n, whose losses do not compute it.
 """
 
 from collections import Counter
@@ -18,7 +16,6 @@ from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.collector import GroupSummary, TrajectorySummary
-from nemorl.trajectories import StopReason
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
@@ -30,19 +27,21 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     members = [t for group in groups for t in group.trajectories]
     sound = [[t for t in group.trajectories if t.error is None] for group in groups]
     rewards = [t.reward for group in sound for t in group]
+    greedy = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
+    stops = Counter(t.stop for t in members)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         **means_by_name([t for group in sound for t in group], "reward"),
-        **_of_rewards(groups),
+        **_reward_metrics(groups),
         "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
         "length/mean": fmean(t.num_sampled for t in members),
         "turns/mean": fmean(t.num_turns for t in members),
-        **_stops(members),
+        **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
         "errors": float(sum(t.error is not None for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
         "version/lag": fmean(t.max_version - t.min_version for t in members),
-        **_greedy(groups),
+        **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
     }
 
 
@@ -54,12 +53,6 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
     return environment / whole if whole > 0 else 0.0
 
 
-def _greedy(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """Mean reward of the greedy samples, for groups that have one."""
-    rewards = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
-    return {"reward/of_greedy": fmean(rewards)} if rewards else {}
-
-
 def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
     """Mean of each reward over the trajectories to which it applies."""
     names = sorted({name for t in members for name in t.rewards})
@@ -68,7 +61,7 @@ def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str
     }
 
 
-def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
+def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     """For each reward its deviation and the share of trajectories to which it does not apply; for computed
     ones the trajectories that failed because of it, retries, and the mean seconds of scoring a group and of
     waiting for a free worker.
@@ -89,11 +82,6 @@ def _of_rewards(groups: Sequence[GroupSummary]) -> dict[str, float]:
         if any(s.retries is not None for s in scored):
             metrics[f"reward_retries/{name}"] = float(sum(s.retries or 0 for s in scored))
     return metrics
-
-
-def _stops(members: Sequence[TrajectorySummary]) -> dict[str, float]:
-    counts = Counter(t.stop for t in members)
-    return {f"stop/{reason}": counts[reason] / len(members) for reason in StopReason if counts[reason]}
 
 
 def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
@@ -172,40 +160,40 @@ class LogprobGate:
             broken = f"algorithm.max_token_logprob_gap allows {token_limit:g} at a token"
         else:
             return
-        listed = "".join(f"\n  - {cause}" for cause in self._causes(sampled_by, version))
         raise LogprobGapTooLarge(
             f"engine and trainer disagree on the logprobs of the same tokens: the mean difference is "
-            f"{mean:.4g}, the largest {largest:.4g}; {broken}. Likely causes:{listed}"
+            f"{mean:.4g}, the largest {largest:.4g}; {broken}. Likely causes:"
+            + "".join(f"\n  - {cause}" for cause in self._causes(sampled_by, version))
         )
 
-    def _causes(self, sampled_by: range, version: int) -> list[str]:
+    def _causes(self, sampled_by: range, version: int) -> Iterator[str]:
         """Known causes of a gap with the values of this run; the one that was just observed comes first."""
-        generation, temperature = self.generation, self.generation.sampling.temperature
-        weights = "other weights, or another tokenizer, in the engine than in the trainer"
-        if not generation.takes_weights:
-            weights += "; this back end gets none from the run"
-        causes = [
-            weights,
-            "another distribution: the trainer computes with generation.sampling.temperature, which is "
-            f"{temperature:g}, and without top-p, top-k, min-p and penalties; the engine's logprobs must be "
-            "of the same (vLLM's own server: --logprobs-mode processed_logprobs)",
-            f"precision: generation.precision is {generation.precision or 'that of the policy'}; bfloat16, "
-            "and quantized weights or caches, on one side widen the gap",
-            "a model that the two implement differently: rope scaling, norm epsilon, sliding windows, tied "
-            "embeddings",
-        ]
         if sampled_by.start < version:
-            stale = (
+            yield (
                 f"stale weights: tokens are of versions {sampled_by.start} to {sampled_by.stop - 1}, and the "
                 f"trainer's weights of {version}"
             )
-            return [stale, *causes]
-        if version > 0:
-            causes.append(
+        missing = "" if self.generation.takes_weights else "; this back end gets none from the run"
+        yield f"other weights, or another tokenizer, in the engine than in the trainer{missing}"
+        yield (
+            "another distribution: the trainer computes with generation.sampling.temperature, which is "
+            f"{self.generation.sampling.temperature:g}, and without top-p, top-k, min-p and penalties; the "
+            "engine's logprobs must be of the same (vLLM's own server: --logprobs-mode processed_logprobs)"
+        )
+        precision = self.generation.precision or "that of the policy"
+        yield (
+            f"precision: generation.precision is {precision}; bfloat16, and quantized weights or caches, on "
+            "one side widen the gap"
+        )
+        yield (
+            "a model that the two implement differently: rope scaling, norm epsilon, sliding windows, tied "
+            "embeddings"
+        )
+        if 0 < version <= sampled_by.start:
+            yield (
                 "an update so large that the policy broke down: see grad_norm and entropy of the steps "
                 "before in metrics.jsonl"
             )
-        return causes
 
 
 def gap_metrics(gap: LogprobStats) -> dict[str, float]:

@@ -1,35 +1,23 @@
-"""Parts that policy losses share: aggregation, divergence and entropy terms, off-policy correction.
+"""Parts that policy losses share: aggregation, divergence, entropy, off-policy correction, metrics.
 
-Aggregation reduces losses per token to one number. Every scheme is a weight for the sampled tokens of each
-sequence, computed from counts of the complete optimizer step. The loss is then a plain sum of
-`weight * token_loss`, which no split into micro-batches or ranks changes. A micro-batch always has complete
-sequences, and under context parallelism every rank has the logprobs of all tokens and takes its part of the
-gradient (`nemorl.megatron.model`), so sums and means over a sequence need no communication.
+Aggregation is a weight for the sampled tokens of each sequence, computed from counts of the complete
+optimizer step. The loss is then a plain sum of `weight * token_loss`, which no split into micro-batches or
+ranks changes. A micro-batch has complete sequences, and under context parallelism every rank has the logprobs
+of all tokens and takes its part of the gradient (`nemorl.megatron.model`), so means over a sequence need no
+communication.
 
 Divergence: with `x = log policy - log reference` of a token that the policy sampled, KL(policy || reference)
 per token is estimated (Schulman 2020, "Approximating KL divergence") by
 
-    k1 = x                  unbiased, high variance, may be negative
-    k2 = x^2 / 2            biased, low variance
-    k3 = exp(-x) - 1 + x    unbiased, low variance, never negative
+                            gradient in a loss    its expectation           gradient's expectation in a reward
+    k1 = x                  1                     0                         that of KL(policy || reference)
+    k2 = x^2 / 2            x                     KL(policy || reference)   as k3, to the lowest order in x
+    k3 = exp(-x) - 1 + x    1 - exp(-x)           KL(reference || policy)   vanishes for small x
 
-An unbiased estimator need not have an unbiased gradient. In a loss, where the samples are given, the
-gradients are, as a factor of the gradient of the logprob,
-
-    k1: 1             only noise: its expectation is 0
-    k2: x             the gradient of KL(policy || reference)
-    k3: 1 - exp(-x)   in expectation that of KL(reference || policy); near x for small x
-
-(Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477.) So
-the config refuses k1 in the loss unless `straight_through` takes the gradient of k2 (verl: `k1+`, `k3+`).
-
-In a reward, an estimate k multiplies the gradients of the logprobs as a number; their expectations are
-
-    k1: the gradient of KL(policy || reference)
-    k2: as k3, to the lowest order in x
-    k3: the gradient of KL(policy || reference) - KL(reference || policy), which vanishes for small x
-
-So the config refuses k2 and k3 in the reward: near the reference their gradient is 0.
+k1 and k3 are unbiased, k2 and k3 have a low variance; gradients are factors of the gradient of the logprob.
+In a loss the samples are given (Tang and Munos 2025, arXiv 2506.09477); in a reward the estimate multiplies
+the gradients as a number. So the config refuses k1 in the loss unless `straight_through` takes the gradient
+of k2 (verl: `k1+`, `k3+`), and k2 and k3 in the reward.
 
 Correction (docs/off_policy.md): three policies have a part in a token: the engine's, which sampled it; the
 trainer's before the updates of the step (old); and the current one. The ratio of the losses is current over
@@ -51,17 +39,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import (
-    AdaptiveEntropyConfig,
-    Aggregation,
-    CorrectionConfig,
-    EntropyConfig,
-    IcePopCorrectionConfig,
-    KLConfig,
-    MaskedCorrectionConfig,
-    NoCorrectionConfig,
-    TruncatedCorrectionConfig,
-)
+from nemorl.config.algorithm import Aggregation, CorrectionConfig, EntropyConfig, KLConfig
+from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
 # Beyond this the ratio carries no information and its exponential overflows in float32.
@@ -105,25 +84,21 @@ def sequence_weights(
     `sampled` is a part of it.
     """
     counts = torch.tensor(sampled, dtype=torch.float64)
-    present = counts > 0
     whole = divisor or Divisor.of(sampled)
-    tokens, sequences = whole.tokens, whole.sequences
     match aggregation:
         case "token-mean":
-            weights = torch.ones_like(counts) / tokens
+            weights = torch.full_like(counts, 1 / whole.tokens)
         case "token-sum":
             weights = torch.ones_like(counts)
         case "seq-mean-token-mean":
-            weights = 1 / (counts.clamp(min=1) * sequences)
+            weights = 1 / (counts.clamp(min=1) * whole.sequences)
         case "seq-mean-token-sum":
-            weights = torch.ones_like(counts) / sequences
+            weights = torch.full_like(counts, 1 / whole.sequences)
         case "seq-mean-token-sum-norm":
             if length is None:
-                raise ValueError(
-                    "seq-mean-token-sum-norm divides by a fixed length: set loss.aggregation_length"
-                )
-            weights = torch.ones_like(counts) / (sequences * length)
-    return torch.where(present, weights, torch.zeros_like(weights)).float()
+                raise ValueError(f"{aggregation} divides by a fixed length: set loss.aggregation_length")
+            weights = torch.full_like(counts, 1 / (whole.sequences * length))
+    return (weights * (counts > 0)).float()
 
 
 def sequence_of(batch: PackedBatch) -> Tensor:
@@ -180,7 +155,6 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     is left is the ratio's own gradient, `max_value` times it.
     """
     estimate = kl_divergence(logprobs, reference, config.estimator)
-    unweighted_is_right = config.estimator == "k2" or config.straight_through
     if config.straight_through:
         pull = kl_divergence(logprobs, reference, "k2")
         estimate = estimate.detach() + (pull - pull.detach())
@@ -189,15 +163,74 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     if not config.importance_weighted:
         return estimate
     assert ratio is not None, "a divergence weighted by the ratio requires one"
+    unweighted_is_right = config.estimator == "k2" or config.straight_through
     return estimate * (ratio.detach() if unweighted_is_right else ratio)
 
 
-def gap_divergence(engine: Tensor, trainer: Tensor) -> tuple[Tensor, Tensor]:
-    """k1 and k3 of KL(engine || trainer) for each token [N] that the engine sampled; no gradients."""
-    return (
-        kl_divergence(engine, trainer, "k1").detach(),
-        kl_divergence(engine, trainer, "k3").detach(),
-    )
+Metrics = dict[str, Tensor]  # by name; [N] where each token has a value
+
+
+@torch.no_grad()
+def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
+    """Metrics of the gap between engine and trainer, which are means over tokens, and those that are maxima.
+
+    k1 and k3 are of KL(engine || trainer before the update). Empty for tokens that no engine sampled.
+    """
+    if batch.logprobs is None:
+        return {}, {}
+    gap = (logprobs - batch.logprobs).abs()
+    trainer = logprobs if batch.old_logprobs is None else batch.old_logprobs
+    k1, k3 = (kl_divergence(batch.logprobs, trainer, kind) for kind in ("k1", "k3"))
+    return {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}, {"logprob_gap/max": gap}
+
+
+def loss_output(
+    loss: Tensor, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
+) -> LossOutput:
+    """The output of a loss with its metrics, scalars that are detached here."""
+
+    def detached(values: Mapping[str, Tensor]) -> Metrics:
+        return {name: value.detach().float() for name, value in values.items()}
+
+    return LossOutput(loss, detached(sums), detached(maxima or {}))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of each token and its metrics; values outside the loss mask are ignored."""
+
+    loss: Tensor  # [N] float32, differentiable
+    ratio: Tensor | None = None  # [N] current policy over old one, as the loss takes it
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: reported as means over tokens
+
+
+def token_loss_output(
+    batch: PackedBatch, loss: Tensor, losses: Metrics, metrics: Metrics, largest: Metrics
+) -> LossOutput:
+    """The output of a loss per token: metrics are summed over the loss mask, or the largest there counts."""
+    mask = batch.loss_mask
+    sums = {name: (value.detach() * mask).sum() for name, value in metrics.items()}
+    maxima = {name: (value.detach() * mask).max() for name, value in largest.items()}
+    return loss_output(loss, {"loss/total": loss, **losses, "tokens": mask.sum(), **sums}, maxima)
+
+
+def means_over(count: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """Losses as they are; the rest over the sum of this name, which is left out."""
+    number = max(sums[count], 1.0)
+    return {k: v if k.startswith("loss/") else v / number for k, v in sums.items() if k != count}
+
+
+def finish_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of one optimizer step from global sums: losses stay sums, the rest are means over tokens.
+
+    Of weights `x/mean` and `x/square` become `x/ess`, the effective sample size as a share of the tokens:
+    `(sum of w)^2 / (n sum of w^2)`, 1 for equal weights.
+    """
+    means = means_over("tokens", sums)
+    for square in [name for name in means if name.endswith("/square")]:
+        of, mean_square = square.removesuffix("square"), means.pop(square)
+        means[f"{of}ess"] = means[f"{of}mean"] ** 2 / mean_square if mean_square > 0 else 0.0
+    return {**means, **maxima}
 
 
 @dataclass
@@ -219,20 +252,20 @@ class EntropyWeight:
         cls, config: EntropyConfig, coefficient: float | None = None, entropy: float | None = None
     ) -> "EntropyWeight":
         """The weight of the first step, or of a resumed run from the values of its checkpoint."""
-        if not isinstance(config, AdaptiveEntropyConfig):
+        if config.name == "bonus":
             return cls(config, config.coefficient)
         return cls(config, config.initial if coefficient is None else coefficient, entropy)
 
     @property
     def weight(self) -> float:
         """Of the step to come."""
-        if not isinstance(self.config, AdaptiveEntropyConfig) or self.entropy is None:
+        if self.config.name == "bonus" or self.entropy is None:
             return self.coefficient
         return self.coefficient if self.entropy <= self.config.target else 0.0
 
     def update(self, entropy: float) -> dict[str, float]:
         """Update from the mean entropy of a step; return the metric of the coefficient that the step used."""
-        if not isinstance(self.config, AdaptiveEntropyConfig):
+        if self.config.name == "bonus":
             return {}
         used = self.weight
         if entropy != self.config.target:
@@ -244,46 +277,62 @@ class EntropyWeight:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What the policy's loss of each token is multiplied by, without gradient."""
+    """The weight of each token in the policy's loss, without gradient, and metrics."""
 
     weight: Tensor  # [N] float32
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as means over tokens
-    largest: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, reported as maxima
+    metrics: Metrics  # reported as means over tokens
+    largest: Metrics  # reported as maxima
 
 
 @torch.no_grad()
 def correct(
     batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, *, has_ratio: bool
-) -> Corrected:
+) -> Corrected | None:
     """Weights for a loss of `logprobs` [N] whose ratio, if it `has_ratio`, is taken against `old` [N].
 
     In the bypass form the weight is of current over engine; a loss that has this as its ratio already takes
-    from it only what is left out.
+    from it only what is left out. None if the config neither weighs nor leaves out.
     """
+    masks = config.sequence_mask, config.off_policy_threshold
+    if not config.weighs and masks == (None, None):
+        return None
     assert batch.logprobs is not None, "a correction requires the engine's logprobs"
     bypass = config.form == "bypass"
     token_log = log_ratio(batch, logprobs if bypass else old, batch.logprobs)
     weight = torch.ones_like(token_log)
-    metrics: dict[str, Tensor] = {}
-    largest: dict[str, Tensor] = {}
-    if not isinstance(config, NoCorrectionConfig):
-        ratio = bounded_exp(_at_level(token_log, batch, config.level))
-        weight, touched = importance_weights(ratio, config)
+    metrics: Metrics = {}
+    largest: Metrics = {}
+    if config.name != "none":
+        level_log = token_log
+        if config.level == "sequence":
+            level_log = sequence_sums(token_log, batch)
+        elif config.level == "geometric":
+            level_log = sequence_means(token_log, batch)
+        ratio = bounded_exp(level_log)
+        # tis: Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+        # training". mis: Liu et al. 2025, "When speed kills stability". icepop: arXiv 2510.18855.
+        outside = (ratio < config.low) | (ratio > config.high)
+        weight = ratio * ~outside if config.bounds_leave_out else ratio.clamp(config.low, config.high)
         if bypass and has_ratio:
             weight = (weight > 0).float()
-        metrics |= {"correction/ratio_mean": ratio, config.weight_metric: touched}
-        largest |= {"correction/ratio_max": ratio}
+        metrics = {"correction/ratio_mean": ratio, config.weight_metric: outside}
+        largest = {"correction/ratio_max": ratio}
     if config.sequence_mask is not None:
         mean = bounded_exp(sequence_means(token_log, batch))
         out = (mean < config.sequence_mask.low) | (mean > config.sequence_mask.high)
         weight = weight * ~out
         metrics["correction/masked_sequences"] = out
     if config.off_policy_threshold is not None:
-        out = off_policy(batch, logprobs, config.off_policy_threshold)
+        # DeepSeek-V3.2's sequence mask (arXiv 2512.02556, equation 9): tokens of negative advantage in
+        # sequences that became unlikelier than this per token. As the paper says, the sampling policy is the
+        # engine's by its own logprobs, so that the mask sees stale weights, several updates and other
+        # arithmetic all at once.
+        assert batch.advantages is not None, "the off-policy mask requires advantages"
+        drift = sequence_means(log_ratio(batch, batch.logprobs, logprobs), batch)
+        out = (batch.advantages < 0) & (drift > config.off_policy_threshold)
         weight = weight * ~out
         metrics["correction/masked_off_policy"] = out
-    if metrics:
-        metrics |= {"correction/mean": weight, "correction/square": weight.square()}
+    metrics |= {"correction/mean": weight, "correction/square": weight.square()}
     return Corrected(weight, metrics, largest)
 
 
@@ -294,48 +343,7 @@ def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
     That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
     """
     assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
-    of_old = config.model_copy(update={"off_policy_threshold": None})
     old = batch.old_logprobs
-    return batch.loss_mask & (correct(batch, old, old, of_old, has_ratio=True).weight > 0)
-
-
-def importance_weights(
-    ratio: Tensor, config: TruncatedCorrectionConfig | MaskedCorrectionConfig | IcePopCorrectionConfig
-) -> tuple[Tensor, Tensor]:
-    """Weights [N] of ratios [N], and which of them were cut or left out [N] bool.
-
-    tis: `clamp(ratio, low, high)` (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training"). mis: the ratio up to `high`, beyond it 0 (Liu et al. 2025, "When
-    speed kills stability"). icepop: the ratio within `low` and `high`, otherwise 0 (arXiv 2510.18855).
-    """
-    match config:
-        case TruncatedCorrectionConfig():
-            return ratio.clamp(config.low, config.high), (ratio < config.low) | (ratio > config.high)
-        case MaskedCorrectionConfig():
-            out = ratio > config.high
-        case IcePopCorrectionConfig():
-            out = (ratio < config.low) | (ratio > config.high)
-    return ratio * ~out, out
-
-
-def off_policy(batch: PackedBatch, logprobs: Tensor, threshold: float) -> Tensor:
-    """[N] bool: tokens left out by DeepSeek-V3.2's sequence mask (arXiv 2512.02556, equation 9).
-
-    Those of negative advantage in sequences where the mean over sampled tokens of `engine - logprobs` is more
-    than `threshold`. As the paper says, the sampling policy is the engine's by its own logprobs, so that the
-    mask sees stale weights, several updates and other arithmetic all at once.
-    """
-    assert batch.logprobs is not None
-    assert batch.advantages is not None
-    drift = sequence_means(log_ratio(batch, batch.logprobs, logprobs), batch)
-    return (batch.advantages < 0) & (drift > threshold)
-
-
-def _at_level(token_log: Tensor, batch: PackedBatch, level: str) -> Tensor:
-    """[N] logarithms of ratios, of tokens or the same for all tokens of a sequence."""
-    match level:
-        case "sequence":
-            return sequence_sums(token_log, batch)
-        case "geometric":
-            return sequence_means(token_log, batch)
-    return token_log
+    of_old = config.model_copy(update={"off_policy_threshold": None})
+    corrected = correct(batch, old, old, of_old, has_ratio=True)
+    return batch.loss_mask if corrected is None else batch.loss_mask & (corrected.weight > 0)

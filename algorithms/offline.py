@@ -14,11 +14,12 @@ then need no memory.
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
 
 from nemorl.config.algorithm import Aggregation, OfflineBase, SftConfig
 from nemorl.data.examples import PLACEHOLDER, Example
@@ -30,9 +31,9 @@ from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import TaskOrder
 from nemorl.session.session import Session
 
-from .losses import CrossEntropyLoss, finish_metrics
 from .metrics import optimizer_metrics
-from .objective import sequence_weights
+from .objective import finish_metrics, sequence_weights
+from .policy_losses import CrossEntropyLoss
 from .teachers import Teachers
 
 FILE = "reference_logprobs.json"
@@ -46,11 +47,12 @@ class ReferenceSums:
         self._sums = sums or {}
 
     def of(self, example: Example) -> float | None:
-        """The sum of the reference's logprobs of the trained tokens; 0 for an example without any."""
-        return self.known(example) if self._sums else None
+        """The sum of the reference's logprobs of the trained tokens; 0 for an example without any.
 
-    def known(self, example: Example) -> float:
-        """The same for a sequence whose sum was precomputed."""
+        None if no sums were computed.
+        """
+        if not self._sums:
+            return None
         return self._sums[_key(example)] if example.num_trained else 0.0
 
 
@@ -68,40 +70,36 @@ async def reference_sums(
     they need not all be in memory. `multiple` is that of `OfflineAlgorithm`.
     """
     required = {_key(example) for example in examples() if example.num_trained}
-    file, of_model = run_dir / FILE, _fingerprint(model)
-    known = _read(file, of_model)
-    missing = required - known.keys()
-    if missing:
+    file = run_dir / FILE
+    # Size and time of the model's weights: a rewritten folder is another reference.
+    stats = {str(weights): weights.stat() for weights in sorted(model.glob("*.safetensors"))}
+    fingerprint = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    known: dict[str, float] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a file that cannot be read is computed again
+        content = json.loads(file.read_text(encoding="utf-8"))
+        known = dict(content["sums"]) if content["model"] == fingerprint else {}
+    if missing := required - known.keys():
         with observer.stage("reference", total=len(missing), unit="sequences", outside_step=True) as stage:
-            for part in _parts(_found(missing, examples())):
-                sums = await _computed([example for _, example in part], session, multiple)
-                known |= dict(zip((key for key, _ in part), sums, strict=True))
+            left = _once(missing, examples())
+            while part := dict(islice(left, _AT_A_TIME)):
+                padded = [*part.values(), *[PLACEHOLDER] * (-len(part) % multiple)]
+                store = session.store(padded)
+                places = [SequencePlace(store, row, example.num_tokens) for row, example in enumerate(padded)]
+                await session.learner.load(places, kind="examples")
+                sums = await session.learner.sequence_logprobs(reference=False)
+                known |= dict(zip(part, sums[: len(part)], strict=True))
                 stage.advance(len(part))
-        write_atomically(file, json.dumps({"model": of_model, "sums": known}))
+        write_atomically(file, json.dumps({"model": fingerprint, "sums": known}))
     return ReferenceSums({key: known[key] for key in required})
 
 
-async def _computed(examples: Sequence[Example], session: Session, multiple: int) -> list[float]:
-    padded = [*examples, *[PLACEHOLDER] * (-len(examples) % multiple)]
-    store = session.store(padded)
-    places = [SequencePlace(store, row, example.num_tokens) for row, example in enumerate(padded)]
-    await session.learner.load(places, kind="examples")
-    return (await session.learner.sequence_logprobs(reference=False))[: len(examples)]
-
-
-def _found(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Example]]:
-    """Each once, with its key."""
+def _once(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Example]]:
+    """The examples of these keys, each once."""
     left = set(keys)
     for example in examples:
-        key = _key(example)
-        if key in left:
+        if (key := _key(example)) in left:
             left.remove(key)
             yield key, example
-
-
-def _parts(items: Iterator[tuple[str, Example]]) -> Iterator[list[tuple[str, Example]]]:
-    while part := list(islice(items, _AT_A_TIME)):
-        yield part
 
 
 def _key(example: Example) -> str:
@@ -109,21 +107,6 @@ def _key(example: Example) -> str:
     content.update(example.tokens.tobytes())
     content.update(example.loss_mask.tobytes())
     return content.hexdigest()
-
-
-def _fingerprint(model: Path) -> dict[str, list[int]]:
-    """Size and time of the model's weights: a rewritten folder is another reference."""
-    stats = {file.name: file.stat() for file in sorted(model.glob("*.safetensors"))}
-    return {str(model / name): [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def _read(file: Path, of_model: dict[str, Any]) -> dict[str, float]:
-    """The sums of an earlier start with the same model; empty if the file cannot be read."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return dict(content["sums"]) if content["model"] == of_model else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 @dataclass(frozen=True)
@@ -136,25 +119,25 @@ class Unit:
     teacher: str = ""  # of distillation, where there are several
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """What differs between algorithms that learn from data."""
 
     @property
     def aggregation(self) -> Aggregation:
         """How weights of tokens are made; tokens of rejected answers do not count."""
-        ...
+        return "token-mean"
 
     def contrast(self, units: Sequence[Unit]) -> list[Example]:
         """Sequences on which the divergence of the policy from the reference is estimated before the step."""
-        ...
+        return []
 
+    @abstractmethod
     def loss(self, num_units: int, divergence: float) -> Loss:
         """The loss of a step of `num_units`; the divergence is 0 if there is nothing to contrast."""
-        ...
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """A step's metrics from the loss's sums over it."""
-        ...
+        """A step's metrics from the loss's sums over it; means are over tokens."""
+        return finish_metrics(sums, maxima)
 
 
 @dataclass
@@ -224,53 +207,42 @@ class OfflineAlgorithm:
         await learner.load(self._sequences([Unit((example,)) for example in examples]), kind="examples")
         policy = await learner.sequence_logprobs(reference=False)
         if self.config.precomputes_reference:
-            reference = [self.references.known(example) for example in examples]
+            reference = [self.references.of(example) or 0.0 for example in examples]
         else:
             reference = await learner.sequence_logprobs(reference=True)
         return (math.fsum(policy) - math.fsum(reference)) / len(examples)
 
     def _sequences(self, units: Sequence[Unit]) -> list[SequencePlace]:
         """The sequences of the units, stored, weighted and numbered; placeholder units fill up."""
-        missing = -len(units) % self.multiple
-        padded = [*units, *[Unit((PLACEHOLDER,))] * missing]
-        examples = [example for unit in padded for example in unit.examples]
-        compared = [
-            Compared(number, label, unit.margin, self.references.of(example))
+        padded = [*units, *[Unit((PLACEHOLDER,))] * (-len(units) % self.multiple)]
+        members = [
+            (example, Compared(number, label, unit.margin, self.references.of(example)), unit)
             for number, unit in enumerate(padded)
             for example, label in zip(unit.examples, unit.labels, strict=True)
         ]
         trained = [
-            0 if label < 0 and len(unit.examples) > 1 else example.num_trained
-            for unit in padded
-            for example, label in zip(unit.examples, unit.labels, strict=True)
+            0 if compared.label < 0 and len(unit.examples) > 1 else example.num_trained
+            for example, compared, unit in members
         ]
         weights = sequence_weights(trained, self.objective.aggregation).tolist()
-        store = self.session.store(examples)
+        store = self.session.store([example for example, _, _ in members])
         return [
-            SequencePlace(store, row, example.num_tokens, weight=weight, compared=own)
-            for row, (example, weight, own) in enumerate(zip(examples, weights, compared, strict=True))
+            SequencePlace(store, row, example.num_tokens, weight=weight, compared=compared)
+            for row, ((example, compared, _), weight) in enumerate(zip(members, weights, strict=True))
         ]
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Supervised(Objective):
     """Supervised fine-tuning: cross entropy of the answers of the data."""
 
     config: SftConfig
 
     @property
     def aggregation(self) -> Aggregation:
-        """As the config says."""
+        """As configured."""
         return self.config.aggregation
-
-    def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """There is no reference."""
-        return []
 
     def loss(self, num_units: int, divergence: float) -> CrossEntropyLoss:
         """Independent of the units: their weights are in the batch."""
         return CrossEntropyLoss()
-
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """The loss, and the mean negative logprob of a token."""
-        return finish_metrics(sums, maxima)

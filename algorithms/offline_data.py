@@ -9,11 +9,10 @@ from nemorl.config.algorithm import (
     KtoConfig,
     OfflineBase,
     PreferenceConfig,
-    ProcessLossConfig,
     RewardModelConfig,
     SftConfig,
 )
-from nemorl.config.data import DataConfig, DatasetConfig, JsonlDataset
+from nemorl.config.data import DatasetConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
 from nemorl.data.examples import Encoder, Example
@@ -67,45 +66,37 @@ def objective_of(config: OfflineBase) -> Objective:
 
 def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
     """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
-    tokenizer, data = load_tokenizer(experiment.policy), experiment.data
-    prompts = prompts_of(tokenizer, data.chat)
-    encoder = Encoder(tokenizer, prompts, experiment.policy.max_sequence_length)
-    teachers = list(experiment.teachers)
-    held_out: Sequence[Unit] = []
+    data, tokenizer = experiment.data, load_tokenizer(experiment.policy)
+    encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), experiment.policy.max_sequence_length)
     validated = data.validation if config.validation.scheduled else None
-    if validated is not None and _has_answers(config, validated):
-        held_out = _units(config, validated, data, encoder, teachers)[: config.validation.num_prompts]
-    return OfflineData(_units(config, data.train, data, encoder, teachers), held_out)
-
-
-def _has_answers(config: OfflineBase, dataset: DatasetConfig) -> bool:
-    """False for tasks that can be sampled but have no loss, because they lack an answer."""
-    if isinstance(config, SftConfig | DistillationConfig) and isinstance(dataset, JsonlDataset):
-        return dataset.answer_key is not None
-    return True
+    held_out: Sequence[Unit] = []
+    # Tasks of a file without answers can be sampled but have no loss.
+    if validated is not None and not (validated.name == "jsonl" and validated.answer_key is None):
+        held_out = _units(experiment, config, validated, encoder)[: config.validation.num_prompts]
+    return OfflineData(_units(experiment, config, data.train, encoder), held_out)
 
 
 def _units(
-    config: OfflineBase,
-    dataset: DatasetConfig,
-    data: DataConfig,
-    encoder: Encoder,
-    teachers: Sequence[str],
+    experiment: Experiment, config: OfflineBase, dataset: DatasetConfig, encoder: Encoder
 ) -> Sequence[Unit]:
+    data = experiment.data
     match config:
         case SftConfig():
             dialogues = load_dialogues(dataset, data)
             return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
         case DistillationConfig():
             examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
-            names = teachers_of_tasks(load_tasks(dataset, data), config.teacher_key, teachers)
+            tasks, teachers = load_tasks(dataset, data), list(experiment.teachers)
+            names = teachers_of_tasks(tasks, config.teacher_key, teachers)
             return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
         case KtoConfig():
             feedback = load_feedback(dataset, data)
-            labels = [1.0 if one.good else -1.0 for one in feedback]
             answers = encoder.feedback(feedback)
-            return [Unit((e,), (label,)) for e, label in zip(answers, labels, strict=True)]
-        case RewardModelConfig() if isinstance(config.loss, ProcessLossConfig):
+            return [
+                Unit((example,), (1.0 if one.good else -1.0,))
+                for example, one in zip(answers, feedback, strict=True)
+            ]
+        case RewardModelConfig() if config.loss.of_steps:
             return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
     pairs = load_pairs(dataset, data)
     return [

@@ -26,7 +26,6 @@ from nemorl.rollout.collector import Collector, GroupSummary
 from nemorl.session.session import Session
 
 from .filters import filter_groups
-from .losses import value_metrics
 from .metrics import (
     LogprobGate,
     environment_share,
@@ -35,6 +34,7 @@ from .metrics import (
     rollout_metrics,
     samples_of,
 )
+from .policy_losses import value_metrics
 from .teachers import Teachers
 from .token_advantages import SequenceKL, TokenEstimator
 
@@ -60,6 +60,7 @@ class Batch:
     num_updates: int  # of a step of which everything trains
     num_minibatches: int = 1  # equal parts of the sequences
     critic_sequences: Sequence[SequencePlace] = ()  # the same sequences with the weights of the critic's loss
+    needs_reference: bool = False
     needs_old_logprobs: bool = False
     needs_old_entropies: bool = False
     token_estimator: TokenEstimator | None = None  # of advantages that differ between tokens
@@ -122,7 +123,7 @@ class OnlineAlgorithm:
 
     async def train(self, batch: Batch, number: int) -> dict[str, float]:
         """All updates of a step; returns their metrics. No model is called if nothing trains."""
-        config, metrics, gap = self.config, dict(batch.metrics), {}
+        metrics, gap = dict(batch.metrics), {}
         if not batch.schedule:
             return metrics | (optimizer_metrics([], batch.left_out) if "policy" in batch.losses else {})
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
@@ -136,33 +137,35 @@ class OnlineAlgorithm:
                 self.gate.check(gap, batch.sampled_by, number - 1)
                 if not batch.needs_old_logprobs:
                     await self._load("policy", batch)  # without the old logprobs, as in every other step
-            if config.keeps_reference and "reference" in models:
+            if batch.needs_reference and "reference" in models:
                 await models["reference"].logprobs(old=True, reference=False)
                 await policy.take("reference_logprobs", await models["reference"].share("old_logprobs"))
-            elif config.keeps_reference:
+            elif batch.needs_reference:
                 await policy.logprobs(old=False, reference=True)
         if self.teachers is not None:
             with stage("teachers"):
                 await self.teachers.fill(batch.sequences, batch.teachers, "trajectories")
-        if config.keeps_critic:
+        if batch.critic_sequences:
             with stage("values"):
                 await models["critic"].values()
                 await policy.take("values", await models["critic"].share("values"))
         if batch.token_estimator is not None:
             with stage("advantages"):
                 metrics |= await policy.estimate(batch.token_estimator)
-                if config.keeps_critic:
+                if batch.critic_sequences:
                     await models["critic"].take("returns", await policy.share("returns"))
         if batch.penalty is not None:
             with stage("advantages"):
                 divergences = await policy.sequence_metrics(batch.penalty.divergence)
                 await policy.take_advantages(batch.penalty.estimate(divergences))
-                metrics["kl/penalty"] = _mean_penalty(batch, batch.penalty, divergences)
+                trained = sum(sequence.weight > 0 for sequence in batch.sequences)
+                coefficient = batch.penalty.divergence.kl.coefficient
+                metrics["kl/penalty"] = coefficient * sum(divergences) / max(1, trained)
         total = len(batch.losses) * len(batch.schedule)
         with stage("training", total=total, unit="updates") as progress:
             updates = await self._updates(batch, progress)
         if "critic" in updates:
-            metrics |= _critic_metrics(updates["critic"])
+            metrics |= value_metrics(updates["critic"])
         if "policy" in updates:
             metrics |= self.update.metrics(updates["policy"])
             if "logprob_gap/mean" in metrics:
@@ -204,17 +207,3 @@ class OnlineAlgorithm:
             return {name: await train(name, loss) for name, loss in batch.losses.items()}
         updates = await asyncio.gather(*(train(name, loss) for name, loss in batch.losses.items()))
         return dict(zip(batch.losses, updates, strict=True))
-
-
-def _mean_penalty(batch: Batch, penalty: RewardPenalty, divergences: Sequence[float]) -> float:
-    trained = max(1, sum(sequence.weight > 0 for sequence in batch.sequences))
-    return penalty.divergence.kl.coefficient * sum(divergences) / trained
-
-
-def _critic_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
-    return {
-        **value_metrics([u.sums for u in updates]),
-        "critic/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-        "critic/lr": updates[-1].lr,
-        "critic/skipped_updates": float(sum(u.skipped for u in updates)),
-    }

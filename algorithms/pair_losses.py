@@ -20,22 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemorl.config.algorithm import Aggregation, KtoConfig, PreferenceConfig
-from nemorl.config.algorithm.pair_losses import (
-    AnchoredLossConfig,
-    HingeLossConfig,
-    LogisticLossConfig,
-    OddsRatioLossConfig,
-    PairLossConfig,
-    RobustLossConfig,
-    SquaredLossConfig,
-)
+from nemorl.config.algorithm import KtoConfig, PreferenceConfig
+from nemorl.config.algorithm.pair_losses import PairLossConfig
 from nemorl.data.examples import Example, mismatched
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-from .objective import averages, totals
-from .offline import Unit
+from .objective import averages, loss_output, means_over, totals
+from .offline import Objective, Unit
 
 # A mean logprob of 0 would have infinite odds.
 _MIN_SURPRISE = 1e-6
@@ -43,31 +35,24 @@ _MIN_SURPRISE = 1e-6
 
 def pair_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, config: PairLossConfig) -> Tensor:
     """The loss of each pair [P]; `margins` [P] are the data's own."""
-    match config:
-        case LogisticLossConfig():
-            return _logistic(chosen - rejected, margins, config)
-        case RobustLossConfig():
-            return _robust(chosen - rejected, config)
-        case SquaredLossConfig():
-            return (chosen - rejected - 1 / (2 * config.beta)).square()
-        case HingeLossConfig():
-            return F.relu(config.margin - config.beta * (chosen - rejected))
-        case OddsRatioLossConfig():
-            return -config.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-        case AnchoredLossConfig():
-            return _anchored(chosen, rejected, config)
-
-
-def _logistic(delta: Tensor, margins: Tensor, config: LogisticLossConfig) -> Tensor:
-    won = config.beta * delta - config.gamma - config.margin_scale * margins
-    wrong = config.label_smoothing
-    return -(1 - wrong) * F.logsigmoid(won) - wrong * F.logsigmoid(-won)
-
-
-def _robust(delta: Tensor, config: RobustLossConfig) -> Tensor:
-    """`E[loss] under flipped labels` is that of the true ones: the flipped part is taken off and rescaled."""
-    won, wrong = config.beta * delta, config.label_smoothing
-    return (-(1 - wrong) * F.logsigmoid(won) + wrong * F.logsigmoid(-won)) / (1 - 2 * wrong)
+    won = config.beta * (chosen - rejected)
+    if config.name == "logistic":
+        won, wrong = won - config.gamma - config.margin_scale * margins, config.label_smoothing
+        return -(1 - wrong) * F.logsigmoid(won) - wrong * F.logsigmoid(-won)
+    if config.name == "robust":
+        # Its expectation under flipped labels is the loss of true ones: their part is subtracted and
+        # rescaled.
+        wrong = config.label_smoothing
+        return (-(1 - wrong) * F.logsigmoid(won) + wrong * F.logsigmoid(-won)) / (1 - 2 * wrong)
+    if config.name == "squared":
+        return (chosen - rejected - 1 / (2 * config.beta)).square()
+    if config.name == "hinge":
+        return F.relu(config.margin - won)
+    if config.name == "odds_ratio":
+        return -config.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    if config.anchor == "zero":
+        return 1 - torch.sigmoid(config.beta * chosen) + torch.sigmoid(config.beta * rejected)
+    return torch.sigmoid(config.beta * chosen) + 1 - torch.sigmoid(won)
 
 
 def _log_odds(mean: Tensor) -> Tensor:
@@ -76,29 +61,26 @@ def _log_odds(mean: Tensor) -> Tensor:
     return mean - torch.log(-torch.expm1(mean))
 
 
-def _anchored(chosen: Tensor, rejected: Tensor, config: AnchoredLossConfig) -> Tensor:
-    if config.anchor == "zero":
-        return 1 - torch.sigmoid(config.beta * chosen) + torch.sigmoid(config.beta * rejected)
-    return torch.sigmoid(config.beta * chosen) + 1 - torch.sigmoid(config.beta * (chosen - rejected))
-
-
 @dataclass(frozen=True)
 class Pairs:
     """P pairs of a micro-batch, by their places among its sequences."""
 
     chosen: Tensor  # [P] int64
     rejected: Tensor  # [P] int64
-    margins: Tensor  # [P] float32, by how much the chosen is better; 0 where nothing is said
+    margins: Tensor  # [P] float32, by how much the chosen is better; 0 if the data do not say
 
-    def __len__(self) -> int:
-        return self.chosen.shape[0]
+    @property
+    def number(self) -> Tensor:
+        """Scalar, for the sums of a loss."""
+        return torch.tensor(float(len(self.chosen)), device=self.chosen.device)
 
 
 def find_pairs(batch: PackedBatch) -> Pairs:
     """The pairs, which the planner has kept together; sequences without a label are left out."""
     assert batch.units is not None, "pairs require `units`"
     units, labels = at_starts(batch.units, batch), sequence_labels(batch)
-    chosen, rejected = _by_unit(labels > 0, units), _by_unit(labels < 0, units)
+    places = [selected.nonzero().squeeze(1) for selected in (labels > 0, labels < 0)]
+    chosen, rejected = (own[units[own].argsort()] for own in places)
     if not torch.equal(units[chosen], units[rejected]):
         raise ValueError("a pair was split: its sequences lie in different micro-batches")
     margins = torch.zeros_like(labels) if batch.margins is None else at_starts(batch.margins, batch)
@@ -107,7 +89,7 @@ def find_pairs(batch: PackedBatch) -> Pairs:
 
 def sequence_labels(batch: PackedBatch) -> Tensor:
     """[S] 1, -1, or 0 for neither."""
-    assert batch.labels is not None, "what is compared has labels"
+    assert batch.labels is not None, "compared sequences require `labels`"
     return at_starts(batch.labels, batch)
 
 
@@ -116,24 +98,9 @@ def at_starts(values: Tensor, batch: PackedBatch) -> Tensor:
     return values[batch.cu_seqlens[:-1].long()]
 
 
-def at_ends(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[S]: `values` [N] at the last token of each sequence."""
-    return values[batch.cu_seqlens[1:].long() - 1]
-
-
-def answer_logprobs(logprobs: Tensor, batch: PackedBatch, *, mean: bool) -> Tensor:
-    """[S]: the sum or the mean over each sequence's trained tokens."""
-    return averages(logprobs, batch) if mean else totals(logprobs, batch)
-
-
-def _by_unit(selected: Tensor, units: Tensor) -> Tensor:
-    places = selected.nonzero().squeeze(1)
-    return places[units[places].argsort()]
-
-
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The mean over pairs of what each costs, with the chosen answers' cross entropy where it is weighed."""
+    """The mean loss of the pairs, with the chosen answers' cross entropy if it has a coefficient."""
 
     config: PairLossConfig
     num_pairs: int  # of the whole optimizer step
@@ -145,14 +112,12 @@ class PreferenceLoss:
 
         `weights` are those of the cross entropy: they add up to 1 over the chosen answers of the step.
         """
-        pairs, mean = find_pairs(batch), self.config.logprobs == "mean"
-        answers = answer_logprobs(logprobs, batch, mean=mean)  # [S]
+        of_answers = averages if self.config.logprobs == "mean" else totals
+        pairs, answers = find_pairs(batch), of_answers(logprobs, batch)  # [S]
         relative = answers
         if self.config.keeps_reference:
-            assert batch.reference_logprobs is not None, (
-                "the loss of a pair requires the reference's logprobs"
-            )
-            relative = answers - answer_logprobs(batch.reference_logprobs, batch, mean=mean)
+            assert batch.reference_logprobs is not None, "this loss requires the reference's logprobs"
+            relative = answers - of_answers(batch.reference_logprobs, batch)
         chosen, rejected = relative[pairs.chosen], relative[pairs.rejected]
         preference = pair_loss(chosen, rejected, pairs.margins, self.config).sum() / self.num_pairs
         assert batch.labels is not None, "pairs have labels"
@@ -162,7 +127,7 @@ class PreferenceLoss:
             "loss/total": loss,
             "loss/preference": preference,
             "loss/sft": sft,
-            "pairs": torch.tensor(float(len(pairs)), device=loss.device),
+            "pairs": pairs.number,
             "rewards/chosen": self.config.beta * chosen.sum(),
             "rewards/rejected": self.config.beta * rejected.sum(),
             "rewards/margin": self.config.beta * (chosen - rejected).sum(),
@@ -170,25 +135,14 @@ class PreferenceLoss:
             "logprobs/chosen": answers[pairs.chosen].sum(),
             "logprobs/rejected": answers[pairs.rejected].sum(),
         }
-        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
-
-
-def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Losses as they are; the rest are means over pairs."""
-    pairs = max(sums["pairs"], 1.0)
-    return {k: v if k.startswith("loss/") else v / pairs for k, v in sums.items() if k != "pairs"}
+        return loss_output(loss, sums)
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Objective):
     """One of the methods that compare the two answers of a pair."""
 
     config: PreferenceConfig
-    aggregation: Aggregation = "token-mean"  # of the cross entropy
-
-    def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """No divergence is estimated."""
-        return []
 
     def loss(self, num_units: int, divergence: float) -> PreferenceLoss:
         """The loss of a step of `num_units` pairs."""
@@ -196,12 +150,12 @@ class Preference:
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """Losses, implicit rewards `beta (log policy - log reference)`, and how often the chosen wins."""
-        return pair_metrics(sums)
+        return means_over("pairs", sums)
 
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """The mean over examples of what each costs."""
+    """The mean loss of the examples."""
 
     config: KtoConfig
     num_examples: int  # of the whole optimizer step
@@ -211,29 +165,28 @@ class KtoLoss:
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
         """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
         assert batch.reference_logprobs is not None, "KTO requires the reference's logprobs"
-        labels = sequence_labels(batch)  # [S]
-        relative = answer_logprobs(logprobs - batch.reference_logprobs, batch, mean=False)
+        config, labels = self.config, sequence_labels(batch)  # [S]
+        relative = totals(logprobs - batch.reference_logprobs, batch)
         good, bad = labels > 0, labels < 0
-        won = self.config.beta * labels * (relative - max(self.divergence, 0.0))
-        weights = self.config.desirable_weight * good + self.config.undesirable_weight * bad
+        won = config.beta * labels * (relative - max(self.divergence, 0.0))
+        weights = config.desirable_weight * good + config.undesirable_weight * bad
         loss = (weights * (1 - torch.sigmoid(won))).sum() / self.num_examples
         sums = {
             "loss/preference": loss,
             "examples/desirable": good.sum(),
             "examples/undesirable": bad.sum(),
-            "rewards/desirable": self.config.beta * (relative * good).sum(),
-            "rewards/undesirable": self.config.beta * (relative * bad).sum(),
+            "rewards/desirable": config.beta * (relative * good).sum(),
+            "rewards/undesirable": config.beta * (relative * bad).sum(),
             "rewards/accuracy": ((won > 0) & (labels != 0)).sum(),
         }
-        return LossOutput(loss, {name: value.detach().float() for name, value in sums.items()}, {})
+        return loss_output(loss, sums)
 
 
 @dataclass(frozen=True)
-class Kto:
+class Kto(Objective):
     """Learning from single answers."""
 
     config: KtoConfig
-    aggregation: Aggregation = "token-mean"  # no term of single tokens
 
     def contrast(self, units: Sequence[Unit]) -> list[Example]:
         """Each prompt with the answer to the next one."""
@@ -247,14 +200,13 @@ class Kto:
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
         """The loss, implicit rewards of both kinds, and how many lie on their side of the divergence."""
         good, bad = sums["examples/desirable"], sums["examples/undesirable"]
-        rewards = {
-            "rewards/desirable": sums["rewards/desirable"] / max(good, 1.0),
-            "rewards/undesirable": sums["rewards/undesirable"] / max(bad, 1.0),
-        }
+        desirable = sums["rewards/desirable"] / max(good, 1.0)
+        undesirable = sums["rewards/undesirable"] / max(bad, 1.0)
         return {
             "loss/preference": sums["loss/preference"],
-            **rewards,
-            "rewards/margin": rewards["rewards/desirable"] - rewards["rewards/undesirable"],
+            "rewards/desirable": desirable,
+            "rewards/undesirable": undesirable,
+            "rewards/margin": desirable - undesirable,
             "rewards/accuracy": sums["rewards/accuracy"] / max(good + bad, 1.0),
             "examples/desirable": good / max(good + bad, 1.0),
         }

@@ -1,38 +1,36 @@
-"""Losses of a policy on samples of that policy, one pure function each.
+"""Losses of a policy on its samples and of its critic, and supervised fine-tuning's.
 
-They take a packed micro-batch with the logprobs of the policy that learns, the `old` ones of the ratio, and
-advantages, all [N] float32, and return the loss of each token. Masks, weights and sums are in
-`objective.py` and `losses.py`. In `gspo` and `gmpo` a sequence has one ratio, made of
-those of all its sampled tokens; in the others each token has one, or none. A new built-in loss is a config in
-`nemorl/config/algorithm/losses.py`, a function here and a line in `_LOSSES`.
+A policy loss is one pure function: from the tensors of a packed micro-batch, [N] float32 each, to the loss of
+each token. `PolicyLoss` corrects and masks these, adds divergence and entropy terms (`objective.py`) and sums
+all with the weights of the batch. In `gspo` and `gmpo` a sequence has one ratio, made of those of all its
+sampled tokens; in the others each token has one, or none. A new built-in loss is a config in
+`nemorl/config/algorithm/losses.py`, a function here and a line in `_LOSSES`; custom losses are in
+`custom.py`.
 
-Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism", arXiv 2505.22617).
-
-The entropy falls most by the tokens whose logprob and advantage have a high covariance,
+Some losses choose tokens among all sampled tokens of an update: `prepared` does this once, over all
+data-parallel ranks, and the result decides for every token separately, so that no split into micro-batches or
+ranks changes it. `least_entropy` selects those of the highest entropy. Clip-Cov and KL-Cov (Cui et al. 2025,
+"The Entropy Mechanism", arXiv 2505.22617) select by covariance, since the entropy falls most by the tokens of
+a high
 
     cov_t = (log p_t - mean of log p) (A_t - mean of A)
 
-over all sampled tokens of an update. So the few tokens in question can be known only when all of them are
-seen: `choose` does this once for each update, over all data-parallel ranks, and its result decides for every
-token separately. No split into micro-batches or ranks changes that. The logprobs are the
-old ones: before the first update of a step these are the current ones, as in the paper.
-
-`least_entropy` selects the tokens of the highest entropy. A custom policy loss is a function with an import
-path; `smoke_test_loss` calls it before a run starts.
+The logprobs are the old ones: before the first update of a step these are the current ones, as in the paper.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from nemorl.config.algorithm import CorrectionConfig, KLConfig, NoCorrectionConfig, PolicyLossConfig
 from nemorl.config.algorithm.losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
+    CriticLearningConfig,
     CustomLossConfig,
     GmpoLossConfig,
     GspoLossConfig,
@@ -42,23 +40,64 @@ from nemorl.config.algorithm.losses import (
     ReinforceLossConfig,
     SapoLossConfig,
 )
+from nemorl.data.losses import LossOutput, TrainStats
 from nemorl.data.packed import PackedBatch
 
-from .custom import CustomFunctionError, find, num_positional, tried
-from .objective import bounded_exp, log_ratio, sequence_means
+from .custom import custom_loss
+from .objective import (
+    Divisor,
+    TokenLoss,
+    bounded_exp,
+    correct,
+    engine_gap,
+    kept,
+    kl_divergence,
+    kl_penalty,
+    log_ratio,
+    loss_output,
+    sequence_means,
+    sequence_of,
+    sequence_weights,
+    token_loss_output,
+    totals,
+)
 
 
 @dataclass(frozen=True)
-class TokenLoss:
-    """The loss of each token and its metrics; values outside the loss mask are ignored."""
+class Tokens:
+    """The tokens of a micro-batch as the built-in losses see them."""
 
-    loss: Tensor  # [N] float32, differentiable
-    ratio: Tensor | None = None  # [N] current policy over old one, as the loss takes it
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each: reported as means over tokens
+    batch: PackedBatch
+    logprobs: Tensor  # [N] of the policy that learns
+    old: Tensor  # [N] of the policy that the ratio is relative to; no gradient
+    advantages: Tensor  # [N]
+    choice: "Choice | None" = None  # of losses that select tokens
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[N]"""
+        return log_ratio(self.batch, self.logprobs, self.old)
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N] bounded, so that it does not overflow."""
+        return bounded_exp(self.log_ratio)
+
+    @property
+    def chosen(self) -> Tensor:
+        """[N] bool."""
+        if self.choice is None:
+            return torch.zeros_like(self.batch.loss_mask)
+        return self.choice.of(self.batch, self.old, self.advantages)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    """`-min(r A, clip(r, low, high) A)` [N], and where the clipping took the gradient away."""
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    config: ClipLossConfig | GspoLossConfig | GspoTokenLossConfig | ClipCovLossConfig,
+) -> TokenLoss:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` [N], and where clipping took the gradient away."""
+    low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     metrics = {
         "clip_fraction/low": (ratio < low) & (advantages < 0),
@@ -67,38 +106,29 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return TokenLoss(loss, ratio, metrics)
 
 
-def gspo(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GspoLossConfig
-) -> TokenLoss:
+def gspo(x: Tokens, config: GspoLossConfig) -> TokenLoss:
     """GSPO (Zheng et al. 2025, arXiv 2507.18071).
 
-    `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with `s = exp(mean of logprobs - old)` over the
-    sampled tokens of a sequence. Each token carries its sequence's loss, so with `seq-mean-token-mean` the
-    whole is the paper's mean over sequences; other aggregations weigh sequences by their lengths. The
-    gradient goes through s, as in the paper and in OpenRLHF; for advantages that are equal within a sequence
-    it is also that of `gspo_token`, which is verl's form. The mean logarithm is clamped at ±20 (verl: at most
-    10).
+    The clipped surrogate of `s = exp(mean of logprobs - old)` over the sampled tokens of a sequence. Each
+    token carries its sequence's loss, so with `seq-mean-token-mean` the whole is the paper's mean over
+    sequences; other aggregations weigh sequences by their lengths. The gradient goes through s, as in the
+    paper and in OpenRLHF; for advantages that are equal within a sequence it is also that of `gspo_token`,
+    which is verl's form. The mean logarithm is clamped at ±20 (verl: at most 10).
     """
-    ratio = bounded_exp(sequence_means(log_ratio(batch, logprobs, old), batch))
-    return clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
+    return clipped_surrogate(bounded_exp(sequence_means(x.log_ratio, x.batch)), x.advantages, config)
 
 
-def gspo_token(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GspoTokenLossConfig
-) -> TokenLoss:
+def gspo_token(x: Tokens, config: GspoTokenLossConfig) -> TokenLoss:
     """GSPO-token (arXiv 2507.18071): as GSPO, for advantages of tokens.
 
-    `-min(s_t A_t, clip(s_t) A_t)` with `s_t = sg[s] p_t / sg[p_t]`: the value of the sequence's ratio and the
-    gradient of the token's logprob.
+    The clipped surrogate of `s_t = sg[s] p_t / sg[p_t]`: the value of the sequence's ratio and the gradient
+    of the token's logprob.
     """
-    sequence = bounded_exp(sequence_means(log_ratio(batch, logprobs, old).detach(), batch))
-    ratio = sequence * (logprobs - logprobs.detach()).exp()
-    return clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
+    sequence = bounded_exp(sequence_means(x.log_ratio.detach(), x.batch))
+    return clipped_surrogate(sequence * (x.logprobs - x.logprobs.detach()).exp(), x.advantages, config)
 
 
-def gmpo(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: GmpoLossConfig
-) -> TokenLoss:
+def gmpo(x: Tokens, config: GmpoLossConfig) -> TokenLoss:
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped token ratios.
 
     `-A exp(mean of x_t)`, where `x_t = min(log r_t, clip_high)` if `A > 0`, else `max(log r_t, -clip_low)`:
@@ -106,78 +136,117 @@ def gmpo(
     one token that is clipped leaves the others their gradient. Advantages are of sequences; where tokens
     differ, each keeps its own as in `gspo` (verl takes their mean).
     """
-    log = log_ratio(batch, logprobs, old)
-    positive = advantages > 0
+    log, positive = x.log_ratio, x.advantages > 0
     clipped = torch.where(positive, log.clamp(max=config.clip_high), log.clamp(min=-config.clip_low))
-    ratio = bounded_exp(sequence_means(clipped, batch))
+    ratio = bounded_exp(sequence_means(clipped, x.batch))
     metrics = {
-        "clip_fraction/low": (log < -config.clip_low) & (advantages < 0),
+        "clip_fraction/low": (log < -config.clip_low) & (x.advantages < 0),
         "clip_fraction/high": (log > config.clip_high) & positive,
     }
-    return TokenLoss(-ratio * advantages, ratio, metrics)
+    return TokenLoss(-ratio * x.advantages, ratio, metrics)
 
 
-def clip(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: ClipLossConfig
-) -> TokenLoss:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347).
+def clip(x: Tokens, config: ClipLossConfig) -> TokenLoss:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) of `r = exp(logprobs - old)`.
 
-    `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old)`; different bounds are
-    DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). With `dual_clip` c, where `A < 0`, the loss is at
-    most `-c A`, and has no gradient there (Ye et al. 2020, arXiv 1912.09729; verl's
+    Different bounds are DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). With `dual_clip` c, where
+    `A < 0`, the loss is at most `-c A`, and has no gradient there (Ye et al. 2020, arXiv 1912.09729; verl's
     `clip_ratio_c`, TRL's `delta`).
     """
-    ratio = bounded_exp(log_ratio(batch, logprobs, old))
-    found = clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
+    surrogate = clipped_surrogate(x.ratio, x.advantages, config)
     if config.dual_clip is None:
-        return found
-    cut = (ratio > config.dual_clip) & (advantages < 0)
-    loss = torch.where(cut, -config.dual_clip * advantages, found.loss)
-    return replace(found, loss=loss, metrics={**found.metrics, "clip_fraction/dual": cut})
+        return surrogate
+    cut = (x.ratio > config.dual_clip) & (x.advantages < 0)
+    loss = torch.where(cut, -config.dual_clip * x.advantages, surrogate.loss)
+    return replace(surrogate, loss=loss, metrics={**surrogate.metrics, "clip_fraction/dual": cut})
 
 
-def cispo(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: CispoLossConfig
-) -> TokenLoss:
+def cispo(x: Tokens, config: CispoLossConfig) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
 
     `-sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob`, where sg stops the gradient. As in the paper there
     is no lower bound unless `clip_low` is given. verl's bounds are ours; TRL's `epsilon_high` is `1 +
     clip_high`; ART's defaults are clip_low 1 (none) and clip_high 4.
     """
-    ratio = bounded_exp(log_ratio(batch, logprobs, old).detach())
+    ratio = x.ratio.detach()
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
     high = 1 + config.clip_high
     metrics = {"clip_fraction/low": ratio < low, "clip_fraction/high": ratio > high}
-    return TokenLoss(-ratio.clamp(low, high) * advantages * logprobs, ratio, metrics)
+    return TokenLoss(-ratio.clamp(low, high) * x.advantages * x.logprobs, ratio, metrics)
 
 
-def sapo(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: SapoLossConfig
-) -> TokenLoss:
+def sapo(x: Tokens, config: SapoLossConfig) -> TokenLoss:
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a gate whose gradient fades with the distance from r = 1.
 
     `-(4 / t) sigmoid(t (r - 1)) A`, with t of the advantage's sign; the gate's slope at r = 1 is 1, so that
     the gradient is the policy gradient's on policy.
     """
-    ratio = bounded_exp(log_ratio(batch, logprobs, old))
-    temperature = torch.where(advantages > 0, config.temperature_positive, config.temperature_negative)
-    return TokenLoss(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages, ratio)
+    ratio = x.ratio
+    temperature = torch.where(x.advantages > 0, config.temperature_positive, config.temperature_negative)
+    return TokenLoss(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * x.advantages, ratio)
 
 
-def reinforce(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: ReinforceLossConfig
-) -> TokenLoss:
-    """`-A logprob` (Williams 1992): no ratio, so `old` is not looked at; later minibatches are off policy.
+def reinforce(x: Tokens, config: ReinforceLossConfig) -> TokenLoss:
+    """`-A logprob` (Williams 1992): no ratio, so `old` is not used; later minibatches are off policy.
 
     What papers with a plain policy gradient have: RLOO (Ahmadian et al. 2024, arXiv 2402.14740), ReMax (Li
     et al. 2023, arXiv 2310.10505), GPG (Chu et al. 2025, arXiv 2504.02546), OPO (Hao et al. 2025, arXiv
     2505.23585).
     """
-    return TokenLoss(-advantages * logprobs)
+    return TokenLoss(-x.advantages * x.logprobs)
 
 
-MIN_POSITIVE = math.ulp(0.0)  # what is at least this is more than 0
+def clip_cov(x: Tokens, config: ClipCovLossConfig) -> TokenLoss:
+    """PPO's clipped surrogate (`clip`), but 0 and without gradient for the chosen tokens.
+
+    These count among the tokens that divide the sum. The draw is among all tokens within the bounds, also
+    those that PPO clips already; verl draws among the others. In the first update of a step, where Clip-Cov's
+    preset has its only one, none is clipped and both are the same.
+    """
+    surrogate, chosen = clipped_surrogate(x.ratio, x.advantages, config), x.chosen
+    loss = torch.where(chosen, torch.zeros_like(surrogate.loss), surrogate.loss)
+    return replace(surrogate, loss=loss, metrics={**surrogate.metrics, "selected_fraction": chosen})
+
+
+def kl_cov(x: Tokens, config: KlCovLossConfig) -> TokenLoss:
+    """`-r A`, not clipped, and for the chosen tokens `-r A + coefficient |logprob - old|`.
+
+    The paper writes the divergence of the old policy from the current one; its code, verl and this take the
+    absolute difference of the logprobs for it. It has no gradient at r = 1, so it does not affect the first
+    minibatch of a step.
+    """
+    ratio, chosen = x.ratio, x.chosen
+    loss = -ratio * x.advantages + config.coefficient * x.log_ratio.abs() * chosen
+    return TokenLoss(loss, ratio, {"selected_fraction": chosen})
+
+
+_LOSSES: Mapping[type[PolicyLossBase], Callable[..., TokenLoss]] = {
+    ClipLossConfig: clip,
+    GspoLossConfig: gspo,
+    GspoTokenLossConfig: gspo_token,
+    GmpoLossConfig: gmpo,
+    CispoLossConfig: cispo,
+    SapoLossConfig: sapo,
+    ReinforceLossConfig: reinforce,
+    ClipCovLossConfig: clip_cov,
+    KlCovLossConfig: kl_cov,
+    CustomLossConfig: lambda x, config: custom_loss(config, x.batch, x.logprobs, x.old, x.advantages),
+}
+
+
+def token_loss(
+    config: PolicyLossBase,
+    batch: PackedBatch,
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    choice: "Choice | None" = None,
+) -> TokenLoss:
+    """The loss that the config names; `choice` is the result of `choose` for losses that select tokens."""
+    return _LOSSES[type(config)](Tokens(batch, logprobs, old, advantages, choice), config)
+
+
+MIN_POSITIVE = math.ulp(0.0)  # the smallest number that is more than 0
 
 # Values [n] of this rank's tokens, to those of all data-parallel ranks [sum of n].
 OverRanks = Callable[[Tensor], Tensor]
@@ -185,9 +254,7 @@ OverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """Which tokens of an update are chosen: those of a covariance within bounds, and of these the first by
-    `draws` up to a limit.
-    """
+    """The chosen tokens of an update: of a covariance within bounds, and the first of these by `draws`."""
 
     mean_logprob: float
     mean_advantage: float
@@ -210,9 +277,7 @@ def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: 
     of the tokens up to it, so that it is the same under every layout and after a resume. KL-Cov takes the
     highest, of positive ones alone: where all advantages are equal there are none.
     """
-    assert isinstance(config, ClipCovLossConfig | KlCovLossConfig), (
-        f"{type(config).__name__} selects no tokens"
-    )
+    assert isinstance(config, ClipCovLossConfig | KlCovLossConfig), f"`{config}` selects no tokens"
     assert batch.advantages is not None, "a choice by covariance requires advantages"
     mask = batch.loss_mask
     logprobs, advantages = over_ranks(old[mask].double()), over_ranks(batch.advantages[mask].double())
@@ -230,48 +295,6 @@ def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: 
         return None
     last = int(within.sort().values[min(count, len(within)) - 1])
     return Choice(*means, low=config.covariance_low, high=config.covariance_high, last_draw=last)
-
-
-def clip_cov(
-    batch: PackedBatch,
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    config: ClipCovLossConfig,
-    choice: Choice | None,
-) -> TokenLoss:
-    """PPO's clipped surrogate (`clip`), but 0 and without gradient for the chosen tokens.
-
-    These count among the tokens that divide the sum. The draw is among all tokens within the bounds, also
-    those that PPO clips already; verl draws among the others. In the first update of a step, where Clip-Cov's
-    preset has its only one, none is clipped and both are the same.
-    """
-    ratio = bounded_exp(log_ratio(batch, logprobs, old))
-    found = clipped_surrogate(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
-    chosen = _chosen(choice, batch, old, advantages)
-    loss = torch.where(chosen, torch.zeros_like(found.loss), found.loss)
-    return replace(found, loss=loss, metrics={**found.metrics, "selected_fraction": chosen})
-
-
-def kl_cov(
-    batch: PackedBatch,
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    config: KlCovLossConfig,
-    choice: Choice | None,
-) -> TokenLoss:
-    """`-r A`, not clipped, and for the chosen tokens `-r A + coefficient |logprob - old|`.
-
-    The paper writes the divergence of the old policy from the current one; its code and verl, and so we, take
-    the absolute difference of the logprobs for it. It has no gradient at r = 1: the first minibatch of a step
-    feels nothing of it.
-    """
-    log = log_ratio(batch, logprobs, old)
-    ratio = bounded_exp(log)
-    chosen = _chosen(choice, batch, old, advantages)
-    loss = -ratio * advantages + config.coefficient * log.abs() * chosen
-    return TokenLoss(loss, ratio, {"selected_fraction": chosen})
 
 
 def draws(batch: PackedBatch) -> Tensor:
@@ -306,10 +329,6 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_
     return (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage)
 
 
-def _chosen(choice: Choice | None, batch: PackedBatch, old: Tensor, advantages: Tensor) -> Tensor:
-    return torch.zeros_like(batch.loss_mask) if choice is None else choice.of(batch, old, advantages)
-
-
 def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) -> float:
     """The smallest entropy among the `quantile` of an update's tokens that has the highest ones.
 
@@ -325,152 +344,163 @@ def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) ->
     return float(entropies.topk(1 + int(quantile * (len(entropies) - 1))).values[-1])
 
 
-LossFunction = Callable[..., TokenLoss]
-F = TypeVar("F", bound=LossFunction)
+@dataclass(frozen=True)
+class PolicyLoss:
+    """`correction * policy loss + kl.coefficient * divergence - entropy_coefficient * entropy` of each token.
 
-_SUMS = frozenset({"tokens", "ratio/square"})  # parts of metrics
-_LOSS_SIGNATURE = "(batch, logprobs, old, advantages, **arguments) -> TokenLoss"
+    And `likelihood_coefficient * likelihood_weights * -logprob` (VAPO, Yue et al. 2025, arXiv 2504.05118).
+    With `loss.top_entropy_quantile` only the tokens of the highest entropy have a policy loss. With
+    `correction.divisor: kept` the tokens that a correction leaves out have no term at all, and the others
+    share the weight (`prepared`).
 
-
-def policy_loss(function: F) -> F:
-    """Mark a function as a policy loss; its signature is checked where it is defined.
-
-    It is called as `function(batch, logprobs, old, advantages, **arguments)`, the tensors [N] float32 of one
-    micro-batch, and returns a `TokenLoss`. `logprobs` are of the policy that learns; `old` has no gradient
-    and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
-    every rank that computes losses. Raises CustomFunctionError.
+    Needs `advantages`. The `old` logprobs are the engine's in the bypass form of the correction, otherwise
+    the batch's `old_logprobs`, or where it has none the current ones: with one update in a step the ratio is
+    1, and its gradient the policy gradient's.
     """
-    given = num_positional(function)
-    if given < 4:
-        raise _error(
-            function.__qualname__,
-            f"it takes {given} positional arguments: a policy loss is called as {_LOSS_SIGNATURE}",
-        )
-    return function
+
+    config: PolicyLossConfig
+    kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = NoCorrectionConfig()
+    entropy_coefficient: float = 0.0
+    likelihood_coefficient: float = 0.0
+    choice: Choice | None = None  # of losses that choose among all tokens of an update
+    least_entropy: float | None = None  # of tokens with a policy loss; None takes all
+    divisor: Divisor | None = None  # of the tokens that the correction keeps; None leaves the batch's weights
+    needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
+
+    def prepared(self, batch: PackedBatch, over_ranks: OverRanks) -> "PolicyLoss":
+        """The loss for all micro-batches of an update, of which `batch` is this rank's part."""
+        loss, quantile = self, self.config.top_entropy_quantile
+        if quantile < 1:
+            loss = replace(loss, least_entropy=least_entropy(batch, quantile, over_ranks))
+        if self.correction.divisor == "kept":
+            counts = over_ranks(totals(kept(batch, self.correction).double(), batch))
+            loss = replace(loss, divisor=Divisor.of(counts.tolist()))
+        if self.config.selects_tokens:
+            old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
+            assert old is not None, "a choice by covariance requires old logprobs"
+            loss = replace(loss, choice=choose(batch, old, self.config, over_ranks))
+        return loss
+
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Sums over a micro-batch; metrics that are means over tokens are divided by `finish_metrics`."""
+        assert batch.advantages is not None, "the policy loss requires advantages"
+        assert entropy is not None, "the policy loss requires the entropy"
+        old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
+        if old is None:
+            assert self.correction.form == "decoupled", "the bypass form requires the engine's logprobs"
+            old = logprobs.detach()
+        weights = batch.weights if self.divisor is None else self._weights_of_kept(batch, self.divisor)
+
+        # The policy's loss of each token, corrected and masked.
+        found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
+        gaps, largest = engine_gap(batch, logprobs)
+        terms, metrics = found.loss, {**found.metrics, **gaps, "entropy": entropy}
+        corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
+        if corrected is not None:
+            terms = terms * corrected.weight
+            metrics |= corrected.metrics
+            largest |= corrected.largest
+        if self.least_entropy is not None:
+            assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
+            metrics["top_entropy_fraction"] = batch.old_entropies >= self.least_entropy
+            terms = terms * metrics["top_entropy_fraction"]
+        if found.ratio is not None:
+            metrics |= {"ratio/mean": found.ratio, "ratio/square": found.ratio.square()}
+            metrics["kl/old"] = kl_divergence(old, logprobs, "k3")
+            largest["ratio/max"] = found.ratio
+        losses = {"loss/policy": (weights * terms).sum()}
+
+        # The terms of other objectives.
+        terms = terms - self.entropy_coefficient * entropy
+        if batch.reference_logprobs is not None:
+            metrics["kl/reference"] = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
+            if self.kl.placement == "loss":
+                ratio = bounded_exp(log_ratio(batch, logprobs, old))
+                penalty = kl_penalty(logprobs, batch.reference_logprobs, self.kl, ratio)
+                terms = terms + self.kl.coefficient * penalty
+        loss = (weights * terms).sum()
+        if self.likelihood_coefficient > 0:
+            assert batch.likelihood_weights is not None, "the likelihood term requires its weights"
+            losses["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
+            loss = loss + self.likelihood_coefficient * losses["loss/likelihood"]
+        return token_loss_output(batch, loss, losses, metrics, largest)
+
+    def _weights_of_kept(self, batch: PackedBatch, divisor: Divisor) -> Tensor:
+        """[N] as `batch.weights`, of the tokens that the correction keeps; the others have 0."""
+        mask = kept(batch, self.correction)
+        counts = totals(mask.double(), batch).tolist()
+        weights = sequence_weights(counts, self.config.aggregation, self.config.aggregation_length, divisor)
+        return weights.to(mask.device)[sequence_of(batch)] * mask
 
 
-def own_loss(config: CustomLossConfig) -> LossFunction:
-    """The function that a config names. Raises CustomFunctionError."""
-    return find("policy loss", config.function)
+@dataclass(frozen=True)
+class CrossEntropyLoss:
+    """Negative logprob of the data: supervised fine-tuning."""
+
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Sum of `-weight * logprob` over the tokens of the loss mask."""
+        loss = -(batch.weights * logprobs).sum()
+        nll = -(logprobs * batch.loss_mask).sum()
+        return loss_output(loss, {"loss/sft": loss, "tokens": batch.loss_mask.sum(), "nll": nll})
 
 
-def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> None:
-    """Call a function as training would, on a batch of two sequences.
+@dataclass(frozen=True)
+class ValueLoss:
+    """Of a critic on one micro-batch, summed with the weights of the batch.
 
-    What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    metrics [N] with names other than those `taken` by metrics of the run. Raises CustomFunctionError if it
-    cannot be found or called, fails, or returns something else.
+    `max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2` (PPO's implementation; Schulman et al. 2017 name
+    the plain error only): a value that is further than c from the old one is not pulled further.
     """
-    batch = _tiny_batch()
-    assert batch.old_logprobs is not None
-    assert batch.advantages is not None
-    logprobs = (batch.old_logprobs + 0.1).requires_grad_()
-    found = tried(
-        own_loss(config),
-        [batch, logprobs, batch.old_logprobs, batch.advantages],
-        config.arguments,
-        called=f"policy loss `{config.function}`",
-        signature=f"{_LOSS_SIGNATURE} with algorithm.loss.arguments",
-        where="a tiny batch of packed tensors [N]",
-    )
-    if problem := _loss_problem(found, logprobs, batch.loss_mask):
-        raise _error(config.function, problem)
-    for name in found.metrics:
-        if name in taken or name in _SUMS:
-            problem = f"its metric {name} has the name of a metric of the run: rename it"
-            raise _error(config.function, problem)
+
+    config: CriticLearningConfig
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `values`, those before the step, and `returns`."""
+        assert batch.values is not None, "the value loss requires the values before the step"
+        assert batch.returns is not None, "the value loss requires returns"
+        mask, returns, clip = batch.loss_mask, batch.returns, self.config.value_clip
+        # The state in which a token is chosen is what the critic has read before it. No sequence begins with
+        # a token of the mask, so nothing comes from the sequence before.
+        now, old = values.roll(1), batch.values.roll(1)
+        errors, clipped = (now - returns).square(), torch.zeros_like(mask)
+        if clip is not None:
+            bounded = (torch.minimum(torch.maximum(now, old - clip), old + clip) - returns).square()
+            errors, clipped = torch.maximum(errors, bounded), bounded > errors
+        loss = (batch.weights * errors / 2).sum()
+        metrics = {
+            "value": old,
+            "return": returns,
+            "return_squared": returns.square(),
+            "error": returns - old,
+            "error_squared": (returns - old).square(),
+            "clip_fraction": clipped,
+        }
+        sums = {name: (value * mask).sum() for name, value in metrics.items()}
+        return loss_output(loss, {"loss": loss, "tokens": mask.sum(), **sums})
 
 
-def custom_loss(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, config: CustomLossConfig
-) -> TokenLoss:
-    """The loss of a function of the user's.
+def value_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
+    """Metrics of a step's updates of the critic.
 
-    Raises CustomFunctionError if the function does not return tensors [N], or raises SystemExit.
+    The loss is the mean over updates. The values are those before the step: `critic/explained_variance` is
+    `1 - Var[R - V] / Var[R]`, 1 where they were the returns, 0 where they explain no more than a constant;
+    it is 0 where the returns do not vary.
     """
-    try:
-        found = own_loss(config)(batch, logprobs, old, advantages, **config.arguments)
-    except SystemExit as error:  # which would end the worker without a message
-        raise _error(config.function, f"it raised SystemExit: {error} (algorithm.loss.function)") from error
-    if problem := _form(found, logprobs):
-        raise _error(config.function, f"{problem} (algorithm.loss.function)")
-    return found
-
-
-def _loss_problem(found: object, logprobs: Tensor, mask: Tensor) -> str | None:
-    if problem := _form(found, logprobs):
-        return problem
-    assert isinstance(found, TokenLoss)
-    if not bool(found.loss[mask].isfinite().all()):
-        return (
-            "its loss is not finite where logprobs are near the old ones: look for logarithms and divisions"
-        )
-    if not found.loss.requires_grad:
-        return (
-            "no gradient reaches the logprobs: compute the loss from `logprobs`, without detaching all of it"
-        )
-    (gradient,) = torch.autograd.grad(found.loss[mask].sum(), logprobs, allow_unused=True)
-    if gradient is None or not bool(gradient[mask].any()):
-        return "its gradient is 0 at every sampled token: compute the loss from `logprobs`"
-    return None
-
-
-def _form(found: object, logprobs: Tensor) -> str | None:
-    if not isinstance(found, TokenLoss):
-        return f"it returned {type(found).__name__}: return a TokenLoss (nemorl.algorithms.policy_losses)"
-    parts: dict[str, object] = {"loss": found.loss, **{f"metric {k}": v for k, v in found.metrics.items()}}
-    if found.ratio is not None:
-        parts["ratio"] = found.ratio
-    for what, values in parts.items():
-        if not isinstance(values, Tensor):
-            return f"its {what} is of the type {type(values).__name__}: give a tensor [N]"
-        if values.shape != logprobs.shape:
-            shape, expected = list(values.shape), list(logprobs.shape)
-            return f"its {what} has the shape {shape} instead of {expected}: give a value for each token"
-    return None
-
-
-def _tiny_batch() -> PackedBatch:
-    """Two sequences, of three and two tokens, whose first tokens are prompts."""
-    mask = torch.tensor([False, True, True, False, True])
-    return PackedBatch(
-        tokens=torch.arange(5),
-        cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
-        position_ids=torch.tensor([0, 1, 2, 0, 1]),
-        loss_mask=mask,
-        weights=mask / 3,
-        advantages=torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]) * mask,
-        logprobs=torch.full((5,), -1.0) * mask,
-        old_logprobs=torch.full((5,), -1.0) * mask,
-    )
-
-
-def _error(name: str, problem: str) -> CustomFunctionError:
-    return CustomFunctionError(f"policy loss `{name}`: {problem}")
-
-
-_LOSSES: Mapping[type[PolicyLossBase], LossFunction] = {
-    ClipLossConfig: clip,
-    GspoLossConfig: gspo,
-    GspoTokenLossConfig: gspo_token,
-    GmpoLossConfig: gmpo,
-    CispoLossConfig: cispo,
-    SapoLossConfig: sapo,
-    ReinforceLossConfig: reinforce,
-    ClipCovLossConfig: clip_cov,
-    KlCovLossConfig: kl_cov,
-    CustomLossConfig: custom_loss,
-}
-
-
-def token_loss(
-    config: PolicyLossBase,
-    batch: PackedBatch,
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    choice: Choice | None = None,
-) -> TokenLoss:
-    """The loss that the config names; `choice` is the result of `choose` for losses that select tokens."""
-    selected = {"choice": choice} if config.selects_tokens else {}
-    return _LOSSES[type(config)](batch, logprobs, old, advantages, config, **selected)
+    sums = {name: sum(update.sums[name] for update in updates) for name in updates[0].sums}
+    mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+    of_returns = mean["return_squared"] - mean["return"] ** 2
+    of_errors = mean["error_squared"] - mean["error"] ** 2
+    # Sums are of float32, so that a difference of this size says nothing.
+    varies = of_returns > 1e-6 * mean["return_squared"]
+    return {
+        "critic/loss": sums["loss"] / len(updates),
+        **{f"critic/{name}": mean[name] for name in ("value", "return", "clip_fraction")},
+        "critic/explained_variance": 1 - of_errors / of_returns if varies else 0.0,
+        "critic/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
+        "critic/lr": updates[-1].lr,
+        "critic/skipped_updates": float(sum(u.skipped for u in updates)),
+    }

@@ -22,10 +22,6 @@ from nemorl.generation.types import EngineFailed, RequestRefused
 from nemorl.session.session import Session
 from nemorl.trajectories import Task
 
-# What a teacher computes, and what it is to the policy.
-_OF_SAMPLED: Mapping[Field, Field] = {"old_logprobs": "reference_logprobs"}
-_OF_TOP: Mapping[Field, Field] = {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
-
 
 @dataclass(frozen=True)
 class Teachers:
@@ -43,21 +39,23 @@ class Teachers:
         kind: Literal["trajectories", "examples"],
     ) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
-        held = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
-        asked = [self._ask(name, rows, places, kind) for name, rows in held.items() if rows]
+        rows = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
+        calls = [self._ask(name, own, places, kind) for name, own in rows.items() if own]
         if self.session.models_share_devices:
-            answers = [await one for one in asked]
+            answers = [await call for call in calls]
         else:
-            answers = await asyncio.gather(*asked)
-        order = [i for rows in held.values() for i in rows]
+            answers = await asyncio.gather(*calls)
+        order = [i for own in rows.values() for i in own]
         for field, of_policy in self._fields.items():
-            found = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
-            column = Column(tuple(found[i] for i in range(len(places))))
-            await self.session.learner.take(of_policy, column)
+            by_row = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
+            await self.session.learner.take(of_policy, Column(tuple(by_row[i] for i in range(len(places)))))
 
     @property
     def _fields(self) -> Mapping[Field, Field]:
-        return _OF_SAMPLED if self.top_k is None else _OF_TOP
+        """Fields of a teacher's batch, and what they are to the policy."""
+        if self.top_k is None:
+            return {"old_logprobs": "reference_logprobs"}
+        return {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
 
     async def _ask(
         self,
@@ -68,15 +66,15 @@ class Teachers:
     ) -> dict[Field, list[tuple[object, int]]]:
         """References to the results of one teacher for the sequences of `rows`, by field."""
         config = self.configs[name]
-        if isinstance(config, EndpointTeacherConfig):
+        if config.kind == "endpoint":
             policy = self.session.learner
             await policy.fill(set(rows), EndpointTeacher(config, name, self.top_k), stage="teachers")
             shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
             return {field: [column.places[row] for row in rows] for field, column in shared.items()}
         own, teacher = [places[row] for row in rows], self.session.model(teacher_group(name))
         # The result of the padding is not used.
-        filled = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
-        await teacher.load([replace(place, compared=None) for place in filled], kind=kind)
+        padded = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
+        await teacher.load([replace(place, compared=None) for place in padded], kind=kind)
         if self.top_k is None:
             await teacher.logprobs(old=True, reference=False)
         else:
@@ -138,19 +136,26 @@ class EndpointTeacher:
             max_retries=self._config.max_retries,
             key_field=f"{self._section}.api_key_env",
         )
+        starts = batch.cu_seqlens.tolist()
+        spans = [range(starts[s], starts[s + 1]) for s in sequences]
+        spans = [span for span in spans if bool(batch.loss_mask[span.start : span.stop].any())]
+        prompts = [batch.tokens[span.start : span.stop].tolist() for span in spans]
         try:
             async with asyncio.timeout(seconds):
-                spans = _spans(batch, sequences)
-                answers = await asyncio.gather(
-                    *(self._ask(client, batch.tokens[span].tolist()) for span in spans)
-                )
+                answers = await asyncio.gather(*(self._ask(client, prompt) for prompt in prompts))
         except (EngineFailed, RequestRefused, TimeoutError) as error:
             timeout = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)"
             problem = timeout if isinstance(error, TimeoutError) else error
             raise RunError(f"{self._section}: {problem}") from error
         finally:
             await client.close()
-        return filled(batch, spans, answers, self._top_k)
+        scores = [
+            (place, scores)
+            for span, answer in zip(spans, answers, strict=True)
+            for place, scores in zip(span[1:], answer, strict=True)
+            if batch.loss_mask[place]
+        ]
+        return self._filled(batch, scores)
 
     async def _ask(self, client: OpenAIClient, tokens: list[int]) -> list[Scores]:
         """The scores at each token but the first."""
@@ -158,62 +163,37 @@ class EndpointTeacher:
         answer = await client.post("/completions", {**body, "prompt_logprobs": self._top_k or 0})
         choices = answer.get("choices") or [{}]
         scores = choices[0].get("prompt_logprobs")
+        server = f"{self._section}.base_url = {self._config.base_url}: the server"
         if not scores:
             raise RunError(
-                f"{self._section}.base_url = {self._config.base_url}: the server answers without "
-                "prompt_logprobs; serve the teacher with vLLM, whose server returns them, or in processes of "
-                "the run (kind: model)"
+                f"{server} answers without prompt_logprobs; serve the teacher with vLLM, whose server "
+                "returns them, or in processes of the run (kind: model)"
             )
         if len(scores) != len(tokens):
             raise RunError(
-                f"{self._section}.base_url = {self._config.base_url}: the server received {len(tokens)} "
-                f"tokens and returns prompt_logprobs of {len(scores)}; use a server that does not change "
-                "prompts of token ids"
+                f"{server} received {len(tokens)} tokens and returns prompt_logprobs of {len(scores)}; use a "
+                "server that does not change prompts of token ids"
             )
         return list(scores[1:])
 
-
-def filled(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Scores]], top_k: int | None
-) -> dict[str, Tensor]:
-    """The teacher's fields with the scores at the tokens of the loss mask in these spans."""
-    if top_k is None:
-        logprobs = _kept(batch.reference_logprobs, (batch.num_tokens,))
-        for place, scores in _scores(batch, spans, answers):
-            logprobs[place] = scores[str(int(batch.tokens[place]))]["logprob"]
-        return {"reference_logprobs": logprobs}
-    ids = _kept(batch.top_ids, (batch.num_tokens, top_k), torch.int32)
-    of_top = _kept(batch.top_logprobs, (batch.num_tokens, top_k))
-    for place, scores in _scores(batch, spans, answers):
-        # The scores include the token of the prompt, at any rank.
-        top = sorted(scores.items(), key=lambda item: -item[1]["logprob"])[:top_k]
-        if len(top) < top_k:
-            raise RunError(
-                f"a teacher's server returns {len(top)} of {top_k} likeliest tokens: request fewer"
-            )
-        ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
-        of_top[place] = torch.tensor([score["logprob"] for _, score in top])
-    return {"top_ids": ids, "top_logprobs": of_top}
-
-
-def _scores(
-    batch: PackedBatch, spans: Sequence[slice], answers: Sequence[Sequence[Scores]]
-) -> list[tuple[int, Scores]]:
-    """Positions of the loss mask, each with its scores."""
-    return [
-        (place, scores)
-        for span, answer in zip(spans, answers, strict=True)
-        for place, scores in zip(range(span.start + 1, span.stop), answer, strict=True)
-        if batch.loss_mask[place]
-    ]
-
-
-def _spans(batch: PackedBatch, sequences: Sequence[int]) -> list[slice]:
-    """The positions of those of the sequences that have tokens of the loss mask."""
-    starts = batch.cu_seqlens.tolist()
-    spans = [slice(starts[s], starts[s + 1]) for s in sequences]
-    return [span for span in spans if bool(batch.loss_mask[span].any())]
-
-
-def _kept(field: Tensor | None, size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(size, dtype=dtype) if field is None else field.clone()
+    def _filled(self, batch: PackedBatch, scores: Sequence[tuple[int, Scores]]) -> dict[str, Tensor]:
+        """The teacher's fields with the scores at these places, tokens of the loss mask."""
+        n, k = batch.num_tokens, self._top_k
+        if k is None:
+            kept = batch.reference_logprobs
+            logprobs = torch.zeros(n) if kept is None else kept.clone()
+            for place, of_place in scores:
+                logprobs[place] = of_place[str(int(batch.tokens[place]))]["logprob"]
+            return {"reference_logprobs": logprobs}
+        ids = torch.zeros((n, k), dtype=torch.int32) if batch.top_ids is None else batch.top_ids.clone()
+        of_top = torch.zeros((n, k)) if batch.top_logprobs is None else batch.top_logprobs.clone()
+        for place, of_place in scores:
+            # The scores include the token of the prompt, at any rank.
+            top = sorted(of_place.items(), key=lambda item: -item[1]["logprob"])[:k]
+            if len(top) < k:
+                raise RunError(
+                    f"a teacher's server returns {len(top)} of {k} likeliest tokens: request fewer"
+                )
+            ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
+            of_top[place] = torch.tensor([score["logprob"] for _, score in top])
+        return {"top_ids": ids, "top_logprobs": of_top}

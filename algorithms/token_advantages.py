@@ -191,12 +191,24 @@ class TokenEstimator:
         penalties = torch.zeros(batch.num_tokens)
         if self.kl is not None:
             penalties = self.kl.coefficient * kl_of_tokens(batch, self.kl)
-        advantages, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
-        spread = tokens.spread(advantages)
-        metrics = _metrics(tokens, spread, penalties, sum_over_ranks)
+        table, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
+        advantages = tokens.spread(table)
+
+        # Metrics of the advantages before they are whitened, and of what the divergence takes from a
+        # trajectory.
+        x = advantages[tokens.places].double()
+        sums = [torch.tensor(len(x)).double(), x.sum(), x.square().sum()]
+        sums += [penalties.double().sum(), (tokens.lengths > 0).sum().double()]
+        count, total, squares, taken, sequences = sum_over_ranks(torch.stack(sums)).tolist()
+        mean = total / max(count, 1)
+        metrics = {
+            "advantage/mean": mean,
+            "advantage/std": max(squares / max(count, 1) - mean**2, 0.0) ** 0.5,
+            "kl/penalty": taken / max(sequences, 1),
+        }
         if self.config.whiten:
-            spread = whiten(spread, batch.loss_mask, sum_over_ranks)
-        return TokenEstimate(spread, None if returns is None else tokens.spread(returns), metrics)
+            advantages = whiten(advantages, batch.loss_mask, sum_over_ranks)
+        return TokenEstimate(advantages, None if returns is None else tokens.spread(returns), metrics)
 
     def _estimate(
         self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor
@@ -205,46 +217,23 @@ class TokenEstimator:
         config = self.config
         if isinstance(config, TokenReturnsConfig):
             return discounted_sums(rewards - penalties, config.gamma), None
-        values = tokens.table(_before(tokens.batch))
+        assert tokens.batch.values is not None, "these advantages require a critic's values"
+        # Of the state in which each token is chosen; no sequence begins with a sampled token.
+        values = tokens.table(tokens.batch.values.roll(1))
         is_sampled = tokens.table(tokens.batch.loss_mask).bool()
-        if isinstance(config, GaeConfig):
-            return _decoupled(config, rewards - penalties, values, tokens.lengths)
         if isinstance(config, TurnGaeConfig):
             return turn_gae(rewards - penalties, values, tokens.turns, is_sampled, config.gamma, config.lam)
-        assert isinstance(config, BiLevelGaeConfig), f"no advantages of tokens are known by {config!r}"
-        advantages = bi_level_gae(rewards, penalties, values, tokens.turns, is_sampled, config)
-        return advantages, advantages + values
-
-
-def _decoupled(config: GaeConfig, rewards: Tensor, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages by the policy's lambda, returns by the critic's."""
-    lam: Tensor | float = config.lam
-    if config.length_adaptive_alpha is not None:
-        lam = length_adaptive_lambda(lengths, config.length_adaptive_alpha)
-    advantages = gae(rewards, values, config.gamma, lam)
-    if config.critic_lam is None:
-        return advantages, advantages + values
-    return advantages, gae(rewards, values, config.gamma, config.critic_lam) + values
-
-
-def _metrics(
-    tokens: SampledTokens, advantages: Tensor, penalties: Tensor, sum_over_ranks: SumOverRanks
-) -> dict[str, float]:
-    """Of the advantages [N] before they are whitened, and what the divergence takes from a trajectory."""
-    x = advantages[tokens.places].double()
-    sums = [torch.tensor(len(x)).double(), x.sum(), x.square().sum()]
-    sums += [penalties.double().sum(), (tokens.lengths > 0).sum().double()]
-    count, total, squares, taken, sequences = sum_over_ranks(torch.stack(sums)).tolist()
-    mean = total / max(count, 1)
-    variance = max(squares / max(count, 1) - mean**2, 0.0)
-    metrics = {"advantage/mean": mean, "advantage/std": variance**0.5}
-    return metrics | {"kl/penalty": taken / max(sequences, 1)}
-
-
-def _before(batch: PackedBatch) -> Tensor:
-    """[N] the value of the state in which each token is chosen: what the critic says after the one before."""
-    assert batch.values is not None, "these advantages require a critic's values"
-    return batch.values.roll(1)  # no sequence begins with a sampled token
+        if isinstance(config, BiLevelGaeConfig):
+            advantages = bi_level_gae(rewards, penalties, values, tokens.turns, is_sampled, config)
+            return advantages, advantages + values
+        assert isinstance(config, GaeConfig), f"`{config}` estimates no advantages of tokens"
+        lam: Tensor | float = config.lam
+        if config.length_adaptive_alpha is not None:
+            lam = length_adaptive_lambda(tokens.lengths, config.length_adaptive_alpha)
+        advantages = gae(rewards - penalties, values, config.gamma, lam)
+        if config.critic_lam is None:
+            return advantages, advantages + values
+        return advantages, gae(rewards - penalties, values, config.gamma, config.critic_lam) + values
 
 
 def _next(values: Tensor) -> Tensor:

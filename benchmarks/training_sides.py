@@ -29,7 +29,7 @@ from meter import Memory, Span, measured, now
 from torch import Tensor
 from training_work import Padded, Work
 
-from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
+from nemorl.algorithms.policy_losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import AdamConfig, PolicyConfig
 from nemorl.data.packed import pack_examples

@@ -78,7 +78,7 @@ STOPS = {
     ),
     "a teacher": ("head:logprobs_at", "Teachers", "PolicyWorker.fill"),
     "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
-    "a function of the user's": ("own_advantages", "policy_losses:custom_loss"),
+    "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),

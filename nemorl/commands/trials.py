@@ -33,7 +33,7 @@ def custom_function_problems(experiment: Experiment) -> Iterator[Problem]:
         except NemorlError as error:
             yield Problem("algorithm.advantage.function", algorithm.advantage.function, str(error))
     if isinstance(algorithm.loss, CustomLossConfig):
-        from nemorl.algorithms.policy_losses import smoke_test_loss  # brings torch as well
+        from nemorl.algorithms.custom import smoke_test_loss  # brings torch as well
 
         try:
             taken = metric_names(algorithm, experiment.env, experiment.rewards, experiment.data)

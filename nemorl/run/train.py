@@ -25,7 +25,7 @@ from nemorl.algorithms.metrics import LogprobGate, samples_of
 from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.algorithms.online import OnlineAlgorithm, Update
-from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.cluster.placement import worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
@@ -298,8 +298,8 @@ def _online(
         teachers = _teachers(experiment, config, session)
         update = DistillationUpdate(config, data.task_teachers, multiple)
     else:
-        scorer = Scorer(config, reward_weights(experiment.env, experiment.rewards))
-        update = PolicyGradientUpdate(config, scorer, recorder.entropy)
+        weights = reward_weights(experiment.env, experiment.rewards)
+        update = PolicyGradientUpdate(config, recorder.entropy, weights)
     gate = LogprobGate(config, experiment.generation)
     cancellable = recorder.stop.cancellable
     return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)

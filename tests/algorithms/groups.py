@@ -2,6 +2,10 @@
 
 from collections.abc import Sequence
 
+from nemorl.algorithms.objective import EntropyWeight
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.data.shards import SequencePlace
 from nemorl.rollout.collector import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
@@ -35,3 +39,8 @@ def paid(number: int, rewards: Sequence[float], sampled: Sequence[int] | None = 
     lengths = sampled or [3] * len(rewards)
     members = (trajectory(r, row, n) for row, (r, n) in enumerate(zip(rewards, lengths, strict=True)))
     return group(number, *members)
+
+
+def score(config: OnlineConfig, groups: Sequence[GroupSummary]) -> list[SequencePlace]:
+    """The groups' trajectories with advantages and weights."""
+    return PolicyGradientUpdate(config, EntropyWeight.of(config.entropy)).score(groups)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.losses import PolicyLoss
-from nemorl.algorithms.policy_losses import least_entropy
+from nemorl.algorithms.policy_losses import PolicyLoss, least_entropy
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig, ReinforceLossConfig
 from nemorl.data.packed import PackedBatch, with_likelihood

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.losses import PolicyLoss, finish_metrics
-from nemorl.algorithms.objective import correct
+from nemorl.algorithms.objective import correct, finish_metrics
+from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import (
     CorrectionConfig,
     IcePopCorrectionConfig,

@@ -16,8 +16,8 @@ from nemorl.algorithms.distillation import (
     TopDivergence,
     outcomes,
 )
-from nemorl.algorithms.losses import finish_metrics
 from nemorl.algorithms.metrics import optimizer_metrics
+from nemorl.algorithms.objective import finish_metrics
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.teachers import EndpointTeacher, Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, ReverseKlLossConfig

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nemorl.algorithms.losses import PolicyLoss
 from nemorl.algorithms.objective import EntropyWeight
+from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import AdaptiveEntropyConfig, EntropyBonusConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from tests.algorithms.packed import current, ragged

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from nemorl.algorithms.filters import filter_groups, refill
-from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
@@ -16,7 +15,7 @@ from nemorl.data.shards import make_shards, plan_batch
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary, TaskOrder
 from nemorl.trajectories import StopReason
-from tests.algorithms.groups import failed, group, paid, trajectory
+from tests.algorithms.groups import failed, group, paid, score, trajectory
 
 EQUAL, MIXED, RIGHT = [0.5, 0.5, 0.5], [0.0, 1.0, 0.5], [1.0, 1.0, 0.9]
 
@@ -89,7 +88,7 @@ def test_truncated_trajectories_do_not_train_and_stay_in_their_baseline() -> Non
     assert trains(batch.groups) == {0: [True, False]}
     assert batch.metrics == {"filters/sampled": 1, "filters/kept": 1, "filters/truncated": 1}
     config = online(1, 2, advantage={"normalize": False})
-    places = Scorer(config).score(batch.groups)
+    places = score(config, batch.groups)
     assert [p.advantage for p in places] == [0.5, 0.0]
     assert [p.weight for p in places] == pytest.approx([1 / 3, 0.0])
     assert [p.num_tokens for p in places] == [7, PLACEHOLDER_TOKENS]
@@ -143,7 +142,7 @@ def test_dropped_groups_count_neither_in_advantages_nor_in_denominators() -> Non
     groups = [paid(0, [9.0, 9.0], [50, 50]), paid(1, [0.0, 1.0], [3, 5])]
     batch = filter_groups(groups, FiltersConfig(drop_equal_rewards=True), 2)
     config = online(2, 2, advantage={"name": "reinforce", "normalization": "mean"})
-    places = {(p.store, p.row): p for p in Scorer(config).score(batch.groups)}
+    places = {(p.store, p.row): p for p in score(config, batch.groups)}
     assert [places["store-1", row].advantage for row in (0, 1)] == [-0.5, 0.5]
     assert [places["store-1", row].weight for row in (0, 1)] == pytest.approx([1 / 8, 1 / 8])
     for row in (0, 1):
@@ -153,7 +152,7 @@ def test_dropped_groups_count_neither_in_advantages_nor_in_denominators() -> Non
 
 def test_a_batch_of_which_nothing_is_left_is_made_of_stand_ins() -> None:
     batch = filter_groups([paid(0, EQUAL), paid(1, EQUAL)], FiltersConfig(drop_equal_rewards=True), 2)
-    places = Scorer(online(2, 3)).score(batch.groups)
+    places = score(online(2, 3), batch.groups)
     assert [p.weight for p in places] == [0.0] * 6
     assert {p.num_tokens for p in places} == {PLACEHOLDER_TOKENS}
 
@@ -161,7 +160,7 @@ def test_a_batch_of_which_nothing_is_left_is_made_of_stand_ins() -> None:
 def test_what_is_left_is_spread_over_minibatches() -> None:
     groups = [paid(0, EQUAL), paid(1, [0.0, 1.0, 2.0], [2, 2, 2]), paid(2, EQUAL), paid(3, EQUAL)]
     batch = filter_groups(groups, FiltersConfig(drop_equal_rewards=True), 4)
-    places = Scorer(online(4, 3, num_minibatches=3)).score(batch.groups)
+    places = score(online(4, 3, num_minibatches=3), batch.groups)
     minibatches = [places[start : start + 4] for start in (0, 4, 8)]
     assert [[p.row for p in part if p.weight > 0] for part in minibatches] == [[0], [1], [2]]
     assert [p.weight for p in places if p.weight > 0] == pytest.approx([0.5] * 3)
@@ -174,7 +173,7 @@ def test_each_turn_has_its_own_advantage_in_the_batch() -> None:
         trajectory(0.0, 1, num_turns=2, turn_rewards=(0.0, 0.0)),
     ]
     config = online(1, 2, advantage={"name": "turn", "normalize": False})
-    places = Scorer(config).score([group(0, *turns)])
+    places = score(config, [group(0, *turns)])
     assert [p.advantage for p in places] == [(0.5, 0.25), (-0.5, -0.25)]
 
 
@@ -250,7 +249,7 @@ def test_ranks_hold_the_same_advantages_however_many_they_are(
     ]
     filters = {"drop_equal_rewards": True, "drop_truncated": True}
     config = online(4, 4, advantage=advantage, filters=filters, num_minibatches=num_minibatches)
-    places = Scorer(config).score(filter_groups(groups, config.filters, 4).groups)
+    places = score(config, filter_groups(groups, config.filters, 4).groups)
 
     plan = plan_batch([p.num_tokens for p in places], ranks, num_minibatches, 64, 32)
     held = {

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss, finish_metrics
-from nemorl.algorithms.objective import sequence_weights
+from nemorl.algorithms.objective import finish_metrics, sequence_weights
+from nemorl.algorithms.policy_losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.packed import PackedBatch

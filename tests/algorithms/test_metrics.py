@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from nemorl.algorithms.metrics import environment_share, rollout_metrics
-from nemorl.algorithms.policy_gradient import Scorer
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names as known_figures
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.run.validation import validation_metrics
 from nemorl.trajectories import StopReason
-from tests.algorithms.groups import failed, group, trajectory
+from tests.algorithms.groups import failed, group, score, trajectory
 
 
 def test_rollout_figures() -> None:
@@ -84,7 +83,7 @@ def test_failed_trajectories_are_no_rewards() -> None:
 def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
     config = OnlineConfig(name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3)
     failed = trajectory(0.0, 1, sampled=0, error="the environment hung")
-    places = Scorer(config).score([group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
+    places = score(config, [group(7, trajectory(1.0), failed, trajectory(0.0, 2))])
     assert [p.row for p in places] == [0, 1, 2]
     assert [p.weight for p in places] == pytest.approx([1 / 6, 0, 1 / 6])
     assert [p.advantage for p in places] == pytest.approx([0.5**0.5, 0, -(0.5**0.5)], rel=1e-4)
@@ -98,4 +97,4 @@ def test_weights_are_counted_in_each_minibatch_by_itself() -> None:
         group(0, trajectory(1, sampled=1), trajectory(0, 1, sampled=3)),
         group(1, trajectory(1, sampled=2), trajectory(0, 1, sampled=8)),
     ]
-    assert [p.weight for p in Scorer(config).score(groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])
+    assert [p.weight for p in score(config, groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemorl.algorithms.losses import ValueLoss
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, Scorer
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
+from nemorl.algorithms.policy_losses import ValueLoss
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.shards import SequencePlace
@@ -87,7 +87,7 @@ def step_of(
     observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
     gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
     nobody: Any = None
-    update = PolicyGradientUpdate(config, Scorer(config), EntropyWeight.of(config.entropy))
+    update = PolicyGradientUpdate(config, EntropyWeight.of(config.entropy))
     algorithm = OnlineAlgorithm(config, session, nobody, update, gate, observer, nobody)
     metrics = asyncio.run(algorithm.train(update.prepare(groups, step), step))
     return log, models, metrics

@@ -9,10 +9,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from nemorl.algorithms.custom import CustomFunctionError
-from nemorl.algorithms.losses import PolicyLoss
-from nemorl.algorithms.objective import log_ratio
-from nemorl.algorithms.policy_losses import TokenLoss, policy_loss, smoke_test_loss
+from nemorl.algorithms.custom import CustomFunctionError, policy_loss, smoke_test_loss
+from nemorl.algorithms.objective import TokenLoss, log_ratio
+from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm.losses import ClipLossConfig, CustomLossConfig
 from nemorl.data.packed import PackedBatch
 from tests.algorithms.packed import current, ragged

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.losses import PolicyLoss
-from nemorl.algorithms.policy_losses import choose, draws, token_loss
+from nemorl.algorithms.policy_losses import PolicyLoss, choose, draws, token_loss
 from nemorl.config.algorithm import NoCorrectionConfig
 from nemorl.config.algorithm.losses import (
     CispoLossConfig,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nemorl.algorithms.losses import ValueLoss, value_metrics
+from nemorl.algorithms.policy_losses import ValueLoss, value_metrics
 from nemorl.config.algorithm.losses import CriticLearningConfig
+from nemorl.data.losses import TrainStats
 from nemorl.data.packed import PackedBatch
 
 LENGTHS = (5, 1, 7, 4)
@@ -73,10 +74,14 @@ def test_any_split_into_micro_batches_gives_the_same(clip):
         )
 
 
+def stats(sums: dict[str, float]) -> TrainStats:
+    return TrainStats(sums, {}, 1.0, 0.1, False, False, 9, 9)
+
+
 def test_figures_of_a_step():
     batch = batch_of()
     output = ValueLoss(CriticLearningConfig())(batch, batch.values, None)
-    metrics = value_metrics([{name: value.item() for name, value in output.sums.items()}] * 2)
+    metrics = value_metrics([stats({name: value.item() for name, value in output.sums.items()})] * 2)
     places = batch.loss_mask.nonzero().squeeze(1)
     values, returns = batch.values[places - 1].double(), batch.returns[places].double()
     assert metrics["critic/value"] == pytest.approx(values.mean().item(), abs=1e-6)
@@ -90,4 +95,4 @@ def test_figures_of_a_step():
 def test_returns_that_do_not_vary_are_not_explained():
     sums = {"loss": 0.0, "tokens": 4.0, "value": 0.0, "return": 2.0, "return_squared": 1.0}
     sums |= {"error": 2.0, "error_squared": 1.0, "clip_fraction": 0.0}
-    assert value_metrics([sums])["critic/explained_variance"] == 0
+    assert value_metrics([stats(sums)])["critic/explained_variance"] == 0

@@ -8,7 +8,7 @@ from tests.cli.conftest import Nemorl
 
 PARTS = '''
 from nemorl.algorithms.custom import advantage
-from nemorl.algorithms.policy_losses import TokenLoss
+from nemorl.algorithms.objective import TokenLoss
 
 
 @advantage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemorl.algorithms.losses import PolicyLoss
+from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import PolicyConfig

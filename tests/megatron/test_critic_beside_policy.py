@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from nemorl.algorithms.losses import ValueLoss
+from nemorl.algorithms.policy_losses import ValueLoss
 from nemorl.algorithms.token_advantages import TokenEstimator
 from nemorl.config.algorithm.advantages import GaeConfig
 from nemorl.config.algorithm.losses import CriticLearningConfig

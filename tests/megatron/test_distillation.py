@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemorl.algorithms.distillation import TopDivergence
-from nemorl.algorithms.losses import CrossEntropyLoss
+from nemorl.algorithms.policy_losses import CrossEntropyLoss
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
 from tests.megatron.cases import share
 from tests.megatron.examples import layout, policy_config, ragged_batch

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.algorithms.losses import PolicyLoss
+from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import (
     KLConfig,
     NoCorrectionConfig,

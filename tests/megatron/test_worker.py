@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemorl.algorithms.losses import CrossEntropyLoss, PolicyLoss
+from nemorl.algorithms.policy_losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm import MaskedCorrectionConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.losses import LossOutput

@@ -322,12 +322,13 @@ class MaskedCorrectionConfig(CorrectionBase):
     high: float = Field(2.0, gt=0)
     """Larger weights become 0."""
 
+    low: ClassVar[float] = 0.0  # no lower bound
     bounds_leave_out: ClassVar[bool] = True
 
     @property
     def bounds(self) -> tuple[float, float]:
         """There is no lower one."""
-        return 0.0, self.high
+        return self.low, self.high
 
 
 class IcePopCorrectionConfig(CorrectionBase):
