@@ -97,8 +97,8 @@ def custom_loss(
     try:
         answer: TokenLoss = function(batch, logprobs, old, advantages, **config.arguments)
     except SystemExit as error:  # which would end the worker without a message
-        problem = f"it raised SystemExit: {error} (algorithm.loss.function)"
-        raise CustomFunctionError(f"{called}: {problem}") from error
+        message = f"{called}: it raised SystemExit: {error} (algorithm.loss.function)"
+        raise CustomFunctionError(message) from error
     if problem := _form_problem(answer, logprobs):
         raise CustomFunctionError(f"{called}: {problem} (algorithm.loss.function)")
     return answer

@@ -217,15 +217,15 @@ def test_every_entry_of_the_tables_exists(house: ModuleType) -> None:
 # What the product has reached. Lower a number when a change makes it smaller; docs/design.md has the goals.
 REACHED = {
     "package_cycles": 0,
-    "grpo_path_files": 51,
-    "grpo_path_outer_files": 36,
+    "grpo_path_files": 46,
+    "grpo_path_outer_files": 31,
     "single_importer_modules": 70,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 8,
     "edits_for_optimizer": 2,
     "edits_for_model_family": 1,
-    "edits_for_metric": 3,
+    "edits_for_metric": 2,
 }
 
 
