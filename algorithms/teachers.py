@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
-from nemorl.config.facts import teacher_group
+from nemorl.config.facts import group_name
 from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
@@ -71,7 +71,7 @@ class Teachers:
             await policy.fill(set(rows), EndpointTeacher(config, name, self.top_k), stage="teachers")
             shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
             return {field: [column.places[row] for row in rows] for field, column in shared.items()}
-        own, teacher = [places[row] for row in rows], self.session.model(teacher_group(name))
+        own, teacher = [places[row] for row in rows], self.session.model(group_name(f"teachers.{name}"))
         # The result of the padding is not used.
         padded = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
         await teacher.load([replace(place, compared=None) for place in padded], kind=kind)

@@ -6,13 +6,13 @@ Each is a group of processes of the same kind as the policy's. Fields that its s
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemorl.errors import Problem
 
-from .base import Config, check, default_variant
+from .base import Config, check, counted, default_variant
 from .generation import ADDRESS, is_address
 from .policy import (
     AdamConfig,
@@ -30,6 +30,12 @@ from .policy import (
     narrow_type_problems,
 )
 from .run import ClusterConfig
+
+if TYPE_CHECKING:
+    from .algorithm import AlgorithmConfig
+
+
+_FIELDS_OF_POLICY = ("model_path", "layout", "precision", "micro_batch_tokens")
 
 
 class ModelGroupConfig(Config):
@@ -50,12 +56,7 @@ class ModelGroupConfig(Config):
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         """The section of a policy with which the processes of the group are started."""
-        fields = {
-            "model_path": self.model_path,
-            "layout": self.layout,
-            "precision": self.precision,
-            "micro_batch_tokens": self.micro_batch_tokens,
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS_OF_POLICY}
         given = {name: value for name, value in fields.items() if value is not None}
         return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig()})
 
@@ -63,13 +64,13 @@ class ModelGroupConfig(Config):
     def _has_devices(self, policy: PolicyConfig) -> Iterator[Problem]:
         if self.devices == "own":
             reason = "devices is `own`, so nothing waits for them; set it to false"
-            for problem in self.offload.without_effect(("weights", "optimizer"), reason):
-                yield Problem(f"offload.{problem.field}", problem.value, problem.fix)
+            yield from self.offload.without_effect(("weights", "optimizer"), reason, "offload.")
             return
         size, available = self.worker_config(policy).layout.world_size, policy.layout.world_size
         if size > available:
-            fix = f"the policy has devices for {available} processes; use a smaller layout, or `own` devices"
-            yield Problem("layout", f"{size} processes", fix)
+            have = counted(available, "process")
+            fix = f"the policy has devices for {have}; use a smaller layout, or `own` devices"
+            yield Problem("layout", counted(size, "process"), fix)
 
     @check
     def _micro_batch_holds_sequence(self, policy: PolicyConfig) -> Iterator[Problem]:
@@ -81,7 +82,6 @@ class ReferenceConfig(ModelGroupConfig):
     """A reference in separate processes; it may be another model than the policy's."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """Without adapters: the model as it is in its folder."""
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
@@ -93,7 +93,6 @@ class ModelTeacherConfig(ModelGroupConfig):
     """Folder of a Hugging Face model."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """Without adapters: the model as it is in its folder."""
         return super().worker_config(policy).model_copy(update={"lora": None})
 
 
@@ -148,15 +147,8 @@ class CriticConfig(ModelGroupConfig):
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """With a scalar head and the critic's training settings."""
-        fields = {
-            "head": "scalar",
-            "lora": self.lora,
-            "recompute": self.recompute or policy.recompute,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "max_grad_norm": self.max_grad_norm,
-        }
+        fields = {name: getattr(self, name) for name in ("lora", "optimizer", "schedule", "max_grad_norm")}
+        fields |= {"head": "scalar", "recompute": self.recompute or policy.recompute}
         return super().worker_config(policy).model_copy(update=fields)
 
     @check
@@ -166,3 +158,25 @@ class CriticConfig(ModelGroupConfig):
     @check
     def _narrow_types_have_a_kernel(self, policy: PolicyConfig, cluster: ClusterConfig) -> Iterator[Problem]:
         yield from narrow_type_problems(self.optimizer, self.precision or policy.precision, cluster)
+
+
+def auxiliary_models(sections: Mapping[str, Any]) -> dict[str, ModelGroupConfig]:
+    """The auxiliary models, reward models too, that have a section, by its path such as `teachers.main`."""
+    candidates = {name: sections.get(name) for name in ("critic", "reference")}
+    candidates |= {f"teachers.{name}": teacher for name, teacher in sections.get("teachers", {}).items()}
+    candidates |= {f"rewards.{index}": reward for index, reward in enumerate(sections.get("rewards", ()))}
+    return {path: model for path, model in candidates.items() if isinstance(model, ModelGroupConfig)}
+
+
+def used_models(
+    algorithm: "AlgorithmConfig", auxiliary: Mapping[str, ModelGroupConfig]
+) -> dict[str, ModelGroupConfig]:
+    """Those of `auxiliary_models` that the algorithm uses, and its critic, which needs no section."""
+    used = {
+        "critic": algorithm.keeps_critic,
+        "reference": algorithm.keeps_reference,
+        "teachers": algorithm.keeps_teachers,
+        "rewards": True,
+    }
+    models = {"critic": CriticConfig()} | dict(auxiliary)
+    return {path: model for path, model in models.items() if used[path.partition(".")[0]]}

@@ -64,13 +64,18 @@ class Config(BaseModel):
         for name in type(self).model_fields:
             yield from problems_in(getattr(self, name), name, sections)
 
-    def without_effect(self, names: Iterable[str], reason: str) -> Iterator[Problem]:
-        """A problem for each of these fields that is set to something else than its default."""
+    def without_effect(self, names: Iterable[str], reason: str, prefix: str = "") -> Iterator[Problem]:
+        """A problem for each of these fields that is not its default; `prefix` is put before its name."""
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].get_default(call_default_factory=True):
                 shown = value.model_dump(mode="json") if isinstance(value, Config) else value
-                yield Problem(name, shown, reason)
+                yield Problem(f"{prefix}{name}", shown, reason)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 process`, `2 processes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Iterator[Problem]:

@@ -130,7 +130,6 @@ class CustomEnvConfig(EnvBase):
     """Keyword arguments of the factory."""
 
     def make_factory(self) -> Any:
-        """Construct the factory with its options. Raises NotImported, and what the constructor raises."""
         return function_at(self.factory)(**self.options)
 
     @cached_property
@@ -201,17 +200,14 @@ class FunctionRewardConfig(RewardBase):
 
     @property
     def metric(self) -> str:
-        """Its name, or the function's."""
         return self.name or self.function.rpartition(":")[2]
 
     @property
     def field(self) -> str:
-        """The function names itself."""
         return "name" if self.name is not None else "function"
 
     @property
     def call_metrics(self) -> tuple[str, ...]:
-        """Metrics of its calls, which are not retried."""
         return ("errors", "seconds", "waiting")
 
 
@@ -253,7 +249,6 @@ class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     """Most answers of one request to it; it computes several requests together."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        """With a scalar head and its own tokenizer, and without training."""
         fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "lora": None, "recompute": NoRecompute()}
         return super().worker_config(policy).model_copy(update=fields)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from .algorithm import AlgorithmConfig
-from .auxiliary import CriticConfig, ModelGroupConfig, ReferenceConfig, TeacherConfig
+from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig, auxiliary_models
 from .base import Config
 from .data import DataConfig
 from .environment import EnvConfig, RewardConfig, SingleTurnEnvConfig
@@ -51,26 +51,23 @@ class Experiment(Config):
     """Which checkpoints are written and kept."""
 
 
-_OFFLOADED = "follows from generation.colocated"  # engines need the memory of models on the policy's GPUs
-
-
 def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
-    """The fields, true, that follow from others in these sections of an experiment, with the reason."""
+    """The fields, true, that follow from others in these sections of an experiment, with the reason.
+
+    Engines that share the policy's GPUs need the memory of the models there.
+    """
     if not {"generation", "cluster", "algorithm", "policy"} <= sections.keys():
         return {}
     shared = sections["generation"].shares_devices and sections["cluster"].gpus_per_node
     if not (shared and sections["algorithm"].generates):
         return {}
-    groups: dict[str, object] = {name: sections.get(name) for name in ("critic", "reference")}
-    groups |= {f"teachers.{name}": teacher for name, teacher in sections.get("teachers", {}).items()}
-    groups |= {f"rewards.{index}": reward for index, reward in enumerate(sections.get("rewards", ()))}
     fields = ["policy.offload.weights", "policy.offload.optimizer"]
-    for path, group in groups.items():
-        if isinstance(group, ModelGroupConfig) and group.devices == "policy":
+    for path, model in auxiliary_models(sections).items():
+        if model.devices == "policy":
             fields.append(f"{path}.offload.weights")
-            if isinstance(group, CriticConfig):  # the only one that is trained
+            if path == "critic":  # the only one that is trained
                 fields.append(f"{path}.offload.optimizer")
-    return dict.fromkeys(fields, _OFFLOADED)
+    return dict.fromkeys(fields, "follows from generation.colocated")
 
 
 def with_derived_fields(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
-from .auxiliary import CriticConfig, teachers_held
+from .auxiliary import auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, LocalModelRewardConfig, RewardConfig
+from .environment import EnvConfig, RewardConfig
 from .experiment import Experiment
 from .policy import PolicyConfig
 
@@ -81,36 +81,26 @@ class ModelSpec:
     scores: bool = False  # a reward model, which every sampling run has
 
 
+def group_name(path: str) -> str:
+    """The process group of the model of the section at a path: `teacher_main` of `teachers.main`."""
+    return path.replace("s.", "_")
+
+
 def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:
     """All models, the policy first; a reference only if it has separate processes."""
     policy = experiment.policy
-    models = [ModelSpec("policy", "policy", policy)]
-    if experiment.algorithm.keeps_critic:
-        critic = experiment.critic or CriticConfig()
-        config = critic.worker_config(policy)
-        models.append(ModelSpec("critic", "critic", config, on_policy_devices=critic.devices == "policy"))
-    if experiment.algorithm.keeps_reference and experiment.reference is not None:
-        reference = experiment.reference
-        config = reference.worker_config(policy)
-        shares = reference.devices == "policy"
-        models.append(ModelSpec("reference", "reference", config, False, shares))
-    if experiment.algorithm.keeps_teachers:
-        for name, teacher in teachers_held(experiment.teachers).items():
-            config, shares = teacher.worker_config(policy), teacher.devices == "policy"
-            models.append(ModelSpec(teacher_group(name), f"teachers.{name}", config, False, shares))
-    for place, reward in enumerate(experiment.rewards):
-        if isinstance(reward, LocalModelRewardConfig):
-            config, shares = reward.worker_config(policy), reward.devices == "policy"
-            name, section = reward_group(place), f"rewards.{place}"
-            models.append(ModelSpec(name, section, config, False, shares, scores=True))
-    return tuple(models)
-
-
-def reward_group(place: int) -> str:
-    """The name of the process group of the reward model at this index of `rewards`."""
-    return f"reward_{place}"
-
-
-def teacher_group(name: str) -> str:
-    """The name of a teacher's process group."""
-    return f"teacher_{name}"
+    models = used_models(experiment.algorithm, auxiliary_models(dict(experiment)))
+    return (
+        ModelSpec("policy", "policy", policy),
+        *(
+            ModelSpec(
+                group_name(path),
+                path,
+                model.worker_config(policy),
+                trains=path == "critic",
+                on_policy_devices=model.devices == "policy",
+                scores=path.startswith("rewards."),
+            )
+            for path, model in models.items()
+        ),
+    )

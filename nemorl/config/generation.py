@@ -14,7 +14,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem
 
-from .base import Config, check, default_variant
+from .base import Config, check, counted, default_variant
 from .policy import PolicyConfig
 from .run import ClusterConfig
 
@@ -207,7 +207,6 @@ class MegatronGenerationConfig(GenerationBase):
 
     @property
     def has_engines(self) -> bool:
-        """False: the policy's processes sample."""
         return False
 
     returns_experts: ClassVar[bool] = True
@@ -247,20 +246,15 @@ class OpenAIGenerationConfig(GenerationBase):
     @property
     def host(self) -> str:
         """The server's machine; empty where the address names none."""
-        try:
-            return urlsplit(self.base_url).hostname or ""
-        except ValueError:
-            return ""
+        return server_host(self.base_url)
 
     @property
     def takes_weights(self) -> bool:
-        """True if refits reach the engine."""
         return False
 
     @property
     def ranks_per_replica(self) -> int:
-        """No device and no engine process of the run."""
-        return 0
+        return 0  # no device and no engine process of the run
 
     @check
     def _settings_of_engines(self) -> Iterator[Problem]:
@@ -296,13 +290,17 @@ class OpenAIGenerationConfig(GenerationBase):
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
 
+def server_host(url: str) -> str:
+    """The machine that an address names; empty if none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
 def is_address(url: str) -> bool:
     """True if requests can be sent to paths below it."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", url)
-    except ValueError:
-        return False
+    return bool(server_host(url)) and re.fullmatch(r"https?://\S+", url, re.IGNORECASE) is not None
 
 
 class TrtllmGenerationConfig(GenerationBase):
@@ -342,7 +340,6 @@ class TrtllmGenerationConfig(GenerationBase):
 
     @property
     def ranks_per_replica(self) -> int:
-        """GPUs of one engine, each with a worker."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @check
@@ -481,7 +478,6 @@ class VllmGenerationConfig(GenerationBase):
 
     @property
     def max_adapter_rank(self) -> int | None:
-        """As vLLM reserves memory for adapters."""
         return ADAPTER_RANKS[-1] if self.adapters == "separate" else None
 
     def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
@@ -496,23 +492,19 @@ class VllmGenerationConfig(GenerationBase):
 
     @property
     def shares_devices(self) -> bool:
-        """True if engines share the policy's devices and sleep while it trains."""
         return self.colocated
 
     @property
     def ranks_per_replica(self) -> int:
-        """Devices of one engine, or its processes on a CPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
-        """Experts are returned where they are replayed; adapters are sent where the engine computes them."""
         return {
             "return_experts": policy.moe.router_replay,
             "lora": policy.lora if self.adapters == "separate" else None,
         }
 
     def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
-        """What vLLM refuses together with returned experts."""
         if not gpus:
             fix = (
                 "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and "
@@ -581,17 +573,17 @@ class VllmGenerationConfig(GenerationBase):
         if not (self.colocated and cluster.gpus_per_node and algorithm.generates):
             return
         ranks, processes = self.ranks_per_replica, policy.layout.world_size
+        shared = counted(processes, "policy process")
         if ranks > processes:
             fix = (
-                f"an engine of {ranks} GPUs cannot share those of the {processes} policy processes; lower "
-                "generation.tensor_parallel_size or pipeline_parallel_size, or set generation.colocated to "
-                "false"
+                f"an engine of {ranks} GPUs cannot share those of {shared}; lower "
+                "generation.tensor_parallel_size or pipeline_parallel_size, or set colocated to false"
             )
             yield Problem("replicas", self.replicas, fix)
         elif self.replicas * ranks > processes:
             fix = (
-                f"with generation.colocated, engines of {ranks} GPU{'s' * (ranks > 1)} share those of the "
-                f"{processes} policy processes; set it to at most {processes // ranks}"
+                f"with generation.colocated, engines of {counted(ranks, 'GPU')} share those of {shared}; set "
+                f"it to at most {processes // ranks}"
             )
             yield Problem("replicas", self.replicas, fix)
         if self.transport == "nccl":

@@ -23,7 +23,6 @@ from .type_errors import expectation
 from .yaml import (
     Document,
     FieldPath,
-    Staying,
     Tree,
     dotted,
     field_path,
@@ -52,54 +51,40 @@ def explain(error: ValidationError) -> list[Problem]:
 
 
 def _problem(details: ErrorDetails) -> Problem:
-    path, sections = locate(details["loc"])
-    field, kind, value = dotted(path), details["type"], details["input"]
-    context = details.get("ctx", {})
+    location, kind, value = details["loc"], details["type"], details["input"]
+    path, sections = locate(location)
+    field, context = dotted(path), details.get("ctx", {})
+    to_field = location
+    while to_field and isinstance(to_field[-1], int):  # an item of a list
+        to_field = to_field[:-1]
+    name = str(to_field[-1])
+    owners = [owner for owner in locate(to_field[:-1])[1] if name in owner.model_fields]
+    words = next((help_text(owner, name) for owner in owners), "")
+    explained = f": {words}" if words else ""
+    known = [variant for section in sections for variant in names(section)]
+    has_default = any(not owner.model_fields[name].is_required() for owner in owners)
     match kind:
         case "missing":
-            return Problem(field, ABSENT, f"this field is required{_help(details)}")
+            return Problem(field, ABSENT, f"this field is required{explained}")
         case "extra_forbidden":
-            return Problem(field, value, _unknown_field(details["loc"], path))
+            return Problem(field, value, _unknown_field(location, path))
         case "union_tag_invalid":
-            known = [name for section in sections for name in names(section)]
-            where = f"{field}.{tag(sections[0])}"
-            return Problem(where, context["tag"], _describe_choice(str(context["tag"]), known))
+            choice = _describe_choice(str(context["tag"]), known)
+            return Problem(f"{field}.{tag(sections[0])}", context["tag"], choice)
         case "union_tag_not_found":
-            known = [name for section in sections for name in names(section)]
-            where = f"{field}.{tag(sections[0])}"
-            return Problem(where, ABSENT, f"this field is required; use one of {_listed(known)}")
+            fix = f"this field is required; use one of {_listed(known)}"
+            return Problem(f"{field}.{tag(sections[0])}", ABSENT, fix)
         case "literal_error":
             return Problem(field, value, _describe_choice(str(value), _QUOTED.findall(context["expected"])))
-        case "string_pattern_mismatch" if details["loc"][-1] == "[key]":
+        case "string_pattern_mismatch" if location[-1] == "[key]":
             fix = "invalid name; use small letters, digits and _, starting with a letter, such as `sums_2`"
             return Problem(dotted(path[:-2]), value, fix)
-        case _ if value is None and kind.startswith("model") and _has_default(details):
+        case _ if value is None and kind.startswith("model") and has_default:
             off = f"; {_SWITCHED_OFF[field]}" if field in _SWITCHED_OFF else ""
-            fix = f"a section cannot be null; remove it to use its defaults{off}"
-            return Problem(field, value, fix + _help(details))
+            fix = f"a section cannot be null; remove it to use its defaults{off}{explained}"
+            return Problem(field, value, fix)
         case _:
-            return Problem(field, value, expectation(details) + _help(details))
-
-
-def _has_default(details: ErrorDetails) -> bool:
-    owners, name = _owners(details)
-    return any(name in owner.model_fields and not owner.model_fields[name].is_required() for owner in owners)
-
-
-def _owners(details: ErrorDetails) -> tuple[tuple[type[Config], ...], str]:
-    """The sections that may hold the field of an error, in the selected variant, and its name."""
-    location = details["loc"]
-    while location and isinstance(location[-1], int):
-        location = location[:-1]
-    _, owners = locate(location[:-1])
-    return owners, str(location[-1])
-
-
-def _help(details: ErrorDetails) -> str:
-    """The help of the field that an error is about."""
-    owners, name = _owners(details)
-    text = next((help_text(owner, name) for owner in owners if name in owner.model_fields), "")
-    return f": {text}" if text else ""
+            return Problem(field, value, expectation(details) + explained)
 
 
 def _describe_choice(given: str, known: list[str]) -> str:
@@ -144,53 +129,40 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     index of a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
     if one of them changes the variant of a section. Raises `ConfigError`.
     """
-    if not overrides:
-        return document
     layer: Tree = {}
     origins: dict[FieldPath, str] = {}
     for override in overrides:
-        path, value = _parsed(override)
-        layer = _laid_over(layer, _nested(path, value), common_fields_of_named)
-        origins |= _origins(path, value, document)
+        field, value = _parsed(override)
+        *around, last = field.split(".")
+        section: Tree = {last: value}
+        for key in reversed(around):
+            section = {key: section}
+        layer = merged(layer, section, common_fields_of_named)
+        path = field_path(field)  # with the sections around it that no file has
+        new = {path[:end] for end in range(1, len(path))} - document.origins.keys()
+        origins |= dict.fromkeys((*new, *_paths(path, value)), ORIGIN)
     _refuse_unknown_indexes(document.tree, layer, ())
-    return Document(
-        _laid_over(document.tree, layer, common_fields), document.origins | origins, document.problems
-    )
+    tree = merged(document.tree, layer, common_fields)
+    return Document(tree, document.origins | origins, document.problems)
 
 
-def _parsed(override: str) -> tuple[list[str], object]:
+def _parsed(override: str) -> tuple[str, object]:
     field, equals, text = override.partition("=")
-    path = field.strip().split(".")
-    if not equals or not all(path):
-        raise ConfigError(ORIGIN, [Problem("", override, _how_to_write(override), ORIGIN)])
-    plain = _plain(field.strip())
-    if plain != field.strip():
+    field = field.strip()
+    # Other tools write `+a/b`, `--a.b` and `a[0].b`.
+    plain = re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
+    if not equals or not all(field.split(".")):
+        fix = (
+            "expected an override `section.field=value` without spaces around `=`, such as "
+            "`algorithm.num_steps=20`"
+        )
+        if override.endswith((".yaml", ".yml")):
+            fix = "one experiment file is read, and it comes first; name others under `defaults:` in it"
+    elif plain != field:
         fix = f"fields are separated by dots, also indexes of lists; write `{plain}={text}`"
-        raise ConfigError(ORIGIN, [Problem("", override, fix, ORIGIN)])
-    return path, parse_value(text, f"{ORIGIN}, {field.strip()}")
-
-
-def _how_to_write(word: str) -> str:
-    if word.endswith((".yaml", ".yml")):
-        return "one experiment file is read, and it comes first; name others under `defaults:` in it"
-    return (
-        "expected an override `section.field=value` without spaces around `=`, such as "
-        "`algorithm.num_steps=20`"
-    )
-
-
-def _plain(field: str) -> str:
-    """The field for spellings of other tools: `+a/b`, `--a.b` and `a[0].b`."""
-    return re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
-
-
-def _origins(path: list[str], value: object, document: Document) -> dict[FieldPath, str]:
-    """All fields that an override sets, and the sections around them that no file has."""
-    whole = field_path(".".join(path))
-    around = [whole[:end] for end in range(1, len(whole))]
-    return {section: ORIGIN for section in around if section not in document.origins} | dict.fromkeys(
-        _paths(whole, value), ORIGIN
-    )
+    else:
+        return field, parse_value(text, f"{ORIGIN}, {field}", field_path(field))
+    raise ConfigError(ORIGIN, [Problem("", override, fix, ORIGIN)])
 
 
 def _paths(path: FieldPath, value: object) -> Iterator[FieldPath]:
@@ -201,18 +173,6 @@ def _paths(path: FieldPath, value: object) -> Iterator[FieldPath]:
     if isinstance(value, list):
         for place, below in enumerate(value):
             yield from _paths((*path, place), below)
-
-
-def _nested(path: list[str], value: object) -> Tree:
-    for key in reversed(path[1:]):
-        value = {key: value}
-    return {path[0]: value}
-
-
-def _laid_over(base: Tree, over: Tree, staying: Staying) -> Tree:
-    tree = merged(base, over, staying)
-    assert isinstance(tree, dict)
-    return tree
 
 
 def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None:
@@ -230,31 +190,32 @@ def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None
             _refuse_unknown_indexes(base.get(key), value, (*path, key))
 
 
-def read_document(file: Path) -> Document:
-    """A file with everything it inherits.
+def read_document(file: Path, heirs: tuple[Path, ...] = ()) -> Document:
+    """A file with everything it inherits; `heirs` are the files that led to it, the requested one first.
 
     `defaults:` is a path or a list of paths, relative to the file that has it. They are read depth-first;
     later ones win over earlier ones, and the file itself over all (see `yaml.merged` and `common_fields`).
     Raises `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
     """
-    return _read(file, ())
-
-
-def _read(file: Path, heirs: tuple[Path, ...]) -> Document:
-    """`heirs` are the files that led here, the requested one first."""
     own = parse_document(_text(file, heirs), str(file))
+    named = own.tree.pop(DEFAULTS, [])
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        fix = "expected a path or a list of paths, relative to this file"
+        raise ConfigError(str(file), [Problem(DEFAULTS, named, fix, own.origins[(DEFAULTS,)])])
+    lineage = (*heirs, file)
+    documents = []
+    for parent in (file.parent / name for name in names):
+        if parent.resolve() in {heir.resolve() for heir in lineage}:
+            circle = " -> ".join(map(str, (*lineage, parent)))
+            fix = f"circular inheritance, {circle}; remove one of the links"
+            raise ConfigError(str(lineage[0]), [Problem(DEFAULTS, str(parent), fix, str(file))])
+        documents.append(read_document(parent, lineage))
     result = Document({})
-    for parent in _parents(own, file):
-        _refuse_circle(parent, (*heirs, file))
-        result = _over(result, _read(parent, (*heirs, file)))
-    own.tree.pop(DEFAULTS, None)
-    return _over(result, own)
-
-
-def _over(base: Document, over: Document) -> Document:
-    tree = merged(base.tree, over.tree, common_fields)
-    assert isinstance(tree, dict)
-    return Document(tree, base.origins | over.origins, base.problems + over.problems)
+    for over in (*documents, own):
+        tree = merged(result.tree, over.tree, common_fields)
+        result = Document(tree, result.origins | over.origins, result.problems + over.problems)
+    return result
 
 
 def _text(file: Path, heirs: tuple[Path, ...]) -> str:
@@ -276,22 +237,6 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
     )
 
 
-def _parents(document: Document, file: Path) -> list[Path]:
-    named = document.tree.get(DEFAULTS, [])
-    names = [named] if isinstance(named, str) else named
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        fix = "expected a path or a list of paths, relative to this file"
-        raise ConfigError(str(file), [Problem(DEFAULTS, named, fix, document.origins[(DEFAULTS,)])])
-    return [file.parent / name for name in names]
-
-
-def _refuse_circle(parent: Path, heirs: tuple[Path, ...]) -> None:
-    if parent.resolve() in {heir.resolve() for heir in heirs}:
-        circle = " -> ".join(map(str, (*heirs, parent)))
-        fix = f"circular inheritance, {circle}; remove one of the links"
-        raise ConfigError(str(heirs[0]), [Problem(DEFAULTS, str(parent), fix, str(heirs[-1]))])
-
-
 def load_experiment(
     path: Path,
     overrides: Sequence[str] = (),
@@ -304,12 +249,15 @@ def load_experiment(
     """
     document = apply_overrides(read_document(path), overrides)
     problems = list(document.problems)
-    experiment, refused = _typed(document.tree)
-    known = {problem.field for problem in problems}
-    problems += [problem for problem in refused if problem.field not in known]
+    experiment: Experiment | None = None
+    try:
+        experiment = Experiment.model_validate(document.tree)
+    except ValidationError as error:
+        known = {problem.field for problem in problems}
+        problems += [problem for problem in explain(error) if problem.field not in known]
     if experiment and not problems:
-        experiment = experiment.model_copy(update=with_derived_fields(_sections(experiment)))
-        sections = _sections(experiment)
+        sections = with_derived_fields(dict(experiment))
+        experiment = experiment.model_copy(update=sections)
         problems += further_checks(experiment) if further_checks else ()
     else:
         invalid = {problem.field.partition(".")[0] for problem in problems}
@@ -318,10 +266,6 @@ def load_experiment(
     if problems or experiment is None:
         raise ConfigError(str(path), [_with_origin(problem, document) for problem in problems])
     return experiment
-
-
-def _sections(experiment: Experiment) -> dict[str, object]:
-    return {name: getattr(experiment, name) for name in Experiment.model_fields}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -344,17 +288,10 @@ def to_yaml(experiment: Experiment) -> str:
     tree = experiment.model_dump(mode="json")  # whose types turn paths into strings
     lines = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31).splitlines(True)
     origins = parse_document("".join(lines), "").origins
-    for field, reason in derived_fields(_sections(experiment)).items():
+    for field, reason in derived_fields(dict(experiment)).items():
         index = int(origins[field_path(field)].lstrip(":")) - 1
         lines[index] = f"{lines[index].rstrip()}  # {reason}\n"
     return "".join(lines)
-
-
-def _typed(tree: Tree) -> tuple[Experiment | None, list[Problem]]:
-    try:
-        return Experiment.model_validate(tree), []
-    except ValidationError as error:
-        return None, explain(error)
 
 
 def _valid_sections(tree: Tree, invalid: set[str]) -> dict[str, object]:

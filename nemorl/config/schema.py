@@ -7,7 +7,7 @@ variant to accept or refuse.
 """
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import get_annotations
@@ -88,16 +88,6 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
     return path, sections
 
 
-def sections_at(path: FieldPath) -> tuple[type[Config], ...]:
-    """The section classes at a path as it is written; several if there are variants."""
-    return locate(path)[1]
-
-
-def declaration(section: type[Config], field: str) -> type:
-    """The class that declares a section's field: variants that share a field share its class."""
-    return next(owner for owner in reversed(section.__mro__) if field in get_annotations(owner))
-
-
 def describe(prefix: str = "") -> list[FieldHelp]:
     """All fields below a section, in the order of the schema; all of them for the empty prefix."""
     return [
@@ -110,7 +100,7 @@ def describe(prefix: str = "") -> list[FieldHelp]:
 def section_help(section: str) -> str:
     """The help of a section; empty for the experiment itself and for items of a list."""
     *around, name = section.split(".")
-    for owner in sections_at(tuple(around)) if name else ():
+    for owner in locate(tuple(around))[1] if name else ():
         if name in owner.model_fields:
             return help_text(owner, name)
     return ""
@@ -138,42 +128,30 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
 
 def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Iterator[FieldHelp]:
     """The field that selects the variant, the fields of all variants, and those of some, each once."""
-    choice = _choice(sections, path)
-    fields: dict[str, FieldHelp] = {}  # by all that is shown of it
-    owners: dict[str, list[type[Config]]] = {}
+    key = tag(sections[0])
+    kinds = " | ".join(name for section in sections for name in names(section))
+    default = next((s.model_fields[key].default for s in sections if _is_default(s)), ABSENT)
+    described = []
+    for section in sections:
+        first, *_ = (section.__doc__ or "").split("\n\n")
+        if words := help_text(section, key) or " ".join(first.split()):
+            described.append(f"`{_label(section)}`: {words}")
+    choice = FieldHelp(dotted((*path, key)), "", kinds, default, " ".join(described))
+
+    owners: dict[str, tuple[FieldHelp, list[type[Config]]]] = {}  # by all that is shown of a field
     for section in sections:
         for field in _fields(section, path):
             if field.path != choice.path:
-                fields.setdefault(repr(field), field)
-                owners.setdefault(repr(field), []).append(section)
+                owners.setdefault(repr(field), (field, []))[1].append(section)
     yield choice
-    yield from (field for shown, field in fields.items() if len(owners[shown]) == len(sections))
-    for shown, field in fields.items():
-        if len(owners[shown]) < len(sections):
-            yield replace(field, variant=field.variant or _who(owners[shown], sections))
-
-
-def _choice(sections: tuple[type[Config], ...], path: FieldPath) -> FieldHelp:
-    """The field that selects the variant, with the help of each."""
-    key = tag(sections[0])
-    fields = [section.model_fields[key] for section in sections]
-    default = next((field.default for field in fields if not field.is_required()), ABSENT)
-    kinds = [name for section in sections for name in names(section)]
-    described = [f"`{_label(section)}`: {words}" for section in sections if (words := _summary(section, key))]
-    return FieldHelp(dotted((*path, key)), "", " | ".join(kinds), default, " ".join(described))
-
-
-def _summary(section: type[Config], key: str) -> str:
-    """The help of a variant: that of the field that selects it, or the first paragraph of its class."""
-    first, *_ = (section.__doc__ or "").split("\n\n")
-    return help_text(section, key) or " ".join(first.split())
-
-
-def _who(those: Sequence[type[Config]], everyone: Sequence[type[Config]]) -> str:
-    """The names of the variants that have a field, or of those that lack it if these are fewer."""
-    others = [section for section in everyone if section not in those]
-    shorter = f"not {'|'.join(map(_label, others))}" if len(those) > 3 * len(others) else ""
-    return shorter or "|".join(map(_label, those))
+    yield from (field for field, those in owners.values() if len(those) == len(sections))
+    for field, those in owners.values():
+        others = [section for section in sections if section not in those]
+        who = "|".join(map(_label, those))
+        if len(those) > 3 * len(others):  # shorter
+            who = f"not {'|'.join(map(_label, others))}"
+        if others:
+            yield replace(field, variant=field.variant or who)
 
 
 def _label(section: type[Config]) -> str:
@@ -220,12 +198,15 @@ def _words(annotation: Any) -> str:
     return _PLAIN_TYPES[annotation]
 
 
-_ALGORITHM = ("algorithm",)
+def _is_default(variant: type[Config]) -> bool:
+    """True for the variant that a section without its name has."""
+    key = tag(variant)
+    return key in variant.model_fields and not variant.model_fields[key].is_required()
 
 
 def common_fields(path: FieldPath, base: Tree, over: Tree) -> Tree:
     """For one file over another: a section without a variant has the default one, if there is one."""
-    return _staying(path, base, over, unnamed=_default(sections_at(path)))
+    return _staying(path, base, over, unnamed=next(filter(_is_default, locate(path)[1]), None))
 
 
 def common_fields_of_named(path: FieldPath, base: Tree, over: Tree) -> Tree:
@@ -234,37 +215,31 @@ def common_fields_of_named(path: FieldPath, base: Tree, over: Tree) -> Tree:
 
 
 def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | None) -> Tree:
-    sections = sections_at(path)
+    sections = locate(path)[1]
     key = tag(sections[0]) if sections else ""
     if len(sections) < 2 or key not in over or base.get(key) == over[key]:
         return base
-    old = _named(sections, base[key]) if key in base else unnamed
-    new = _named(sections, over[key])
+    by_name = {name: section for section in sections for name in names(section)}
+    old = by_name.get(str(base[key])) if key in base else unnamed
+    new = by_name.get(str(over[key]))
     if old is None or new is None:  # an unknown name is refused later
         return base
-    named = (base.get(key), over[key]) if path == _ALGORITHM else ()
-    parts = frozenset[str]().union(*map(_preset_parts, named))
+    parts: set[str] = set()  # that a preset sets
+    for name in (base.get(key), over[key]) if path == ("algorithm",) else ():
+        if preset := PRESETS.get(str(name)) or PREFERENCE_PRESETS.get(str(name)):
+            parts |= preset.settings.keys()
     return {
         name: value
         for name, value in base.items()
         if name not in old.model_fields
-        or (name not in parts and name in new.model_fields and _is_common(name, old, new))
+        or (
+            name not in parts
+            and name in new.model_fields
+            and _declaration(old, name) is _declaration(new, name)
+        )
     }
 
 
-def _preset_parts(name: object) -> frozenset[str]:
-    preset = PRESETS.get(str(name)) or PREFERENCE_PRESETS.get(str(name))
-    return frozenset(preset.settings) if preset else frozenset()
-
-
-def _is_common(field: str, old: type[Config], new: type[Config]) -> bool:
-    return declaration(old, field) is declaration(new, field)
-
-
-def _named(sections: tuple[type[Config], ...], name: object) -> type[Config] | None:
-    return next((section for section in sections if name in names(section)), None)
-
-
-def _default(sections: tuple[type[Config], ...]) -> type[Config] | None:
-    defaults = (s for s in sections if tag(s) in s.model_fields and not s.model_fields[tag(s)].is_required())
-    return next(defaults, None)
+def _declaration(section: type[Config], field: str) -> type:
+    """The class that declares a section's field; variants that share a field share its class."""
+    return next(owner for owner in reversed(section.__mro__) if field in get_annotations(owner))

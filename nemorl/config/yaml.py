@@ -84,11 +84,11 @@ def parse_document(text: str, source: str) -> Document:
     return Document(reader.mapping(root, ()), reader.origins, reader.problems)
 
 
-def parse_value(text: str, source: str) -> object:
-    """Read one YAML value, such as the right side of `a.b=value`. Raises `ConfigError`."""
+def parse_value(text: str, source: str, path: FieldPath) -> object:
+    """Read the YAML value of a field, such as the right side of `a.b=value`. Raises `ConfigError`."""
     reader = _Reader(text, source)
     root = reader.root()
-    value = None if root is None else reader.value(root, ())
+    value = None if root is None else reader.value(root, path)
     if reader.problems:
         raise ConfigError(source, reader.problems)
     return value
@@ -196,28 +196,28 @@ def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
     return {} if changes else base
 
 
-def merged(
-    base: object, over: object, staying: Staying = all_of_the_same_variant, path: FieldPath = ()
-) -> object:
+def merged(base: Tree, over: Tree, staying: Staying = all_of_the_same_variant, path: FieldPath = ()) -> Tree:
     """Lay `over` over `base`, without changing either; `path` is theirs in the experiment.
 
     Sections (mappings) merge key by key, after `staying` has selected what remains of the lower one; all
     other values, lists included, are replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`)
     changes those items.
     """
-    if isinstance(base, list) and isinstance(over, dict) and _indexes(over, len(base)):
-        return [
-            merged(item, over[str(i)], staying, (*path, i)) if str(i) in over else item
-            for i, item in enumerate(base)
-        ]
-    if not (isinstance(base, dict) and isinstance(over, dict)):
-        return over
     below = staying(path, base, over)
     return below | {
-        key: merged(below[key], value, staying, (*path, key)) if key in below else value
+        key: _merged_value(below[key], value, staying, (*path, key)) if key in below else value
         for key, value in over.items()
     }
 
 
-def _indexes(over: Tree, length: int) -> bool:
-    return bool(over) and all(key.isdecimal() and int(key) < length for key in over)
+def _merged_value(base: object, over: object, staying: Staying, path: FieldPath) -> object:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return merged(base, over, staying, path)
+    if not (isinstance(base, list) and isinstance(over, dict) and over):
+        return over
+    if not all(key.isdecimal() and int(key) < len(base) for key in over):
+        return over
+    return [
+        _merged_value(item, over[str(index)], staying, (*path, index)) if str(index) in over else item
+        for index, item in enumerate(base)
+    ]

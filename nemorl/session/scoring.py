@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
-from nemorl.config.facts import reward_group
+from nemorl.config.facts import group_name
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
@@ -102,7 +102,7 @@ def scored_by_url(
     environment = {}
     for place, reward in enumerate(rewards):
         if isinstance(reward, LocalModelRewardConfig):
-            at, variable = listening[reward_group(place)], f"NEMORL_REWARD_KEY_{place}"
+            at, variable = listening[group_name(f"rewards.{place}")], f"NEMORL_REWARD_KEY_{place}"
             environment[variable] = at.api_key
             by_url.append(_by_url(reward, at.url, variable, endpoint))
         else:

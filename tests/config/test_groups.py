@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "more processes than devices": (
         [*PPO, "critic={devices: policy, layout: {tensor_parallel_size: 2}}"],
         "critic.layout",
-        "the policy has devices for 1 processes",
+        "the policy has devices for 1 process",
     ),
     "nobody to leave them to": (
         [*PPO, "critic={offload: {optimizer: true}}"],
@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "a reward model of more processes than devices": (
         [paid("devices: policy, layout: {tensor_parallel_size: 2}")],
         "rewards.0.layout",
-        "the policy has devices for 1 processes",
+        "the policy has devices for 1 process",
     ),
     "a reward model with nobody to leave them to": (
         [paid("offload: {weights: true}")],
@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "too few GPUs": (
         [*PPO, "cluster.gpus_per_node=2"],
         "cluster.gpus_per_node",
-        "2 GPUs are too few for 1 policy processes, 1 of auxiliary models and 1 engines",
+        "2 GPUs are too few for 1 policy process, 1 of auxiliary models and 1 engine",
     ),
 }
 

@@ -453,7 +453,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "cluster.gpus_per_node",
         3,
-        "3 GPUs are too few for 1 policy processes, 2 of auxiliary models and 1 engines",
+        "3 GPUs are too few for 1 policy process, 2 of auxiliary models and 1 engine",
     ),
     "a judge without a range": (
         [f"rewards=[{JUDGE}, min_score: 10}}]"],
@@ -751,7 +751,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["cluster.gpus_per_node=4", "policy.layout.tensor_parallel_size=4"],
         "cluster.gpus_per_node",
         4,
-        "4 GPUs are too few for 4 policy processes and 1 engines",
+        "4 GPUs are too few for 4 policy processes and 1 engine",
     ),
     "GPU kernels on a CPU": (
         ["policy.kernels=transformer_engine"],

@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, TWO],
         "algorithm.teacher_key",
         None,
-        "there are 2 teachers; set it to the column of the tasks that names their teacher",
+        "there are 2 teachers; set it to the column of the tasks that names the teacher",
     ),
     "a column for one teacher": (
         [*OFF_POLICY, TEACHER, "algorithm.teacher_key=of"],
@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, "teachers={sums: {model_path: m, devices: policy, layout: {tensor_parallel_size: 2}}}"],
         "teachers.sums.layout",
         "2 processes",
-        "the policy has devices for 1 processes",
+        "the policy has devices for 1 process",
     ),
     "an address that is none": (
         [*ON_POLICY, "teachers={far: {kind: endpoint, base_url: 'localhost:8000', model: m}}"],

@@ -29,7 +29,7 @@ from nemorl.errors import ConfigError
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    read = parse_value(text, "command line")
+    read = parse_value(text, "command line", ())
 
     assert read == value
     assert type(read) is type(value)

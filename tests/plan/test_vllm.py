@@ -109,12 +109,12 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             [*SHARED, "generation.replicas=2"],
             "generation.replicas",
-            "with generation.colocated, engines of 1 GPU share those of the 1 policy processes",
+            "with generation.colocated, engines of 1 GPU share those of 1 policy process",
         ),
         (
             [*SHARED, "generation.tensor_parallel_size=8"],
             "generation.replicas",
-            "an engine of 8 GPUs cannot share those of the 1 policy processes",
+            "an engine of 8 GPUs cannot share those of 1 policy process",
         ),
         (
             [*SHARED, "generation.transport=nccl"],
@@ -124,7 +124,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             ["generation.tensor_parallel_size=8", "cluster.gpus_per_node=8"],
             "cluster.gpus_per_node",
-            "8 GPUs are too few for 1 policy processes and 8 engines",
+            "8 GPUs are too few for 1 policy process and 8 engines",
         ),
         (
             ["generation.pipeline_parallel_size=2"],

@@ -52,7 +52,6 @@ class TopLossBase(DistillationLossBase):
 
     @property
     def top_k(self) -> int | None:
-        """As configured."""
         return self.tokens
 
 
@@ -96,22 +95,18 @@ class OnPolicyDistillationConfig(OnlineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """All trajectories of a step."""
         return self.trajectories_per_step
 
     @property
     def keeps_teachers(self) -> bool:
-        """True."""
         return True
 
     @property
     def needs_rewards(self) -> bool:
-        """For validation only."""
         return self.validation.scheduled
 
     @property
     def metrics(self) -> frozenset[str]:
-        """And those of its loss."""
         return super().metrics | {*POLICY_METRICS, *self.loss.metrics, "time/teachers"}
 
     @check
@@ -136,17 +131,14 @@ class DistillationConfig(OfflineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """The batch."""
         return self.batch_size
 
     @property
     def keeps_teachers(self) -> bool:
-        """True."""
         return True
 
     @property
     def loss_metrics(self) -> frozenset[str]:
-        """As the loss has them."""
         return self.loss.metrics | {"loss/total", "entropy"}
 
     @check
@@ -170,7 +162,6 @@ class PickedBase(OnlineBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        """And those of its loss."""
         return super().metrics | self.trained_metrics | {"picked"}
 
 
@@ -189,17 +180,14 @@ class IterativePreferenceConfig(PickedBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """Two for each task at most."""
         return 2 * self.num_prompts_per_step
 
     @property
     def units_per_update(self) -> int:
-        """A pair for each task at most."""
         return self.num_prompts_per_step
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the loss uses one: the weights that the run started from."""
         return self.loss.keeps_reference
 
     @check
@@ -216,5 +204,4 @@ class RejectionSamplingConfig(PickedBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """One for each task at most."""
         return self.num_prompts_per_step

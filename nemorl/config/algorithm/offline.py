@@ -68,7 +68,6 @@ class OfflineBase(AlgorithmBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        """And those of its loss."""
         trained = self.loss_metrics
         names = super().metrics | trained | {"epoch"}
         if self.validation.scheduled:
@@ -84,12 +83,10 @@ class OfflineBase(AlgorithmBase):
 
     @property
     def generates(self) -> bool:
-        """For validation only, if configured."""
         return self.validation.scheduled and self.validation.generate
 
     @property
     def units_per_update(self) -> int:
-        """The batch; the sequences of one example belong together."""
         return self.batch_size
 
 
@@ -126,32 +123,26 @@ class PreferenceConfig(OfflineBase):
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        """Pairs."""
         return PAIRS
 
     @property
     def loss_metrics(self) -> frozenset[str]:
-        """Those of pairs."""
         return frozenset(PAIR_METRICS)
 
     @property
     def margin_scale(self) -> float:
-        """As the loss has it."""
         return self.loss.scale_of_margins
 
     @property
     def sequences_per_update(self) -> int:
-        """Two for each pair."""
         return 2 * self.batch_size
 
     @property
     def keeps_reference(self) -> bool:
-        """True if its weights are kept in addition to the policy's."""
         return self.loss.keeps_reference and self.reference == "live"
 
     @property
     def precomputes_reference(self) -> bool:
-        """True if its logprobs are computed before the first step."""
         return self.loss.keeps_reference and self.reference == "precomputed"
 
     @check
@@ -199,27 +190,22 @@ class KtoConfig(OfflineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """The batch."""
         return self.batch_size
 
     @property
     def keeps_reference(self) -> bool:
-        """True if its weights are kept in addition to the policy's."""
         return self.reference == "live"
 
     @property
     def precomputes_reference(self) -> bool:
-        """True if its logprobs are computed before the first step."""
         return self.reference == "precomputed"
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        """Single answers; of a pair each is one."""
         return "judged answers", ("feedback", "preference", "arithmetic")
 
     @property
     def loss_metrics(self) -> frozenset[str]:
-        """Those of KTO."""
         examples = {"examples/desirable", "rewards/desirable", "rewards/undesirable"}
         return frozenset({"loss/preference", "kl/reference", *examples, *_REWARD_METRICS})
 
@@ -261,7 +247,6 @@ class BradleyTerryLossConfig(RewardLossBase):
 
     @property
     def scale_of_margins(self) -> float:
-        """As configured."""
         return self.margin_scale
 
 
@@ -316,22 +301,18 @@ class RewardModelConfig(OfflineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """Two for each pair, one for each answer in steps."""
         return self.batch_size if self.loss.of_steps else 2 * self.batch_size
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        """As the loss needs."""
         return ("judged steps", ("steps", "arithmetic")) if self.loss.of_steps else PAIRS
 
     @property
     def loss_metrics(self) -> frozenset[str]:
-        """As the loss has them."""
         return self.loss.metrics
 
     @property
     def margin_scale(self) -> float:
-        """As the loss has it."""
         return self.loss.scale_of_margins
 
 
@@ -348,12 +329,10 @@ class SftConfig(OfflineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """The batch."""
         return self.batch_size
 
     @property
     def loss_metrics(self) -> frozenset[str]:
-        """Loss and mean negative logprob."""
         return frozenset(SFT_METRICS)
 
     @check

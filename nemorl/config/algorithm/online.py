@@ -144,7 +144,6 @@ class OnlineBase(AlgorithmBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        """And those of sampling and of weight updates."""
         return super().metrics | {
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
@@ -165,7 +164,6 @@ class OnlineBase(AlgorithmBase):
 
     @property
     def allows_staleness(self) -> bool:
-        """As configured."""
         return self.max_staleness > 0
 
     @property
@@ -309,7 +307,6 @@ class TruncatedCorrectionConfig(CorrectionBase):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """As configured."""
         return self.low, self.high
 
 
@@ -327,7 +324,6 @@ class MaskedCorrectionConfig(CorrectionBase):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """There is no lower one."""
         return self.low, self.high
 
 
@@ -346,7 +342,6 @@ class IcePopCorrectionConfig(CorrectionBase):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """As configured."""
         return self.low, self.high
 
 
@@ -462,12 +457,10 @@ class OnlineConfig(OnlineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        """Trajectories of a minibatch."""
         return self.trajectories_per_step // self.num_minibatches
 
     @property
     def metrics(self) -> frozenset[str]:
-        """And those of its parts."""
         of_token_advantages = ("advantage/mean", "advantage/std")
         of_reward = ("kl/penalty", "time/advantages")
         return super().metrics | {
@@ -487,12 +480,10 @@ class OnlineConfig(OnlineBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """True if the divergence from it is used."""
         return self.kl.active
 
     @property
     def keeps_critic(self) -> bool:
-        """True if values are trained."""
         return self.critic is not None
 
     @property
@@ -507,7 +498,6 @@ class OnlineConfig(OnlineBase):
 
     @property
     def greedy_baseline(self) -> bool:
-        """As the advantage needs."""
         return self.advantage.needs_greedy_sample
 
     @property

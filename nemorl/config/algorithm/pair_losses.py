@@ -53,12 +53,10 @@ class LogisticLossConfig(PairLossBase):
 
     @property
     def scale_of_margins(self) -> float:
-        """As configured."""
         return self.margin_scale
 
     @property
     def keeps_reference(self) -> bool:
-        """As configured."""
         return self.reference
 
 
@@ -95,7 +93,6 @@ class HingeLossConfig(PairLossBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """As configured."""
         return self.reference
 
 
@@ -113,7 +110,6 @@ class OddsRatioLossConfig(PairLossBase):
 
     @property
     def keeps_reference(self) -> bool:
-        """False."""
         return False
 
 
