@@ -2,13 +2,12 @@
 
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from nemorl.plan.machine import read_machine
+from nemorl.plan.machine import nvidia_smi, read_machine
 
 from . import SlurmError
 
@@ -16,7 +15,6 @@ Part = Literal["gpu", "cpu"]
 
 # nemorl.sbatch sets these: a container has no `scontrol` and does not know the id of the whole job.
 NODES, JOB = "NEMORL_NODES", "NEMORL_JOB"
-NVIDIA_SMI_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -107,20 +105,11 @@ def read_hardware(environment: Mapping[str, str]) -> Hardware:
         min(memory, machine.memory_bytes) if memory else machine.memory_bytes,
         machine.shared_memory_bytes or 0,
         gpus,
-        nvlink_domain(_nvidia_smi()) if machine.gpus else "",
+        nvlink_domain(nvidia_smi("-q")) if machine.gpus else "",
         int(allocated) if allocated.isdecimal() else 0,
         smallest.name if smallest else "",
         smallest.memory_bytes if smallest else 0,
     )
-
-
-def _nvidia_smi() -> str:
-    command = ["nvidia-smi", "-q"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout if answer.returncode == 0 else ""
 
 
 def nvlink_domain(output: str) -> str:

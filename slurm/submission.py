@@ -45,6 +45,8 @@ class Options:
     partition: str | None = None
     cpu_partition: str | None = None
     account: str | None = None
+    container: str | None = None
+    mounts: str | None = None
     at_once: int | None = None  # tasks of a sweep
     sbatch: tuple[str, ...] = ()  # further options of sbatch
     cpu_sbatch: tuple[str, ...] = ()  # for the CPU nodes
@@ -82,6 +84,15 @@ class Options:
         second = [f"--nodes={self.cpu_nodes}", *common, "--requeue"]
         second += [f"--partition={partition}"] * (partition is not None)
         return [*first, ":", *second, *self.cpu_sbatch]
+
+    @property
+    def resume_options(self) -> list[str]:
+        """Those of `nemorl slurm submit` that the configuration in the run folder does not hold."""
+        names = ("nodes", "cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts")
+        given = {name.replace("_", "-"): getattr(self, name) for name in names}
+        words = [f"--{name}={value}" for name, value in given.items() if value]
+        words += [f"--sbatch={option}" for option in self.sbatch]
+        return words + [f"--cpu-sbatch={option}" for option in self.cpu_sbatch]
 
     def node_sizes(self) -> list[NodeSize]:
         """The most that the requested nodes can have; empty where Slurm does not say how large they are."""
@@ -245,19 +256,9 @@ class Submission:
 
 
 def prepare_submission(
-    run_dir: Path,
-    options: Options,
-    run_dirs: Sequence[Path],
-    *,
-    container: str | None,
-    mounts: str | None,
-    is_sweep: bool,
-    resume_options: Sequence[str] = (),
+    run_dir: Path, options: Options, run_dirs: Sequence[Path], *, is_sweep: bool
 ) -> Submission:
-    """Prepare the call of `sbatch`; the job reads the files of `config_files`.
-
-    `resume_options` are the options of `nemorl slurm submit` for a later submission. Raises `OptionError`.
-    """
+    """Prepare the call of `sbatch`; the job reads the files of `config_files`. Raises `OptionError`."""
     folder = run_dir / FOLDER
     # The name is for lists of jobs, without spaces and the like.
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name) or "nemorl"
@@ -266,8 +267,8 @@ def prepare_submission(
     parse_max_restarts(os.environ)
     parse_ports(os.environ)
     variables = {name: value for name, value in os.environ.items() if name.startswith("NEMORL_")}
-    if container:
-        variables["NEMORL_CONTAINER"] = container
+    if options.container:
+        variables["NEMORL_CONTAINER"] = options.container
     elif environment := variables.get("NEMORL_ENV"):
         if not Path(environment, "bin", "nemorl").exists():
             raise OptionError(
@@ -276,8 +277,8 @@ def prepare_submission(
             )
     elif Path(sys.prefix, "bin", "nemorl").exists():  # else the nodes find nemorl by PATH
         variables["NEMORL_ENV"] = sys.prefix
-    if mounts:
-        variables["NEMORL_MOUNTS"] = mounts
+    if options.mounts:
+        variables["NEMORL_MOUNTS"] = options.mounts
     return Submission(
         ("sbatch", "--parsable", *arguments, str(SCRIPT), str(config)),
         variables,
@@ -285,7 +286,7 @@ def prepare_submission(
         tuple(map(str, run_dirs)),
         cpu_nodes=options.cpu_nodes,
         is_sweep=is_sweep,
-        options=tuple(resume_options),
+        options=tuple(options.resume_options),
     )
 
 

@@ -1,17 +1,27 @@
-"""`nemorl check`, and all checks of an experiment before it starts."""
+"""`nemorl check`, and all checks of an experiment before it starts.
 
+They include a trial of the user's own parts (losses, advantages, rewards, environments).
+"""
+
+import json
 import os
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm.advantages import CustomAdvantageConfig
+from nemorl.config.algorithm.losses import CustomLossConfig
+from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
+from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import models_of
+from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
@@ -19,9 +29,47 @@ from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
 from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
+from nemorl.rewards.find import GIVEN, RewardError, find_reward
+from nemorl.rewards.functions import BUILT_IN
 
-from .terminal import ExitCode, complain, notes, plan_table, say
-from .trials import custom_function_problems, environment_problems, reward_problems
+from .terminal import Commands, ExitCode, add_command, complain, notes, plan_table, say
+
+if TYPE_CHECKING:
+    from nemorl.trajectories import Task
+
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4000  # of the 4096 that Linux allows; the rest is for the files in the folder
+_SAMPLE = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    check = add_command(commands, "check", _check, "check experiments and list every problem")
+    words_help = "experiment files (YAML), and fields to set in each of them before the check"
+    check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)
+    here_help = "the run will start on this machine: missing GPUs, nodes and servers are errors"
+    check.add_argument("--here", action="store_true", help=here_help)
+
+
+def _check(arguments: Namespace) -> int:
+    """Check every file, also after one with problems."""
+    overrides = [word for word in arguments.words if "=" in word and not os.path.exists(word)]
+    paths = [Path(word) for word in arguments.words if word not in overrides]
+    if not paths:
+        raise NemorlError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
+    machine, code = read_machine(), ExitCode.WELL
+    for path in paths:
+        try:
+            ready = prepare(path, overrides, machine, where="here" if arguments.here else "unknown")
+        except ConfigError as error:
+            if error.source == COMMAND_LINE:  # which is the same for every file
+                raise
+            complain(str(error))
+            code = ExitCode.REFUSED
+            continue
+        say("\n".join([f"{path}: OK", *describe_unverified(ready)]))
+        notes().print(plan_table(ready.plan))
+    return code
 
 
 @dataclass(frozen=True)
@@ -31,6 +79,15 @@ class Ready:
     experiment: Experiment
     plan: Plan
     unverified: tuple[Problem, ...] = ()  # what this machine lacks, where the run may start on another
+
+
+def describe_unverified(ready: Ready) -> list[str]:
+    """A line for each thing that only the machine on which the run starts can verify."""
+    return [
+        f"  {problem.field} = {problem.value}: will be verified on the target machine "
+        f"({problem.fix.partition(';')[0]})"
+        for problem in ready.unverified
+    ]
 
 
 def prepare(
@@ -57,11 +114,13 @@ def prepare(
     def further_checks(experiment: Experiment) -> Iterator[Problem]:
         plans.append(plan_run(experiment, machine, training=training))
         yield from plans[0].problems
-        yield from reward_problems(experiment, calls=where != "elsewhere")
-        yield from custom_function_problems(experiment)
-        yield from environment_problems(experiment)
+        yield from _reward_problems(experiment, calls=where != "elsewhere")
+        yield from _custom_part_problems(experiment)
         yield from _run_folder_problems(experiment, new_run)
-        unverified.extend(_missing_here(experiment, machine) if where != "elsewhere" else ())
+        if where != "elsewhere":
+            unverified.extend(gpu_problems(experiment, machine))
+            unverified.extend(node_problems(experiment.cluster))
+            unverified.extend(server_problems(experiment))
         if where == "here":
             yield from unverified
         if resumes:
@@ -69,10 +128,11 @@ def prepare(
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
             yield from address_problems(experiment.generation, listening)
-        data = experiment.data
-        if measuring and not training and data.validation is None and not data.validation_sets:
+        if training or not measuring:
+            return
+        if experiment.data.validation is None and not experiment.data.validation_sets:
             yield Problem("data.validation", ABSENT, "an evaluation requires tasks; set a dataset")
-        if measuring and not training and experiment.policy.head == "scalar":
+        if experiment.policy.head == "scalar":
             fix = (
                 "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation "
                 "during training"
@@ -83,21 +143,10 @@ def prepare(
     return Ready(experiment, plans[0], tuple(unverified))
 
 
-def _missing_here(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
-    """What the run needs and this machine does not have: GPUs, nodes, servers that answer."""
-    yield from gpu_problems(experiment, machine)
-    yield from node_problems(experiment.cluster)
-    yield from server_problems(experiment)
-
-
-_MAX_NAME_BYTES = 255
-_MAX_PATH_BYTES = 4000  # of the 4096 that Linux allows; the rest is for the files in the folder
-
-
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Iterator[Problem]:
     run_dir = experiment.run_dir
     try:
-        problem = _unusable(run_dir, experiment) or _not_writable(run_dir)
+        problem = _unusable(run_dir, experiment)
         if problem is None and new_run and RunPaths(run_dir).has_steps:
             problem = "the folder contains a run; continue it with --resume, or set another folder"
     except OSError as error:
@@ -107,23 +156,28 @@ def _run_folder_problems(experiment: Experiment, new_run: bool) -> Iterator[Prob
 
 
 def _unusable(run_dir: Path, experiment: Experiment) -> str | None:
-    """Why a path cannot be a run folder, whatever its permissions."""
-    names = [os.fsencode(part) for part in run_dir.absolute().parts]
+    """Why a path cannot be a run folder, or nothing can be written there. Leaves nothing behind."""
+    absolute = run_dir.absolute()
+    names = [os.fsencode(part) for part in absolute.parts]
     if not str(run_dir).isprintable():
         return "the path contains unprintable characters; remove them"
     if (longest := max(map(len, names))) > _MAX_NAME_BYTES:
         return (
             f"a name in the path has {longest} bytes, and at most {_MAX_NAME_BYTES} are allowed; shorten it"
         )
-    if (length := len(os.fsencode(run_dir.absolute()))) > _MAX_PATH_BYTES:
+    if (length := len(os.fsencode(absolute))) > _MAX_PATH_BYTES:
         return f"the path has {length} bytes and may have {_MAX_PATH_BYTES}; shorten it"
     if run_dir.exists() and not run_dir.is_dir():
         return "this is a file; set a folder, which need not exist yet"
     for spec in models_of(experiment):
-        model = spec.config.model_path.resolve()
-        if run_dir.resolve() == model or model in run_dir.resolve().parents:
+        if run_dir.resolve().is_relative_to(spec.config.model_path.resolve()):
             return f"this is in the model folder of {spec.section}.model_path; set another folder"
-    return None
+    existing = next(path for path in (run_dir, *absolute.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing} is not writable ({error.strerror}); set another folder"
 
 
 def _other_algorithm(experiment: Experiment) -> Iterator[Problem]:
@@ -145,62 +199,99 @@ def _other_algorithm(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("algorithm.critic", None, f"{problem}; set the advantage back, {fix}")
 
 
-def _not_writable(run_dir: Path) -> str | None:
-    """Why nothing can be written into a folder, or where it will be created. Leaves nothing behind."""
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:
-        return f"{existing} is not writable ({error.strerror}); set another folder"
+def _custom_part_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Parts of the user that cannot be found or called, or that return the wrong thing."""
+    algorithm, env, rewards = experiment.algorithm, experiment.env, experiment.rewards
+    if isinstance(algorithm, OnlineConfig):
+        if isinstance(algorithm.advantage, CustomAdvantageConfig):
+            from nemorl.algorithms.custom import smoke_test_advantage  # brings torch, which takes seconds
+
+            try:
+                smoke_test_advantage(algorithm.advantage, reward_names(env, rewards))
+            except NemorlError as error:
+                yield Problem("algorithm.advantage.function", algorithm.advantage.function, str(error))
+        if isinstance(algorithm.loss, CustomLossConfig):
+            from nemorl.algorithms.custom import smoke_test_loss  # brings torch as well
+
+            try:
+                smoke_test_loss(algorithm.loss, metric_names(algorithm, env, rewards, experiment.data))
+            except NemorlError as error:
+                yield Problem("algorithm.loss.function", algorithm.loss.function, str(error))
+    if isinstance(env, CustomEnvConfig):
+        from nemorl.rollout.custom_environment import custom_environment_problems
+
+        seconds = experiment.cluster.deadlines.environment
+        yield from custom_environment_problems(env, _first_task(experiment), seconds)
 
 
-HELP = "check experiments and list every problem"
+def _reward_problems(experiment: Experiment, *, calls: bool) -> Iterator[Problem]:
+    """Functions that cannot be found, that require columns which the tasks lack, or that score no answer.
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="CONFIG|a.b=value",
-        help="experiment files (YAML), and fields to set in each of them before the check",
-    )
-    parser.add_argument(
-        "--here",
-        action="store_true",
-        help="the run will start on this machine: missing GPUs, nodes and servers are errors",
-    )
-
-
-def run(arguments: Namespace) -> int:
-    """Check every file, also after one with problems. Raises NemorlError if there is none."""
-    overrides = [word for word in arguments.words if "=" in word and not os.path.exists(word)]
-    paths = [Path(word) for word in arguments.words if word not in overrides]
-    if not paths:
-        raise NemorlError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
-    machine = read_machine()
-    refused = 0
-    for path in paths:
-        try:
-            ready = prepare(path, overrides, machine, where="here" if arguments.here else "unknown")
-        except ConfigError as error:
-            if error.source == COMMAND_LINE:  # which is the same for every file
-                raise
-            complain(str(error))
-            refused += 1
+    `calls=False` calls only built-in functions: those of the user may need what this machine lacks.
+    """
+    for place, config in enumerate(experiment.rewards):
+        if not isinstance(config, FunctionRewardConfig):
             continue
-        say(f"{path}: OK")
-        for line in describe_unverified(ready):
-            say(line)
-        notes().print(plan_table(ready.plan))
-    return ExitCode.REFUSED if refused else ExitCode.WELL
+        field, arguments = f"rewards.{place}.function", f"rewards.{place}.arguments"
+        try:
+            found = find_reward(config)
+        except RewardError as error:
+            yield Problem(field, config.function, str(error))
+            continue
+        given, complete = GIVEN[found.signature] | {"answer"}, True
+        for path, dataset in acted_on(experiment.data, experiment.algorithm):
+            columns = _columns(dataset)
+            if columns is None:
+                continue
+            if missing := sorted(found.needs - given - columns):
+                complete = False
+                fix = (
+                    f"it requires {', '.join(missing)}, and the tasks of {path} have the columns "
+                    f"{', '.join(sorted(given | columns))}; give it a default, or set it in {arguments}"
+                )
+                yield Problem(field, config.function, fix)
+        if not complete:
+            continue
+        if config.function in BUILT_IN:  # one call shows arguments that it does not accept
+            if found.needs <= _SAMPLE.keys():
+                sample = {name: value for name, value in _SAMPLE.items() if name in found.takes}
+                try:
+                    found.function(**sample | config.arguments)
+                except (TypeError, ValueError) as error:
+                    fix = f"`{config.function}` does not accept these: {error}"
+                    yield Problem(arguments, config.arguments, fix)
+        elif calls and (task := _first_task(experiment)) is not None:
+            from nemorl.rewards.compose import smoke_test_reward  # with numpy
+
+            seconds = config.deadline or experiment.cluster.deadlines.environment
+            reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
+            if reason is not None:
+                fix = (
+                    f"it scores no answer to the first task ({reason}); correct the function or its arguments"
+                )
+                yield Problem(field, config.function, fix)
 
 
-def describe_unverified(ready: Ready) -> list[str]:
-    """What only the machine on which the run starts can verify, a line each."""
-    return [
-        f"  {problem.field} = {problem.value}: will be verified on the target machine "
-        f"({problem.fix.partition(';')[0]})"
-        for problem in ready.unverified
-    ]
+def _first_task(experiment: Experiment) -> "Task | None":
+    """None where nothing is sampled, and where the data cannot be read, which other checks report."""
+    from nemorl.data.datasets import load_tasks  # with numpy
+    from nemorl.data.json_lines import DatasetError
+
+    with suppress(DatasetError):
+        for _, dataset in acted_on(experiment.data, experiment.algorithm):
+            return load_tasks(dataset, experiment.data)[0]
+    return None
+
+
+def _columns(dataset: DatasetConfig) -> set[str] | None:
+    """Columns of a dataset; None where a file cannot be read, which the checks of the data report."""
+    if isinstance(dataset, ArithmeticDataset):
+        return {"prompt"}
+    if not isinstance(dataset, JsonlDataset):
+        return {"question", "metadata", "reasoning_gym_task", "reasoning_gym_options"}
+    try:
+        with dataset.path.open(encoding="utf-8") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), ""))
+    except (OSError, ValueError):
+        return None
+    return set(first) if isinstance(first, dict) else None

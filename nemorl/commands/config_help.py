@@ -5,41 +5,38 @@ By sections and wrapped on a terminal; a line for each field where the output go
 
 import difflib
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from textwrap import fill
 
 from rich.text import Text
 
-from nemorl.commands.terminal import output, say
 from nemorl.config.schema import FieldHelp, describe, section_help
 from nemorl.errors import ABSENT, NemorlError
 
-HELP = "show the fields of an experiment file"
+from .terminal import Commands, ExitCode, add_command, output, say
+
 _WIDEST = 100  # columns that are easily read
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument(
-        "section", nargs="?", default="", help="only the fields below it, such as `policy.optimizer`"
-    )
+def register(commands: Commands) -> None:
+    """Add the command."""
+    config = add_command(commands, "config", _config, "show the fields of an experiment file")
+    section_help_text = "only the fields below it, such as `policy.optimizer`"
+    config.add_argument("section", nargs="?", default="", help=section_help_text)
 
 
-def run(arguments: Namespace) -> int:
-    """Raises NemorlError for an unknown section."""
-    fields = describe(arguments.section)
+def _config(arguments: Namespace) -> int:
+    asked = arguments.section
+    fields = describe(asked)
     if not fields:
-        raise NemorlError(_unknown_section(arguments.section))
-    if output().is_terminal:
-        _print_sections(fields)
-    else:  # a line each, for grep
+        known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
+        close = difflib.get_close_matches(asked, known, n=1)
+        fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
+        raise NemorlError(f"unknown section `{asked}`; {fix}")
+    if not output().is_terminal:  # a line each, for grep
         for field in fields:
             say(f"{_head(field, field.path)}. {field.help}".strip())
-    return 0
-
-
-def _print_sections(fields: list[FieldHelp]) -> None:
-    """Each section with its fields under it."""
+        return ExitCode.WELL
     sections: dict[str, list[FieldHelp]] = {}
     for field in fields:
         sections.setdefault(field.path.rpartition(".")[0], []).append(field)
@@ -52,6 +49,7 @@ def _print_sections(fields: list[FieldHelp]) -> None:
         for field in members:
             _print(_head(field, field.path.rpartition(".")[2]), "  ", "bold")
             _print(field.help, "      ")
+    return ExitCode.WELL
 
 
 def _print(text: str, indent: str, style: str = "") -> None:
@@ -67,17 +65,9 @@ def _print(text: str, indent: str, style: str = "") -> None:
 
 def _head(field: FieldHelp, name: str) -> str:
     variant = f" [{field.variant}]" if field.variant else ""
-    default = "required" if field.default is ABSENT else f"default {_yaml(field.default)}"
+    default = "required"
+    if isinstance(field.default, str) and field.default:  # as in a file, without quotes
+        default = f"default {field.default}"
+    elif field.default is not ABSENT:
+        default = f"default {json.dumps(field.default, default=str)}"
     return f"{name}{variant}: {field.type}, {default}"
-
-
-def _yaml(default: object) -> str:
-    """As in a file: strings without quotes, unless they are empty."""
-    return default if isinstance(default, str) and default else json.dumps(default, default=str)
-
-
-def _unknown_section(asked: str) -> str:
-    known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
-    close = difflib.get_close_matches(asked, known, n=1)
-    fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
-    return f"unknown section `{asked}`; {fix}"

@@ -3,7 +3,7 @@
 import platform
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,14 +13,11 @@ from typing import Literal
 
 from rich.text import Text
 
-from nemorl.commands.terminal import output, say, table
 from nemorl.generation.vllm_engine.plan import vllm_version
 from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
 
-from .terminal import ExitCode
-
-HELP = "list what is installed, what this machine has, and what is missing"
+from .terminal import Commands, ExitCode, add_command, output, say, table
 
 
 class State(Enum):
@@ -66,85 +63,76 @@ class Finding:
     use: str
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("--brief", action="store_true", help="say only what is missing")
-    parser.add_argument(
-        "--gpus", type=int, default=0, metavar="N", help="fail where torch can use fewer than N GPUs"
-    )
-
-
-def run(arguments: Namespace) -> int:
-    """0 when the main job can run here, and on as many GPUs as were asked for."""
-    machine = read_machine()
-    findings = [
-        _python(),
-        *map(_package, PACKAGES),
-        _vllm(),
-        *_hardware(machine),
-        *_cuda(len(machine.gpus), arguments.gpus),
-        *_kernels("cuda" if machine.gpus else "cpu"),
-        _gloo(),
-    ]
-    if not arguments.brief:
-        _print(findings)
-    missing = [finding for finding in findings if finding.state is State.MISSING]
-    named = (f"{finding.what} ({finding.found})" if arguments.brief else finding.what for finding in missing)
-    say(f"not ready: {', '.join(named)}" if missing else "ready to train on this machine")
-    return ExitCode.FAILED if missing else ExitCode.WELL
-
-
-def _print(findings: list[Finding]) -> None:
-    rows = table("", ["what", "state", "found", "for"])
-    for finding in findings:
-        cells = (finding.what, finding.state.value, finding.found, finding.use)
-        rows.add_row(*map(Text, cells))
-    output().print(rows, soft_wrap=False)
-
-
 _OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
 _MIN_MEMORY_BYTES = 4_000_000_000  # for the quickstart
 _MIN_DISK_BYTES = 2_000_000_000
 _ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_megabytes
 
 
-def _python() -> Finding:
+def register(commands: Commands) -> None:
+    """Add the command."""
+    help_text = "list what is installed, what this machine has, and what is missing"
+    doctor = add_command(commands, "doctor", _doctor, help_text)
+    doctor.add_argument("--brief", action="store_true", help="say only what is missing")
+    gpus_help = "fail where torch can use fewer than N GPUs"
+    doctor.add_argument("--gpus", type=int, default=0, metavar="N", help=gpus_help)
+
+
+def _doctor(arguments: Namespace) -> int:
+    """Return 0 when the main job can run here, and on as many GPUs as were asked for."""
+    machine = read_machine()
+    findings = [
+        *_installed(),
+        *_hardware(machine),
+        *_cuda(len(machine.gpus), arguments.gpus),
+        *_kernels("cuda" if machine.gpus else "cpu"),
+        _gloo(),
+    ]
+    if not arguments.brief:
+        rows = table("", ["what", "state", "found", "for"])
+        for finding in findings:
+            rows.add_row(*map(Text, (finding.what, finding.state.value, finding.found, finding.use)))
+        output().print(rows, soft_wrap=False)
+    missing = [finding for finding in findings if finding.state is State.MISSING]
+    named = (f"{finding.what} ({finding.found})" if arguments.brief else finding.what for finding in missing)
+    say(f"not ready: {', '.join(named)}" if missing else "ready to train on this machine")
+    return ExitCode.FAILED if missing else ExitCode.WELL
+
+
+def _installed() -> Iterator[Finding]:
     supported = _OLDEST_PYTHON <= sys.version_info[:2] < _FIRST_UNTRIED_PYTHON
-    state = State.GOOD if supported else State.MISSING
-    return Finding("python", state, platform.python_version(), "everything; 3.11 and 3.12 are supported")
-
-
-def _package(package: Package) -> Finding:
-    try:
-        version = metadata.version(package.name)
-    except metadata.PackageNotFoundError:
-        state = State.MISSING if package.required else State.OPTIONAL
-        return Finding(package.name, state, "not installed", package.use)
-    return Finding(package.name, State.GOOD, version, package.use)
-
-
-def _vllm() -> Finding:
-    version, use = vllm_version(), "generation.backend: vllm (docs/vllm.md)"
-    if version is not None:
-        return Finding("vllm", State.GOOD, version, use)
+    state, use = State.GOOD if supported else State.MISSING, "everything; 3.11 and 3.12 are supported"
+    yield Finding("python", state, platform.python_version(), use)
+    for package in PACKAGES:
+        try:
+            state, found = State.GOOD, metadata.version(package.name)
+        except metadata.PackageNotFoundError:
+            state, found = State.MISSING if package.required else State.OPTIONAL, "not installed"
+        yield Finding(package.name, state, found, package.use)
+    version = vllm_version()
     reason = "not installed: `make` installs it" if sys.platform == "linux" else "not installed: Linux only"
-    return Finding("vllm", State.OPTIONAL, reason, use)
+    state, use = State.GOOD if version else State.OPTIONAL, "generation.backend: vllm (docs/vllm.md)"
+    yield Finding("vllm", state, version or reason, use)
 
 
 def _hardware(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU cores", State.GOOD, str(machine.cores), "everything")
-    yield _space("memory", machine.memory_bytes, _MIN_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart")
-    shared, use = machine.shared_memory_bytes, "Ray's objects; with less than 0.5 GB it uses the disk"
-    yield _space("/dev/shm", shared or 0, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use)
-    disk = shutil.disk_usage(Path.cwd()).free
-    yield _space("free disk here", disk, _MIN_DISK_BYTES, State.MISSING, "runs, checkpoints and models")
+    shared, disk = machine.shared_memory_bytes or 0, shutil.disk_usage(Path.cwd()).free
+    use = "Ray's objects; with less than 0.5 GB it uses the disk"
+    for what, size, required, otherwise, what_for in (
+        ("memory", machine.memory_bytes, _MIN_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart"),
+        ("/dev/shm", shared, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use),
+        ("free disk here", disk, _MIN_DISK_BYTES, State.MISSING, "runs, checkpoints and models"),
+    ):
+        state = State.GOOD if size >= required else otherwise
+        yield Finding(what, state, f"{size / 1e9:.1f} GB", what_for)
     names = ", ".join(f"{gpu.name} ({gpu.memory_bytes / 1e9:.0f} GB)" for gpu in machine.gpus)
     state = State.GOOD if names else State.OPTIONAL
     yield Finding("NVIDIA GPUs", state, names or "none", "speed; everything runs without")
 
 
 def _cuda(listed: int, required: int) -> Iterator[Finding]:
-    """Whether torch can use the GPUs: a driver may list some, and be too old for the CUDA of this torch."""
+    """Check what torch can use: a driver may list GPUs, and be too old for the CUDA of this torch."""
     if not listed and not required:
         return
     use = "policy and engines on GPUs"
@@ -155,14 +143,9 @@ def _cuda(listed: int, required: int) -> Iterator[Finding]:
         return
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     built = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA"
-    found = f"{built} can use {usable} of {max(listed, required)} GPUs"
     needed = required or (1 if torch.version.cuda else 0)
     state = State.MISSING if usable < needed else State.GOOD if usable else State.OPTIONAL
-    yield Finding("CUDA", state, found, use)
-
-
-def _space(what: str, there: int, required: int, otherwise: State, use: str) -> Finding:
-    return Finding(what, State.GOOD if there >= required else otherwise, f"{there / 1e9:.1f} GB", use)
+    yield Finding("CUDA", state, f"{built} can use {usable} of {max(listed, required)} GPUs", use)
 
 
 def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
@@ -176,15 +159,15 @@ def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
 
 def _gloo() -> Finding:
     """Form a group of one process, as policy workers on a CPU do with more."""
-    use = "policy workers on a CPU"
+    state, found = State.GOOD, "a process group forms"
     try:
         import torch.distributed as dist
-    except ImportError as error:
-        return Finding("gloo", State.MISSING, f"torch cannot be imported: {error}", use)
-    try:
+
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         dist.barrier()
+        dist.destroy_process_group()
+    except ImportError as error:
+        state, found = State.MISSING, f"torch cannot be imported: {error}"
     except (RuntimeError, ValueError) as error:
-        return Finding("gloo", State.MISSING, str(error), use)
-    dist.destroy_process_group()
-    return Finding("gloo", State.GOOD, "a process group forms", use)
+        state, found = State.MISSING, str(error)
+    return Finding("gloo", state, found, "policy workers on a CPU")

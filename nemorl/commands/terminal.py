@@ -1,34 +1,81 @@
 """Output, arguments and exit codes of commands. Results go to standard output, all else to standard error."""
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
-from nemorl.plan.memory import memory_parts
+from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.problems import Plan
+
+Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
+
+
+class ExitCode(IntEnum):
+    """As shells and schedulers see it."""
+
+    WELL = 0
+    FAILED = 1  # a run or a command began and failed
+    REFUSED = 2  # a configuration or an argument is wrong; nothing was started
+    STOPPED = 75  # stopped by a signal, can continue with --resume; sysexits' EX_TEMPFAIL
+    INTERRUPTED = 130  # Ctrl-C, as shells count it
+
+
+def add_command(
+    commands: Commands, name: str, action: Callable[[Namespace], int], help_text: str
+) -> ArgumentParser:
+    """Add a command that runs `action`, which returns the exit status or raises `NemorlError`."""
+    parser = commands.add_parser(name, help=help_text, description=help_text)
+    parser.set_defaults(action=action)
+    return parser
+
+
+def add_group(commands: Commands, name: str, help_text: str) -> Commands:
+    """Add a command that consists of sub-commands."""
+    parser = commands.add_parser(name, help=help_text, description=help_text)
+    return parser.add_subparsers(metavar="COMMAND", required=True)
+
+
+def add_experiment(parser: ArgumentParser) -> None:
+    """Add CONFIG and its overrides."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="experiment file (YAML)")
+    add_overrides(parser)
+
+
+def add_overrides(parser: ArgumentParser) -> None:
+    """Add the overrides of an experiment."""
+    help_text = "set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]"
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help=help_text)
+
+
+def positive_integer(text: str) -> int:
+    """Type of an argument; argparse reports the error as wrong usage."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
 
 
 def output() -> Console:
-    """For results. Created for each use, so that it follows a redirected stream."""
+    """Console for results. Created for each use, so that it follows a redirected stream."""
     return Console(highlight=False, soft_wrap=True)
 
 
 def notes() -> Console:
-    """For everything else."""
+    """Console for everything else."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """A result, as it is."""
+    """Print a result as it is."""
     output().print(text, markup=False)
 
 
 def complain(text: str) -> None:
-    """A sentence about a failure."""
+    """Print a sentence about a failure."""
     notes().print(text, markup=False)
 
 
@@ -46,46 +93,16 @@ def plan_table(plan: Plan) -> Table:
     result = table(title, ["", *(f"{process.group} x {process.count}" for process in plan.processes)])
     for column in result.columns[1:]:
         column.justify = "right"
-    for part in memory_parts():
-        sizes = [getattr(process, part) for process in plan.processes]
-        if any(sizes):
-            result.add_row(part.replace("_", " "), *map(_gigabytes, sizes))
-    result.add_row("one process", *(_gigabytes(process.total) for process in plan.processes))
-    result.add_row("all of them", *(_gigabytes(process.total * process.count) for process in plan.processes))
-    everything = sum(process.total * process.count for process in plan.processes)
-    result.caption = f"together {_gigabytes(everything)} GB"
+    of_all = [process.total * process.count for process in plan.processes]
+    rows = {part.replace("_", " "): [getattr(p, part) for p in plan.processes] for part in MEMORY_PARTS}
+    rows = {part: sizes for part, sizes in rows.items() if any(sizes)}
+    rows |= {"one process": [process.total for process in plan.processes], "all of them": of_all}
+    for name, sizes in rows.items():
+        result.add_row(name, *map(_gigabytes, sizes))
+    result.caption = f"together {_gigabytes(sum(of_all))} GB"
     result.caption_justify = "left"
     return result
 
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f}" if count else "-"
-
-
-RESUME = "continue from the newest complete checkpoint of the run folder"
-
-
-def add_experiment(parser: ArgumentParser) -> None:
-    """CONFIG and its overrides."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="experiment file (YAML)")
-    add_overrides(parser)
-
-
-def add_overrides(parser: ArgumentParser) -> None:
-    """The overrides of an experiment."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="a.b=value",
-        help="set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]",
-    )
-
-
-class ExitCode(IntEnum):
-    """As shells and schedulers see it."""
-
-    WELL = 0
-    FAILED = 1  # a run or a command began and failed
-    REFUSED = 2  # a configuration or an argument is wrong; nothing was started
-    STOPPED = 75  # stopped by a signal, can continue with --resume; sysexits' EX_TEMPFAIL
-    INTERRUPTED = 130  # Ctrl-C, as shells count it

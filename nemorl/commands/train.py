@@ -1,91 +1,87 @@
-"""`nemorl train`: check an experiment and run it."""
+"""`nemorl train`, `nemorl eval` and `nemorl report`: run an experiment, measure its model, show a run."""
 
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nemorl.commands.terminal import notes, plan_table, say
 from nemorl.config.load import to_yaml
 from nemorl.errors import ConfigError, NemorlError, RunStopped
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import read_machine
 
-from .check import Ready, describe_unverified, prepare
-from .terminal import RESUME, add_experiment
-
-if TYPE_CHECKING:
-    from nemorl.run.train import RunResult
-
-HELP = "run an experiment"
+from .check import describe_unverified, prepare
+from .terminal import Commands, ExitCode, add_command, add_experiment, notes, output, plan_table, say, table
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """The command's own arguments."""
-    add_experiment(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the resolved experiment and its plan, and start nothing"
-    )
-    parser.add_argument("--resume", action="store_true", help=RESUME)
+def register(commands: Commands) -> None:
+    """Add the commands."""
+    train = add_command(commands, "train", _train, "run an experiment")
+    add_experiment(train)
+    dry_run = "show the resolved experiment and its plan, and start nothing"
+    train.add_argument("--dry-run", action="store_true", help=dry_run)
+    resume = "continue from the newest complete checkpoint of the run folder"
+    train.add_argument("--resume", action="store_true", help=resume)
+    help_text = "measure the model of an experiment on its validation tasks"
+    add_experiment(add_command(commands, "eval", _evaluate, help_text))
+    report = add_command(commands, "report", _report, "write the report of a run again from its files")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
 
 
-def run(arguments: Namespace) -> int:
-    """Raises NemorlError."""
-    new_run = not arguments.resume and not arguments.dry_run
+def _train(arguments: Namespace) -> int:
     ready = prepare(
         arguments.config,
         arguments.overrides,
         read_machine(),
-        new_run=new_run,
+        new_run=not arguments.resume and not arguments.dry_run,
         resumes=arguments.resume,
         where="unknown" if arguments.dry_run else "here",
     )
     if arguments.dry_run:
-        show(ready)
-        return 0
+        say(to_yaml(ready.experiment).rstrip())
+        for line in describe_unverified(ready):
+            notes().print(line.strip(), markup=False)
+        notes().print(plan_table(ready.plan))
+        return ExitCode.WELL
+    from nemorl.run.train import train  # torch, Megatron and Ray: not for --help and --dry-run
+
     try:
-        result = _train(ready, resume=arguments.resume)
+        result = train(ready.experiment, resume=arguments.resume)
     except (ConfigError, RunStopped):  # which say themselves what to do
         raise
     except NemorlError as error:
-        if note := _how_to_continue(arguments, ready.experiment.run_dir):
-            error.add_note(note)
+        paths = RunPaths(ready.experiment.run_dir)
+        if paths.has_steps:  # else the same command starts the run again
+            words = [str(arguments.config), *arguments.overrides, "--resume"]
+            names = (folder.name.removeprefix("step_") for folder in paths.checkpoints.glob("step_*"))
+            step = max((int(name) for name in names if name.isdecimal()), default=None)
+            place = "from the start, as there is no checkpoint yet" if step is None else f"after step {step}"
+            error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
-    _summarize(result)
-    return 0
+    say(f"run: {result.run_dir}")
+    if result.hf_dir is not None:
+        say(f"weights: {result.hf_dir}")
+    return ExitCode.WELL
 
 
-def _how_to_continue(arguments: Namespace, run_dir: Path) -> str | None:
-    """None where the run wrote nothing, so that the same command starts it again."""
-    paths = RunPaths(run_dir)
-    if not paths.has_steps:
-        return None
-    words = [str(arguments.config), *arguments.overrides, "--resume"]
-    names = (folder.name.removeprefix("step_") for folder in paths.checkpoints.glob("step_*"))
-    steps = [int(name) for name in names if name.isdecimal()]
-    place = f"after step {max(steps)}" if steps else "from the start, as there is no checkpoint yet"
-    return f"To continue {place}: nemorl train {shlex.join(words)}"
+def _evaluate(arguments: Namespace) -> int:
+    ready = prepare(arguments.config, arguments.overrides, read_machine(), training=False)
+    from nemorl.run.train import evaluate  # Ray and the engine: not before the checks
+    from nemorl.run.validation import with_intervals
+
+    evaluation = evaluate(ready.experiment)
+    metrics = table("", ["metric", "value", "95 % interval"])
+    for name, value, interval in with_intervals(evaluation.metrics):
+        between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
+        metrics.add_row(name, f"{value:.6g}", between)
+    origin = f" ({evaluation.origin})" if evaluation.origin else ""
+    say(f"model: {evaluation.model}{origin}")
+    output().print(metrics)
+    say(f"samples: {evaluation.samples}")
+    return ExitCode.WELL
 
 
-def show(ready: Ready) -> None:
-    """Print the resolved experiment on standard output and the plan on standard error."""
-    say(to_yaml(ready.experiment).rstrip())
-    for line in describe_unverified(ready):
-        notes().print(line.strip(), markup=False)
-    notes().print(plan_table(ready.plan))
+def _report(arguments: Namespace) -> int:
+    from nemorl.observe.report import write_report  # Plotly
 
-
-def _train(ready: Ready, *, resume: bool) -> "RunResult":
-    from nemorl.run.train import train  # torch, Megatron and Ray: not for --help and --dry-run
-
-    return train(ready.experiment, resume=resume)
-
-
-def _summarize(result: "RunResult") -> None:
-    rows: list[tuple[str, Path | None]] = [
-        ("run", result.run_dir),
-        ("weights", result.hf_dir),
-    ]
-    for name, path in rows:
-        if path is not None:
-            say(f"{name}: {path}")
+    say(f"report: {write_report(arguments.run_dir)}")
+    return ExitCode.WELL

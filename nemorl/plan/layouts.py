@@ -1,5 +1,6 @@
 """All layouts of an experiment's model on a number of devices, best first. Imports no torch."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,11 +43,25 @@ def list_layouts(
 
     Under tensor parallelism sequence parallelism is always on: it sends as much and keeps less.
     """
-    choices = [
-        _choice(experiment, shape, layout, memory_bytes)
-        for layout in _layouts(shape, num_devices)
-        if _is_valid(experiment, shape, layout)
-    ]
+    algorithm, choices = experiment.algorithm, []
+    for layout in _layouts(shape, num_devices):
+        policy = experiment.policy.model_copy(update={"layout": layout})
+        # Context parallelism pads sequences to two chunks a rank, so more ranks would compute padding only.
+        ranks = layout.context_parallel_size
+        if (
+            (ranks > 1 and policy.max_sequence_length < 2 * ranks)
+            or any(layout_problems(shape, layout, adapters=policy.lora is not None))
+            or any(recompute_problems(shape, layout, policy.recompute))
+            or any(data_parallel_divides(policy, algorithm))
+            or any(interleaved_stages_have_work(policy, algorithm))
+        ):
+            continue
+        memory = policy_memory(experiment.model_copy(update={"policy": policy}), shape)
+        fits = None if memory_bytes is None else memory.on_device <= memory_bytes
+        stages = layout.pipeline_parallel_size
+        # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
+        idle = (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size)
+        choices.append(LayoutChoice(layout, memory, fits, _bytes_per_token(shape, policy), idle))
     return sorted(
         choices, key=lambda c: (c.fits is False, c.copy_size, c.bytes_per_token, c.idle, c.memory.total)
     )
@@ -54,61 +69,25 @@ def list_layouts(
 
 def _layouts(shape: ModelShape, num_devices: int) -> Iterator[LayoutConfig]:
     for stages in _divisors(num_devices):
-        for tensor in _divisors(num_devices // stages):
-            for context in _divisors(num_devices // stages // tensor):
-                for chunks in _divisors(shape.num_layers // stages) if stages > 1 else (1,):
-                    yield from _with_experts(
-                        shape,
-                        LayoutConfig(
-                            tensor_parallel_size=tensor,
-                            sequence_parallel=tensor > 1,
-                            pipeline_parallel_size=stages,
-                            virtual_pipeline_parallel_size=chunks,
-                            context_parallel_size=context,
-                            data_parallel_size=num_devices // (stages * tensor * context),
-                        ),
+        stage_size = num_devices // stages
+        chunk_counts = _divisors(shape.num_layers // stages) if stages > 1 else [1]
+        expert_sizes = [(1, 1)]
+        if shape.moe is not None:
+            sizes = _divisors(stage_size)
+            expert_sizes = [(size, tensor) for size in sizes for tensor in _divisors(stage_size // size)]
+        for tensor in _divisors(stage_size):
+            for context in _divisors(stage_size // tensor):
+                for chunks, (experts, expert_tensor) in itertools.product(chunk_counts, expert_sizes):
+                    yield LayoutConfig(
+                        tensor_parallel_size=tensor,
+                        sequence_parallel=tensor > 1,
+                        pipeline_parallel_size=stages,
+                        virtual_pipeline_parallel_size=chunks,
+                        context_parallel_size=context,
+                        data_parallel_size=stage_size // (tensor * context),
+                        expert_parallel_size=experts,
+                        expert_tensor_parallel_size=expert_tensor,
                     )
-
-
-def _with_experts(shape: ModelShape, layout: LayoutConfig) -> Iterator[LayoutConfig]:
-    """The same with every way to lay experts over the processes of a stage."""
-    if shape.moe is None:
-        yield layout
-        return
-    for experts in _divisors(layout.stage_size):
-        for tensor in _divisors(layout.stage_size // experts):
-            sizes = {"expert_parallel_size": experts, "expert_tensor_parallel_size": tensor}
-            yield layout.model_copy(update=sizes)
-
-
-def _is_valid(experiment: Experiment, shape: ModelShape, layout: LayoutConfig) -> bool:
-    policy, algorithm = _laid_out(experiment, layout).policy, experiment.algorithm
-    # Context parallelism pads sequences to two chunks a rank, so more ranks would compute padding only.
-    has_work = (
-        layout.context_parallel_size == 1 or policy.max_sequence_length >= 2 * layout.context_parallel_size
-    )
-    return has_work and not (
-        any(layout_problems(shape, layout, adapters=policy.lora is not None))
-        or any(recompute_problems(shape, layout, policy.recompute))
-        or any(data_parallel_divides(policy, algorithm))
-        or any(interleaved_stages_have_work(policy, algorithm))
-    )
-
-
-def _choice(
-    experiment: Experiment, shape: ModelShape, layout: LayoutConfig, memory_bytes: int | None
-) -> LayoutChoice:
-    laid_out = _laid_out(experiment, layout)
-    memory = policy_memory(laid_out, shape)
-    stages = layout.pipeline_parallel_size
-    return LayoutChoice(
-        layout,
-        memory,
-        None if memory_bytes is None else memory.on_device <= memory_bytes,
-        _bytes_per_token(shape, laid_out.policy),
-        # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
-        (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size),
-    )
 
 
 def _bytes_per_token(shape: ModelShape, policy: PolicyConfig) -> int:
@@ -123,8 +102,11 @@ def _bytes_per_token(shape: ModelShape, policy: PolicyConfig) -> int:
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
     own = 1 / context  # of a token: ranks of CP have their own
     layers = shape.num_layers / layout.pipeline_parallel_size
+    keys_and_values = 2 * shape.num_key_value_heads * shape.head_dim
+    if (mla := shape.mla) is not None:
+        keys_and_values = shape.num_attention_heads * (mla.head_dim + mla.rotary_dim + mla.value_dim)
     elements = layers * 8 * hidden * own * _others(tensor)
-    elements += layers * 2 * _keys_and_values(shape) / tensor * _others(context)
+    elements += layers * 2 * keys_and_values / tensor * _others(context)
     if shape.moe is not None:
         with_experts = sum(map(shape.is_moe, range(shape.num_layers))) / layout.pipeline_parallel_size
         sharing = layout.expert_parallel_size * layout.expert_tensor_parallel_size
@@ -135,20 +117,9 @@ def _bytes_per_token(shape: ModelShape, policy: PolicyConfig) -> int:
     return round(elements * ITEM_SIZE[policy.precision])
 
 
-def _keys_and_values(shape: ModelShape) -> int:
-    if shape.mla is None:
-        return 2 * shape.num_key_value_heads * shape.head_dim
-    return shape.num_attention_heads * (shape.mla.head_dim + shape.mla.rotary_dim + shape.mla.value_dim)
-
-
 def _others(ranks: int) -> float:
     """Of what ranks share, the part that one of them has to get from or send to the others."""
     return (ranks - 1) / ranks
-
-
-def _laid_out(experiment: Experiment, layout: LayoutConfig) -> Experiment:
-    policy = experiment.policy.model_copy(update={"layout": layout})
-    return experiment.model_copy(update={"policy": policy})
 
 
 def _divisors(number: int) -> list[int]:

@@ -117,7 +117,7 @@ def test_an_invalid_option_is_refused(
 def test_an_image_has_packages_of_its_own(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemorl.plan.problems._installed", lambda package: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     options = ("--gpus-per-node", 2, "generation.backend=trtllm", "policy.precision=bfloat16", "--dry-run")
 
     outcome = nemorl("slurm", "submit", experiment, *options)

@@ -107,9 +107,8 @@ def prepared(
 ) -> Submission:
     """A submission of a run on one node."""
     folder = Path(run_dir)
-    return prepare_submission(
-        folder, Options(1), [folder], container=container, mounts=mounts, is_sweep=False
-    )
+    options = Options(1, container=container, mounts=mounts)
+    return prepare_submission(folder, options, [folder], is_sweep=False)
 
 
 def test_it_runs_in_this_environment_or_in_a_container() -> None:
@@ -141,15 +140,8 @@ def test_a_folder_may_have_a_percent_sign() -> None:
 
 def test_a_task_of_a_sweep_is_a_submission_of_its_own() -> None:
     folders = [Path("runs/sums/00_a=1"), Path("runs/sums/01_a=2")]
-    made = prepare_submission(
-        Path("runs/sums"),
-        Options(1),
-        folders,
-        container=None,
-        mounts=None,
-        is_sweep=True,
-        resume_options=["--nodes=1", "--sbatch=--qos=high"],
-    )
+    options = Options(1, sbatch=("--qos=high",))
+    made = prepare_submission(Path("runs/sums"), options, folders, is_sweep=True)
     made = replace(made, job="12")
 
     made.record(Path("runs/sums"))
