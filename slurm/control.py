@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from . import SlurmError
+from .node import retry
 
 CONNECT_SECONDS = 120.0
 PONG_SECONDS = 20.0
 CLOSE_SECONDS = 5.0
 MAX_LINE_BYTES = 2**16
+_BLOCKED = "a firewall blocks it, or the nodes do not share the network interface"
+_INTERFACE = "NEMORL_INTERFACE to an interface that every node has, such as ib0."
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
@@ -94,9 +97,8 @@ class ControlServer:
             missing = [node for node in self.nodes if node not in self._writers]
             raise SlurmError(
                 f"{', '.join(missing)} did not connect to {self._host}:{self._port} on the head within "
-                f"{seconds:g} s, though the run folder is shared: a firewall blocks it, or the nodes do not "
-                "share the network interface. Open the ports between the nodes, or set NEMORL_INTERFACE to "
-                "an interface that every node has, such as ib0."
+                f"{seconds:g} s, though the run folder is shared: {_BLOCKED}. Open the ports between the "
+                f"nodes, or set {_INTERFACE}"
             ) from None
 
     def announce_ray(self) -> None:
@@ -115,10 +117,7 @@ class ControlServer:
                 for event in self._pongs.values():
                     await event.wait()
         silent = [node for node, event in self._pongs.items() if not event.is_set()]
-        return [
-            *self._gone.values(),
-            *(NodeLost(node, "it does not answer", reported=False) for node in silent),
-        ]
+        return [*self._gone.values(), *(NodeLost(n, "it does not answer", reported=False) for n in silent)]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -126,8 +125,13 @@ class ControlServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         _keep_alive(writer)
-        node = await self._authenticate(reader, writer)
-        if node is None:
+        nonce, message = secrets.token_hex(16), None
+        with suppress(OSError, TimeoutError):
+            _send(writer, {"nonce": nonce})
+            message = await asyncio.wait_for(_receive(reader), CONNECT_SECONDS)
+        node, proof = (str((message or {}).get(name)) for name in ("node", "proof"))
+        expected = node in self.nodes and node not in self._writers
+        if not expected or not hmac.compare_digest(proof.encode(), _proof(self._token, nonce, node).encode()):
             writer.close()
             return
         self._writers[node] = writer
@@ -146,18 +150,6 @@ class ControlServer:
             if node in self._pongs:
                 self._pongs[node].set()
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Name of the node that connects; None for anyone else."""
-        nonce = secrets.token_hex(16)
-        with suppress(OSError, TimeoutError):
-            _send(writer, {"nonce": nonce})
-            message = await asyncio.wait_for(_receive(reader), CONNECT_SECONDS) or {}
-            node, proof = str(message.get("node")), str(message.get("proof"))
-            expected = node in self.nodes and node not in self._writers
-            if expected and hmac.compare_digest(proof.encode(), _proof(self._token, nonce, node).encode()):
-                return node
-        return None
-
 
 class ControlClient:
     """The end of every other node."""
@@ -172,22 +164,14 @@ class ControlClient:
         cls, host: str, port: int, token: str, node: str, head: str, seconds: float = CONNECT_SECONDS
     ) -> Self:
         """Connect to the launcher on the node `head`. Raises `SlurmError`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while True:
-            try:
-                async with asyncio.timeout(max(0.1, min(10.0, deadline - loop.time()))):
-                    reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
-                    nonce = str((await _receive(reader) or {}).get("nonce"))
-                break
-            except (OSError, TimeoutError) as error:
-                if loop.time() > deadline:
-                    raise SlurmError(
-                        f"{node} cannot reach the head, {head}, at {host}:{port} ({error or 'no answer'}): a "
-                        "firewall blocks it, or the nodes do not share the network interface. Set "
-                        "NEMORL_INTERFACE to an interface that every node has, such as ib0."
-                    ) from None
-                await asyncio.sleep(0.5)
+
+        async def attempt() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+            reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+            return reader, writer, str((await _receive(reader) or {}).get("nonce"))
+
+        address = f"the head, {head}, at {host}:{port}"
+        problem = f"{node} cannot reach {address} ({{error}}): {_BLOCKED}. Set {_INTERFACE}"
+        reader, writer, nonce = await retry(attempt, seconds, problem)
         _keep_alive(writer)
         _send(writer, {"node": node, "proof": _proof(token, nonce, node)})
         return cls(reader, writer, head)

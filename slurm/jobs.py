@@ -62,10 +62,8 @@ class Job:
         if self.is_active or self.state in ("COMPLETED", "CANCELLED"):
             return ""
         code, _, signal = self.fields.get("ExitCode", "").partition(":")
-        values = {"exit status": code, "signal": signal, "Slurm's reason:": reason}
-        return ", ".join(
-            f"{name} {value}" for name, value in values.items() if value not in ("", "0", "None")
-        )
+        named = {"exit status": code, "signal": signal, "Slurm's reason:": reason}
+        return ", ".join(f"{name} {word}" for name, word in named.items() if word not in ("", "0", "None"))
 
     def has_task(self, index: int) -> bool:
         """True where this is the record of a task of an array, or of several waiting ones including it."""
@@ -123,11 +121,12 @@ def why_terminated(job: str, nodes: Sequence[str], restart: int) -> str:
 
 def lost_nodes(output: str) -> list[str]:
     """Nodes that Slurm cannot use, from lines `name|state|reason`; `*` after a state means no response."""
-    lost: dict[str, str] = {}
-    for name, state, reason in (line.split("|", 2) for line in output.splitlines()):
-        if state.endswith("*") or state.startswith(("down", "fail", "unk", "power")):
-            lost[name] = f"{name} ({state}: {reason})"
-    return list(lost.values())
+    rows = (line.split("|", 2) for line in dict.fromkeys(output.splitlines()))
+    return [
+        f"{name} ({state}: {reason})"
+        for name, state, reason in rows
+        if state.endswith("*") or state.startswith(("down", "fail", "unk", "power"))
+    ]
 
 
 def call(

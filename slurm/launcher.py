@@ -25,19 +25,19 @@ from nemorl.errors import ConfigError, NemorlError, UsageError
 from . import SlurmError
 from .control import ControlClient, ControlServer, NodeLost
 from .jobs import OUT_OF_TIME, why_terminated
-from .network import (
-    assign_ports,
-    block_size,
-    free_blocks,
-    parse_ports,
-    select_interface,
-    wait_until_reachable,
-)
-from .node import Allocation, NodeInfo, host_id, read_allocation, read_hardware
+from .node import Allocation, NodeInfo, assign_ports, read_allocation, wait_until_reachable
 from .ray_node import START_SECONDS, URGENT_STOP_SECONDS, Child, RayNode, wait_for_members
-from .records import REQUEUE, TERMINATED, ExitRecorder, newest_step, parse_max_restarts, write_status
-from .rendezvous import Plan, Rendezvous
 from .requirements import cluster_overrides, node_problems
+from .start import (
+    REQUEUE,
+    TERMINATED,
+    ExitRecorder,
+    Plan,
+    Rendezvous,
+    newest_step,
+    parse_max_restarts,
+    write_status,
+)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # After a node is lost: the processes on the others cannot finish a step, and may wait long in a collective.
@@ -50,20 +50,10 @@ logger = logging.getLogger(__name__)
 Exit = tuple[int, str]  # exit status and reason
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a job, as each of its nodes knows it at the beginning."""
-
-    experiment: Experiment
-    config: Path
-    overrides: tuple[str, ...]
-    allocation: Allocation
-    rendezvous: Rendezvous
-
-
 def run_node(config: Path, overrides: Sequence[str]) -> int:
     """Run this node's part of a job; return its exit status. Raises `NemorlError`."""
     allocation = read_allocation(os.environ)
+    node = allocation.node
     if (task := os.environ.get("SLURM_ARRAY_TASK_ID")) and config.is_dir():  # a sweep
         config = config / f"{task}.yaml"
     try:
@@ -75,43 +65,26 @@ def run_node(config: Path, overrides: Sequence[str]) -> int:
             write_status(2)
         raise
     rendezvous = Rendezvous(experiment.run_dir, allocation.start, allocation.nodes)
-    _configure_logging(rendezvous.log(allocation.node), allocation.node)
-    start = Start(experiment, config, tuple(overrides), allocation, rendezvous)
-    if allocation.is_head:
-        return _run_head(start)
-    try:
-        megabytes = experiment.cluster.object_store_megabytes
-        return asyncio.run(follow(allocation.nodes[0], rendezvous, _node_info(allocation), megabytes))
-    except NemorlError as error:
-        logger.error("%s", error)
-        rendezvous.report_failure(allocation.node, str(error))
-        return 1
 
-
-def _configure_logging(path: Path, node: str) -> None:
-    """Log under the node's name into the job's output and into the node's own log."""
+    # Under the node's name into the job's output and into the node's own log.
     form = logging.Formatter(f"%(asctime)s {node}: %(message)s", "%Y-%m-%d %H:%M:%S")
     ours = logging.getLogger("nemorl.slurm")
-    for handler in (logging.StreamHandler(sys.stderr), logging.FileHandler(path, encoding="utf-8")):
+    file = logging.FileHandler(rendezvous.log(node), encoding="utf-8")
+    for handler in (logging.StreamHandler(sys.stderr), file):
         handler.setFormatter(form)
         ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
 
-
-def _node_info(allocation: Allocation) -> NodeInfo:
-    interface, hardware = select_interface(os.environ), read_hardware(os.environ)
-    size = block_size(hardware.cores)
-    return NodeInfo(
-        allocation.node,
-        host_id(),
-        interface.address,
-        interface.name,
-        hardware,
-        free_blocks(parse_ports(os.environ), size, allocation.job),
-        size,
-        allocation.part,
-    )
+    if allocation.is_head:
+        return Head(experiment, config, overrides, allocation, rendezvous).run()
+    try:
+        info, megabytes = NodeInfo.read(allocation, os.environ), experiment.cluster.object_store_megabytes
+        return asyncio.run(follow(allocation.nodes[0], rendezvous, info, megabytes))
+    except NemorlError as error:
+        logger.error("%s", error)
+        rendezvous.report_failure(node, str(error))
+        return 1
 
 
 async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megabytes: int) -> int:
@@ -164,26 +137,6 @@ def _log_signal(number: int) -> None:
     logger.info("received %s; the head stops the run", signal.Signals(number).name)
 
 
-def _run_head(start: Start) -> int:
-    allocation, rendezvous = start.allocation, start.rendezvous
-    recorder = ExitRecorder(start.experiment.run_dir, rendezvous.folder, allocation.job, allocation.restart)
-    error: NemorlError | None = None
-    code, reason = 1, "the launcher failed"
-    try:
-        recorder.max_restarts = parse_max_restarts(os.environ)
-        code, reason = asyncio.run(Head(start, _node_info(allocation), recorder).run())
-    except NemorlError as raised:
-        error = raised
-        code, reason = 2 if isinstance(raised, ConfigError | UsageError) else 1, str(raised)
-    finally:
-        record = recorder.write(code, reason)
-        rendezvous.close(record.reason)
-    if error is not None:
-        raise error
-    logger.info("%s (exit status %d)", record.reason, record.code)
-    return record.code
-
-
 def train_command(config: Path, overrides: Sequence[str]) -> list[str]:
     """The run itself: from its newest checkpoint, or from the beginning where there is none."""
     return [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, "--resume"]
@@ -193,19 +146,42 @@ class RayEnded(SlurmError):
     """Ray on the head ended before it ran on all nodes."""
 
 
+@dataclass
 class Head:
     """One start of a job on its first node: the checks, the plan, the run, and why it ended."""
 
-    def __init__(self, start: Start, info: NodeInfo, recorder: ExitRecorder) -> None:
-        self._start, self._info, self._recorder = start, info, recorder
-        self._rendezvous = start.rendezvous
+    experiment: Experiment
+    config: Path
+    overrides: Sequence[str]
+    allocation: Allocation
+    rendezvous: Rendezvous
+
+    def __post_init__(self) -> None:
+        folder, allocation = self.rendezvous.folder, self.allocation
+        run_dir = self.experiment.run_dir
+        self._recorder = ExitRecorder(run_dir, folder, allocation.job, allocation.restart)
         self._train: Child | None = None
         self._signal: signal.Signals | None = None
         self._cause: asyncio.Future[str] | None = None  # of SIGTERM
         self._stopping: asyncio.Future[int] | None = None  # the run, with SIGKILL at the time limit
 
-    async def run(self) -> Exit:
-        """Run until the end of the run, or a signal. Raises `NemorlError`."""
+    def run(self) -> int:
+        """Run until the end of the run, or a signal; return the exit status. Raises `NemorlError`."""
+        code, reason = 1, "the launcher failed"
+        try:
+            self._recorder.max_restarts = parse_max_restarts(os.environ)
+            self._info = NodeInfo.read(self.allocation, os.environ)
+            code, reason = asyncio.run(self._run_until_signal())
+        except NemorlError as error:
+            code, reason = 2 if isinstance(error, ConfigError | UsageError) else 1, str(error)
+            raise
+        finally:
+            record = self._recorder.write(code, reason)
+            self.rendezvous.close(record.reason)
+        logger.info("%s (exit status %d)", record.reason, record.code)
+        return record.code
+
+    async def _run_until_signal(self) -> Exit:
         work = asyncio.ensure_future(self._run())
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._handle_signal, number, work)
@@ -235,36 +211,39 @@ class Head:
             self._cause = asyncio.ensure_future(self._find_cause())
 
     async def _find_cause(self) -> str:
-        allocation = self._start.allocation
+        allocation = self.allocation
         cause = await asyncio.to_thread(why_terminated, allocation.job, allocation.nodes, allocation.restart)
         logger.info("cause according to Slurm: %s", cause or "unknown")
         return cause
 
     async def _stopped(self, detail: str) -> Exit:
         """Exit of a run that a signal stopped."""
-        step = newest_step(self._start.experiment.run_dir)
+        step = newest_step(self.experiment.run_dir)
         kept = f"{detail}; " * bool(detail) + (f"newest checkpoint: step {step}" if step else "no checkpoint")
         if self._signal is signal.SIGUSR1:
             return REQUEUE, f"stopped before the time limit: {kept}"
         name = self._signal.name if self._signal else "a signal"
         cause = (await self._cause if self._cause else "") or await self._find_cause()
-        if self._rendezvous.is_cancelled:
+        if self.rendezvous.is_cancelled:
             cause = "cancelled with `nemorl slurm cancel`"
         reason = f"stopped by {name} ({cause or 'cancelled, pre-empted, or a node is lost'}): {kept}"
         return REQUEUE if cause == OUT_OF_TIME else TERMINATED, reason
 
     async def _run(self) -> Exit:
-        self._rendezvous.report(self._info)
-        logger.info("waiting for %d nodes in %s", len(self._rendezvous.nodes), self._rendezvous.folder)
-        nodes = await self._rendezvous.wait_for_nodes()
-        experiment, overrides = self._check(nodes)
+        rendezvous = self.rendezvous
+        rendezvous.report(self._info)
+        logger.info("waiting for %d nodes in %s", len(rendezvous.nodes), rendezvous.folder)
+        nodes = await rendezvous.wait_for_nodes()
+        gpus_given = "gpus_per_node" in self.experiment.cluster.model_fields_set
+        overrides = [*self.overrides, *cluster_overrides(nodes, gpus_given=gpus_given)]
+        experiment = load_experiment(self.config, overrides, lambda found: node_problems(found, nodes))
         hosts = {node: info.host for node, info in nodes.items()}
         plan = Plan(self._info.address, assign_ports(nodes), hosts)
-        self._rendezvous.publish(plan)
-        token = self._rendezvous.token_file.read_text(encoding="ascii")
-        ray = RayNode(self._info, plan, self._rendezvous, experiment.cluster.object_store_megabytes)
+        rendezvous.publish(plan)
+        token = rendezvous.token_file.read_text(encoding="ascii")
+        ray = RayNode(self._info, plan, rendezvous, experiment.cluster.object_store_megabytes)
         environment = {**ray.environment, "RAY_ADDRESS": plan.gcs}
-        async with ControlServer(plan.head, plan.control, token, self._rendezvous.nodes[1:]) as control:
+        async with ControlServer(plan.head, plan.control, token, rendezvous.nodes[1:]) as control:
             control.failed = True
             while True:
                 async with ray as process:
@@ -275,7 +254,7 @@ class Head:
                         else:
                             logger.info("Ray runs at %s on %s", plan.gcs, ", ".join(nodes))
                             control.announce_ray()
-                            command = train_command(self._start.config, overrides)
+                            command = train_command(self.config, overrides)
                             self._train = await Child.start(command, environment)
                             outcome = await self._watch(self._train, control, process)
                         control.failed = outcome[0] not in (0, 2) and self._signal is None
@@ -290,14 +269,6 @@ class Head:
                         if control.failed:
                             ray.keep_logs()
 
-    def _check(self, nodes: Mapping[str, NodeInfo]) -> tuple[Experiment, list[str]]:
-        """The experiment on these nodes, and the overrides that make it so. Raises `NemorlError`."""
-        start = self._start
-        gpus_given = "gpus_per_node" in start.experiment.cluster.model_fields_set
-        overrides = [*start.overrides, *cluster_overrides(nodes, gpus_given=gpus_given)]
-        experiment = load_experiment(start.config, overrides, lambda found: node_problems(found, nodes))
-        return experiment, overrides
-
     async def _wait_for_ray(
         self, plan: Plan, environment: Mapping[str, str], control: ControlServer, ray: Child
     ) -> NodeLost | None:
@@ -309,7 +280,7 @@ class Head:
         async def ready() -> None:
             await control.wait_for_nodes()
             await wait_until_reachable(plan.gcs, START_SECONDS, self._info.node)
-            await wait_for_members(self._rendezvous, environment)
+            await wait_for_members(self.rendezvous, environment)
 
         lost = asyncio.ensure_future(control.lost.get())
         work = asyncio.ensure_future(ready())
@@ -322,7 +293,7 @@ class Head:
                 if lost.result().reported:
                     raise SlurmError(str(lost.result()))
                 return lost.result()
-            status, log = ray.ended.result(), self._rendezvous.log(self._info.node)
+            status, log = ray.ended.result(), self.rendezvous.log(self._info.node)
             raise RayEnded(
                 f"Ray ended with exit status {status} while starting on {self._info.node}; see {log}"
             )

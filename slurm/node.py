@@ -1,20 +1,43 @@
-"""One node of a job: its place in the allocation, its hardware, and what it reports to the other nodes."""
+"""One node of a job: its place in the allocation, its hardware, its network interface, and its ports.
 
+Every node searches for free blocks of ports itself and the head chooses, so that nodes that share a machine
+get different ones. Jobs begin the search at different places, by their ids, so that two jobs that start at
+the same time on one machine rarely compete for a block.
+"""
+
+import asyncio
+import fcntl
+import itertools
 import re
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from nemorl.plan.machine import nvidia_smi, read_machine
 
-from . import SlurmError
-
-Part = Literal["gpu", "cpu"]
+from . import OptionError, SlurmError
 
 # nemorl.sbatch sets these: a container has no `scontrol` and does not know the id of the whole job.
 NODES, JOB = "NEMORL_NODES", "NEMORL_JOB"
+INTERFACE = "NEMORL_INTERFACE"
+PORTS = "NEMORL_PORTS"
+DEFAULT_PORTS = "20000-29999"  # below Linux's ephemeral ports, which begin at 32768
+NUM_FIXED_PORTS = 10  # of a block; the rest is for Ray's workers
+MAX_BLOCKS = 32  # free blocks that a node reports; as many nodes can share a machine
+
+_SIOCGIFADDR = 0x8915
+_ANYWHERE = "192.0.2.1"  # reserved for documentation: nothing is sent, only the route is looked up
+# Listeners of Ray after the head's own two; Ray 2.60 always starts the last one: it refuses port 0.
+_RAY_LISTENERS = (
+    *("node-manager-port", "object-manager-port", "metrics-export-port", "dashboard-agent-listen-port"),
+    *("dashboard-agent-grpc-port", "runtime-env-agent-port", "ray-client-server-port"),
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,8 +66,8 @@ class Allocation:
         return f"{self.job}.{self.restart}" + (f".{self.step}" if self.step else "")
 
     @property
-    def part(self) -> Part | None:
-        """Part of a heterogeneous job that this node belongs to."""
+    def part(self) -> str | None:
+        """Part of a heterogeneous job that this node belongs to: `gpu` or `cpu`."""
         if len(self.components) == 1:
             return None
         return "gpu" if self.node in self.components[0] else "cpu"
@@ -89,24 +112,24 @@ class Hardware:
 
 def read_hardware(environment: Mapping[str, str]) -> Hardware:
     """Read Slurm's numbers where they are set, else what this process can see."""
+
+    def number(name: str) -> int:
+        text = environment.get(name, "")
+        return int(text) if text.isdecimal() else 0
+
     machine = read_machine()
-    cores = environment.get("SLURM_CPUS_ON_NODE", "")
-    megabytes = environment.get("SLURM_MEM_PER_NODE", "")
-    memory = int(megabytes) * 2**20 if megabytes.isdecimal() else 0
-    allocated = environment.get("SLURM_GPUS_ON_NODE", "")
-    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
     gpus = len(machine.gpus)
+    smallest = min(machine.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
     # nvidia-smi lists all GPUs of a node where no cgroup hides those of other jobs; CUDA shows only these.
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        names = [name for name in visible.split(",") if name.strip() and name != "NoDevFiles"]
-        gpus = min(gpus, len(names))
+        gpus = min(gpus, sum(bool(name.strip()) and name != "NoDevFiles" for name in visible.split(",")))
     return Hardware(
-        int(cores) if cores.isdecimal() else machine.cores,
-        min(memory, machine.memory_bytes) if memory else machine.memory_bytes,
+        number("SLURM_CPUS_ON_NODE") or machine.cores,
+        min(number("SLURM_MEM_PER_NODE") * 2**20 or machine.memory_bytes, machine.memory_bytes),
         machine.shared_memory_bytes or 0,
         gpus,
         nvlink_domain(nvidia_smi("-q")) if machine.gpus else "",
-        int(allocated) if allocated.isdecimal() else 0,
+        number("SLURM_GPUS_ON_NODE"),
         smallest.name if smallest else "",
         smallest.memory_bytes if smallest else 0,
     )
@@ -138,15 +161,178 @@ class NodeInfo:
     part: str | None = None  # of a heterogeneous job: `gpu` or `cpu`
 
     @classmethod
+    def read(cls, allocation: Allocation, environment: Mapping[str, str]) -> Self:
+        """Describe this node. Raises `SlurmError`."""
+        interface, hardware = select_interface(environment), read_hardware(environment)
+        boot = ""
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        # Ports of a node: Ray's own, and one for each worker process, idle ones included.
+        size = NUM_FIXED_PORTS + 40 + 2 * hardware.cores
+        blocks = free_blocks(parse_ports(environment), size, allocation.job)
+        host = f"{socket.gethostname()} {boot}".strip()
+        address, name = interface.address, interface.name
+        return cls(allocation.node, host, address, name, hardware, blocks, size, allocation.part)
+
+    @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
         hardware, blocks = Hardware(**tree["hardware"]), tuple(tree["free_blocks"])
         return cls(**{**tree, "hardware": hardware, "free_blocks": blocks})
 
 
-def host_id() -> str:
-    """Host name and boot id: equal for two nodes on the same machine."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}".strip()
+class Interface(NamedTuple):
+    """A network interface with its IPv4 address."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """List this machine's interfaces that have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # no address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    return tuple(found)
+
+
+def select_interface(environment: Mapping[str, str]) -> Interface:
+    """Choose the interface for talking to the other nodes.
+
+    NEMORL_INTERFACE, else the interface of the host name's address, else of the default route, else any
+    other; loopback only where there is nothing else. Raises `SlurmError`.
+    """
+    available = interfaces()
+    if name := environment.get(INTERFACE):
+        for interface in available:
+            if interface.name == name:
+                return interface
+        names = ", ".join(interface.name for interface in available)
+        raise SlurmError(
+            f"{INTERFACE} = {name}: {socket.gethostname()} has no such interface with an IPv4 address. Use "
+            f"one of {names} that every node has, or unset it."
+        )
+    by_address = {interface.address: interface for interface in available}
+    preferred = [by_address[address] for address in _preferred_addresses() if address in by_address]
+    if not available:
+        raise SlurmError(f"{socket.gethostname()} has no network interface with an IPv4 address.")
+    # The first, unless it is loopback.
+    return min([*preferred, *available], key=lambda interface: interface.address.startswith("127."))
+
+
+def _preferred_addresses() -> list[str]:
+    """Addresses of the host name and of the default route, as far as there are such."""
+    found = []
+    with suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((_ANYWHERE, 9))
+        found.append(str(probe.getsockname()[0]))
+    return found
+
+
+async def retry(attempt: Callable[[], Awaitable[T]], seconds: float, failure: str) -> T:
+    """Call until no connection fails; a call may take 10 s.
+
+    Raises `SlurmError` after `seconds`, with the last error in the place of `{error}` in `failure`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while True:
+        try:
+            async with asyncio.timeout(max(0.1, min(10.0, deadline - loop.time()))):
+                return await attempt()
+        except (OSError, TimeoutError) as error:
+            if loop.time() > deadline:
+                raise SlurmError(failure.format(error=error or "no answer")) from None
+            await asyncio.sleep(0.5)
+
+
+async def wait_until_reachable(address: str, seconds: float, node: str) -> None:
+    """Wait until Ray's head accepts connections; Ray itself would retry for minutes without naming it.
+
+    `node` is where this runs. Raises `SlurmError`.
+    """
+    host, _, port = address.rpartition(":")
+    problem = (
+        f"{node} cannot reach Ray's head at {address} ({{error}}): open the ports between the nodes, or see "
+        "the head's log."
+    )
+    _, writer = await retry(lambda: asyncio.open_connection(host, int(port)), seconds, problem)
+    writer.close()
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The port block of one node."""
+
+    first: int
+    last: int
+
+    @property
+    def gcs(self) -> int:
+        """Port of Ray's address, on the head."""
+        return self.first
+
+    @property
+    def control(self) -> int:
+        """Port of the head's launcher."""
+        return self.first + 1
+
+    @property
+    def ray_options(self) -> dict[str, int]:
+        """Port options of `ray start`."""
+        fixed = {name: port for port, name in enumerate(_RAY_LISTENERS, start=self.first + 2)}
+        return fixed | {"min-worker-port": self.first + NUM_FIXED_PORTS, "max-worker-port": self.last}
+
+
+def parse_ports(environment: Mapping[str, str]) -> range:
+    """Parse NEMORL_PORTS, such as `20000-29999`. Raises `OptionError`."""
+    text = environment.get(PORTS) or DEFAULT_PORTS
+    found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
+    if found is None or not 1024 <= int(found[1]) < int(found[2]) <= 65535:
+        raise OptionError(
+            f"{PORTS} = {text}: expected the first and the last port, from 1024 to 65535, such as "
+            f"{DEFAULT_PORTS}"
+        )
+    return range(int(found[1]), int(found[2]) + 1)
+
+
+def free_blocks(ports: range, size: int, job: str) -> tuple[int, ...]:
+    """First ports of the blocks of this machine in which nothing listens, in the order of this job."""
+    blocks = len(ports) // size
+    offset = int("".join(filter(str.isdecimal, job)) or 0)
+    firsts = (ports[0] + (offset + i) % blocks * size for i in range(blocks))
+    free = (first for first in firsts if all(_is_free(port) for port in range(first, first + size)))
+    return tuple(itertools.islice(free, MAX_BLOCKS))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection may linger
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def assign_ports(nodes: Mapping[str, NodeInfo]) -> dict[str, Ports]:
+    """Assign a block to each node, without overlap on a shared machine. Raises `SlurmError`."""
+    assigned: dict[str, Ports] = {}
+    for name, info in nodes.items():
+        taken = [ports for other, ports in assigned.items() if nodes[other].host == info.host]
+        candidates = (Ports(first, first + info.block_size - 1) for first in info.free_blocks)
+        block = next(
+            (b for b in candidates if all(b.last < other.first or other.last < b.first for other in taken)),
+            None,
+        )
+        if block is None:
+            raise SlurmError(
+                f"{PORTS}: {name} has no {info.block_size} consecutive free ports in the range. Set a larger "
+                "range, or another one."
+            )
+        assigned[name] = block
+    return assigned

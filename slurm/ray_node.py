@@ -21,7 +21,7 @@ from typing import Self
 
 from . import SlurmError
 from .node import Hardware, NodeInfo
-from .rendezvous import TOKEN, Plan, Rendezvous
+from .start import TOKEN, Plan, Rendezvous
 
 GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"
@@ -113,7 +113,6 @@ def node_labels(info: NodeInfo) -> dict[str, str]:
 def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: int) -> list[str]:
     """`ray start --block` for a node; the first node of the plan is the head."""
     ports = plan.ports[info.node]
-    is_head = info.node == next(iter(plan.ports))
     options = {
         "node-ip-address": info.address,
         "node-name": info.node,
@@ -125,7 +124,8 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
         "include-log-monitor": "false",  # it copies the workers' output to the driver; they have log files
         **ports.ray_options,
     }
-    if is_head:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style=record"]
+    if info.node == next(iter(plan.ports)):
         # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
         system = {
             "prestart_worker_first_driver": False,
@@ -133,23 +133,24 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
             "worker_niceness": 0,  # added to ours; 15 by default
         }
         options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": json.dumps(system)}
+        command.append("--head")
     else:
         options |= {"address": plan.gcs}
         del options["ray-client-server-port"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style=record"]
-    return command + ["--head"] * is_head + [f"--{name}={value}" for name, value in options.items()]
+    return command + [f"--{name}={value}" for name, value in options.items()]
 
 
 def ray_environment(environment: Mapping[str, str], info: NodeInfo, token_file: Path) -> dict[str, str]:
     """Environment of Ray and its workers on a node: the token's file, and the interface for collectives."""
-    network = {"GLOO_SOCKET_IFNAME": info.interface, "NCCL_SOCKET_IFNAME": info.interface}
-    inherited = {name: value for name, value in environment.items() if name not in RAY_VARIABLES}
-    fixed = {
+    return {
+        "GLOO_SOCKET_IFNAME": info.interface,
+        "NCCL_SOCKET_IFNAME": info.interface,
+        **{name: value for name, value in environment.items() if name not in RAY_VARIABLES},
+        **token_environment(token_file.parent),
         "RAY_USAGE_STATS_ENABLED": "0",
         # When the run is over there is nothing to drain; Ray would wait 30 s, and Slurm's SIGKILL come first.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
-    return {**network, **inherited, **token_environment(token_file.parent), **fixed}
 
 
 def token_environment(start: Path) -> dict[str, str]:
@@ -170,7 +171,7 @@ class RayNode:
     def __init__(self, info: NodeInfo, plan: Plan, rendezvous: Rendezvous, configured_megabytes: int) -> None:
         """`configured_megabytes` is the least size of the object store."""
         self._info, self._plan, self._rendezvous = info, plan, rendezvous
-        nodes_on_host = plan.nodes_on_host_of(info.node)
+        nodes_on_host = list(plan.hosts.values()).count(info.host)
         self._store_bytes = object_store_bytes(info.hardware, configured_megabytes, nodes_on_host)
         self.environment = ray_environment(os.environ, info, rendezvous.token_file)
         self.urgent = False  # SIGKILL is near
@@ -212,15 +213,10 @@ class RayNode:
 
 def log_tails(folder: Path) -> Iterator[str]:
     """Yield the end of each of Ray's logs that may say why it ended, under its name."""
-    for pattern in LOGS:
-        for path in sorted(folder.glob(pattern)):
-            try:
-                with path.open("rb") as log:
-                    log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-                    text = log.read().decode("utf-8", errors="replace").strip()
-            except OSError:
-                continue
-            if text:
+    for path in (path for pattern in LOGS for path in sorted(folder.glob(pattern))):
+        with suppress(OSError), path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            if text := log.read().decode("utf-8", errors="replace").strip():
                 yield f"=== {path.name}\n{text}"
 
 
@@ -248,26 +244,22 @@ async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str
 
 def main(arguments: Sequence[str]) -> int:
     """Wait until the cluster at RAY_ADDRESS has these nodes; else print the missing ones and return 1."""
-    deadline, expected = time.monotonic() + float(arguments[0]), set(arguments[1:])
-    while missing := expected - _alive_nodes():
+    import ray
+
+    deadline, missing = time.monotonic() + float(arguments[0]), set(arguments[1:])
+    while True:
+        try:
+            if not ray.is_initialized():
+                ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            missing = set(arguments[1:]) - {node["NodeName"] for node in ray.nodes() if node["Alive"]}
+        except (ConnectionError, RuntimeError, TimeoutError):  # Ray does not accept connections yet
+            ray.shutdown()
+        if not missing:
+            return 0
         if time.monotonic() > deadline:
             sys.stdout.write(", ".join(sorted(missing)))
             return 1
         time.sleep(POLL_SECONDS)
-    return 0
-
-
-def _alive_nodes() -> set[str]:
-    """Names of the nodes that Ray knows; empty before Ray accepts connections."""
-    import ray
-
-    try:
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, TimeoutError):
-        ray.shutdown()
-        return set()
-    return {node["NodeName"] for node in ray.nodes() if node["Alive"]}
 
 
 if __name__ == "__main__":

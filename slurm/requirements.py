@@ -1,4 +1,4 @@
-"""Whether an experiment fits the nodes of a job: sums per group of processes, checked before Ray starts.
+"""Problems of an experiment with the nodes of a job: sums per group of processes, checked before Ray starts.
 
 Ray's placement decides which process goes where, and reports what these sums do not show.
 """
@@ -6,7 +6,6 @@ Ray's placement decides which process goes where, and reports what these sums do
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
@@ -17,9 +16,6 @@ from nemorl.plan.problems import plan_run
 from . import SlurmError
 from .node import NodeInfo
 from .ray_node import node_labels
-
-if TYPE_CHECKING:
-    from nemorl.cluster.placement import WorkerRequest
 
 PLAIN_LABEL = re.compile(r"[\w./-]*")  # a value without the operators of Ray's selectors
 
@@ -88,28 +84,42 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Iter
     A group of processes is counted on the nodes with its labels, as if it were alone there. Labels that none
     of the nodes has may be Ray's own, and selectors with operators are left to Ray.
     """
-    from nemorl.cluster.placement import required_bundles, with_places  # imports Ray
+    from nemorl.cluster.placement import required_bundles, with_places, worker_requests  # imports Ray
 
     gpus_per_node = experiment.cluster.gpus_per_node
     if short := [f"{n.node} has {n.gpus}" for n in nodes if n.gpus < gpus_per_node and n.part != "cpu"]:
         fix = f"{', '.join(short)}: request as many from Slurm (--gpus-per-node), or set it to what is there"
         yield Problem("cluster.gpus_per_node", gpus_per_node, fix)
         return
-    requests = _training_requests(experiment)
+    models = models_of(experiment)
+    unused: set[str] = set()  # offline algorithms start none for sampling
+    if not experiment.algorithm.generates:
+        unused = {model.name for model in models if model.scores} | {"generation", "rollout", "endpoint"}
+    requests = [request for request in worker_requests(experiment) if request.group not in unused]
     placed = with_places(requests)
     processes = [request.group for request in placed for _ in range(request.count)]
     bundles = dict(zip(processes, required_bundles(requests), strict=True))  # of one process, by group
+    fields = {model.name: f"{model.section}.layout" for model in models} | {
+        "generation": "generation.replicas",
+        "rollout": "cluster.rollout_workers",
+        "endpoint": "generation.endpoint",
+    }
+
+    def too_many(group: str, count: int, problem: str) -> Problem:
+        fix = f"{problem}: start fewer processes, or request more or larger nodes (--nodes, --gpus-per-node)"
+        value = count if group in ("generation", "rollout") else f"{count} processes"
+        return Problem(fields[group], value, fix)
+
     for resource in ("GPU", "CPU"):
         needed = {r.group: r.count * bundles[r.group].get(resource, 0.0) for r in placed}
         available = {node.node: node.resources[resource] for node in nodes}
         if sum(needed.values()) > sum(available.values()):
             largest = max(placed, key=lambda request: needed[request.group])
-            yield _too_many(
-                experiment,
-                largest,
+            problem = (
                 f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)}), and the job has "
-                f"{sum(available.values()):g} ({_listed(available)})",
+                f"{sum(available.values()):g} ({_listed(available)})"
             )
+            yield too_many(largest.group, largest.count, problem)
             return
     known = {label for node in nodes for label in node.labels}
     for request in placed:
@@ -126,27 +136,7 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Iter
             )
             size = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
             problem = f"{where} have room for {places} {request.group} processes ({size} each)"
-            yield _too_many(experiment, request, problem)
-
-
-def _training_requests(experiment: Experiment) -> list["WorkerRequest"]:
-    """The processes of a training run; offline algorithms start none for sampling."""
-    from nemorl.cluster.placement import worker_requests
-
-    if experiment.algorithm.generates:
-        return list(worker_requests(experiment))
-    unused = {model.name for model in models_of(experiment) if model.scores}
-    unused |= {"generation", "rollout", "endpoint"}
-    return [request for request in worker_requests(experiment) if request.group not in unused]
-
-
-def _too_many(experiment: Experiment, request: "WorkerRequest", problem: str) -> Problem:
-    fields = {"generation": "generation.replicas", "rollout": "cluster.rollout_workers"}
-    fields |= {"endpoint": "generation.endpoint"}
-    fields |= {model.name: f"{model.section}.layout" for model in models_of(experiment)}
-    fix = f"{problem}: start fewer processes, or request more or larger nodes (--nodes, --gpus-per-node)"
-    value = request.count if request.group in ("generation", "rollout") else f"{request.count} processes"
-    return Problem(fields[request.group], value, fix)
+            yield too_many(request.group, request.count, problem)
 
 
 def _listed(amounts: Mapping[str, float]) -> str:

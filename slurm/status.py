@@ -1,6 +1,5 @@
 """Submitted runs seen from outside: their status and logs, a shell on a node, and cancelling them."""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from nemorl.observe.run_folder import RunPaths
 from . import SlurmError
 from .jobs import ACTIVE, Job, call, find_jobs
 from .ray_node import RAY_VARIABLES, token_environment
-from .records import REQUEUE, ExitRecord
-from .rendezvous import CANCELLED, FOLDER, PLAN, Plan
+from .start import CANCELLED, FOLDER, REQUEUE, ExitRecord, Plan
 from .submission import Submission, latest_submission
 
 CANCEL_SECONDS = 300.0
@@ -65,23 +63,22 @@ def status_rows(run_dir: Path) -> list[Row]:
 
 def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
     """Row of a job from Slurm's records, of which a heterogeneous job has several."""
-    starts = _starts(run_dir, submission.job)
-    record = next((found for start in reversed(starts) if (found := ExitRecord.read(start))), None)
-    if not jobs:
-        state, nodes, restarts = "ended", "", 0
-        reason = record.reason if record else f"Slurm has no record of it; see {submission.log}"
+    starts = reversed(_starts(run_dir, submission.job))
+    record = next((found for start in starts if (found := ExitRecord.read(start))), None)
+    job = jobs[0] if jobs else Job({"JobState": "ended"})
+    if job.state == "CANCELLED" and (record is None or record.code == REQUEUE):
+        # While it waited: a record that asks for another start is that of an earlier start.
+        reason = f"cancelled before {'its next start' if record else 'it started'}"
+    elif record and not job.is_active:
+        reason = record.reason
+    elif not jobs:
+        reason = f"Slurm has no record of it; see {submission.log}"
     else:
-        state, nodes, restarts = jobs[0].state, ",".join(job.nodes for job in jobs), jobs[0].restarts
-        if state == "CANCELLED" and (record is None or record.code == REQUEUE):
-            # While it waited: a record that asks for another start is that of an earlier start.
-            reason = f"cancelled before {'its next start' if record else 'it started'}"
-        elif record and not jobs[0].is_active:
-            reason = record.reason
-        else:
-            reason = jobs[0].reason
-            if reason and not jobs[0].is_active:  # it ended before the launcher could write a record
-                reason = f"{reason}; see {submission.log}"
-    return Row(submission.job, state, nodes, _step(run_dir), restarts, reason.partition("\n")[0], run_dir)
+        reason = job.reason
+        if reason and not job.is_active:  # it ended before the launcher could write a record
+            reason = f"{reason}; see {submission.log}"
+    nodes, first_line = ",".join(job.nodes for job in jobs), reason.partition("\n")[0]
+    return Row(submission.job, job.state, nodes, _step(run_dir), job.restarts, first_line, run_dir)
 
 
 def _step(run_dir: Path) -> str:
@@ -103,7 +100,7 @@ def _starts(run_dir: Path, job: str = "*") -> list[Path]:
 def _plan(start: Path) -> Plan | None:
     """The plan of a start; None before the head has written it, or where it refused."""
     try:
-        plan = Plan.from_json(json.loads((start / PLAN).read_text(encoding="utf-8")))
+        plan = Plan.read(start)
     except FileNotFoundError:
         return None
     return None if plan.refused else plan
@@ -164,11 +161,8 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
     variables, folder = submission.variables, submission.folder
     if image := variables.get("NEMORL_CONTAINER"):
         mounts = ",".join([f"{folder}:{folder}", *filter(None, [variables.get("NEMORL_MOUNTS")])])
-        srun += [
-            f"--container-image={image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={folder}",
-        ]
+        srun += [f"--container-image={image}", f"--container-mounts={mounts}"]
+        srun.append(f"--container-workdir={folder}")
     elif programs := variables.get("NEMORL_ENV"):
         environment["PATH"] = f"{programs}/bin:{environment.get('PATH', os.defpath)}"
     srun += ["--pty"] * sys.stdin.isatty()
@@ -181,10 +175,12 @@ def cancel(run_dir: Path) -> list[Row]:
     The launchers are signalled first: `scancel` alone leaves a run half a minute to save its last step.
     """
     job = find_submission(run_dir).job
-    starts = [start for row in status_rows(run_dir) if (start := _running_start(row))]
-    for start in starts:
+    rows = [row for row in status_rows(run_dir) if row.state == "RUNNING"]
+    newest = [starts[-1] for row in rows if (starts := _starts(row.run_dir, row.job))]
+    running = [start for start in newest if _plan(start)]  # before the plan there is nothing to save
+    for start in running:
         (start / CANCELLED).touch()  # the launcher reports this as the reason
-    if starts:
+    if running:
         call(["scancel", "--state=PENDING", job])  # waiting tasks of a sweep, before the running ones end
         call(["scancel", "--signal=TERM", job])
         _wait(lambda: not any(row.state == "RUNNING" for row in status_rows(run_dir)))
@@ -195,12 +191,6 @@ def cancel(run_dir: Path) -> list[Row]:
             f"{run_dir}`, or ask an administrator to free its nodes."
         )
     return status_rows(run_dir)
-
-
-def _running_start(row: Row) -> Path | None:
-    """The start of a job whose launchers run; None before they do, when there is nothing to save."""
-    starts = _starts(row.run_dir, row.job)
-    return starts[-1] if row.state == "RUNNING" and starts and _plan(starts[-1]) else None
 
 
 def _wait(is_reached: Callable[[], bool]) -> bool:

@@ -21,11 +21,10 @@ from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_atomica
 
 from . import OptionError
 from .jobs import call, largest_node_cpus
-from .network import parse_ports
+from .node import parse_ports
 from .ray_node import PART
-from .records import parse_max_restarts
-from .rendezvous import FOLDER
 from .requirements import NodeSize
+from .start import FOLDER, parse_max_restarts
 
 SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 SUBMISSIONS = "submissions.jsonl"
@@ -60,39 +59,36 @@ class Options:
             raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
         log = "%A_%a.log" if tasks else "%j.log"
         # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
-        common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL"]
-        if self.time is not None:
-            common.append(f"--time={self.time}")
-            limit = parse_time_limit(self.time)
-            if 0 < limit < SHORT_LIMIT_SECONDS and "SBATCH_SIGNAL" not in os.environ:
-                # The script's signal, 300 s before the end, would come at the start.
-                common.append(f"--signal=USR1@{max(10, limit // 4)}")
-        common += [f"--account={self.account}"] * (self.account is not None)
+        common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL", *_given("time", self.time)]
+        limit = parse_time_limit(self.time) if self.time is not None else 0
+        if 0 < limit < SHORT_LIMIT_SECONDS and "SBATCH_SIGNAL" not in os.environ:
+            # The script's signal, 300 s before the end, would come at the start.
+            common.append(f"--signal=USR1@{max(10, limit // 4)}")
+        common += _given("account", self.account)
+        array = f"0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "") if tasks else None
         first = [
             f"--job-name={name}",
             f"--output={str(folder).replace('%', '%%')}/{log}",
             f"--nodes={self.nodes}",
             *common,
+            *_given("partition", self.partition),
+            *_given("gpus-per-node", self.gpus_per_node or None),
+            *_given("array", array),
+            *self.sbatch,
         ]
-        first += [f"--partition={self.partition}"] * (self.partition is not None)
-        first += [f"--gpus-per-node={self.gpus_per_node}"] * (self.gpus_per_node > 0)
-        first += [f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "")] * (tasks > 0)
-        first += self.sbatch
         if not self.cpu_nodes:
             return first
-        partition = self.cpu_partition or self.partition
         second = [f"--nodes={self.cpu_nodes}", *common, "--requeue"]
-        second += [f"--partition={partition}"] * (partition is not None)
+        second += _given("partition", self.cpu_partition or self.partition)
         return [*first, ":", *second, *self.cpu_sbatch]
 
     @property
     def resume_options(self) -> list[str]:
         """Those of `nemorl slurm submit` that the configuration in the run folder does not hold."""
         names = ("nodes", "cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts")
-        given = {name.replace("_", "-"): getattr(self, name) for name in names}
-        words = [f"--{name}={value}" for name, value in given.items() if value]
-        words += [f"--sbatch={option}" for option in self.sbatch]
-        return words + [f"--cpu-sbatch={option}" for option in self.cpu_sbatch]
+        given = [word for n in names for word in _given(n.replace("_", "-"), getattr(self, n) or None)]
+        given += [f"--sbatch={option}" for option in self.sbatch]
+        return given + [f"--cpu-sbatch={option}" for option in self.cpu_sbatch]
 
     def node_sizes(self) -> list[NodeSize]:
         """The most that the requested nodes can have; empty where Slurm does not say how large they are."""
@@ -108,6 +104,11 @@ class Options:
                 NodeSize(f"node {len(sizes) + i}", cpus, gpus, labels, part) for i in range(1, count + 1)
             ]
         return sizes
+
+
+def _given(name: str, value: object) -> list[str]:
+    """An option with its value; nothing without one."""
+    return [] if value is None else [f"--{name}={value}"]
 
 
 def parse_time_limit(time: str) -> int:
@@ -147,30 +148,31 @@ class SweepTask:
 
 
 def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
-    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
-    axes = [_sweep_axis(text) for text in sweeps]
-    fields = [axis[0][0] for axis in axes]
-    if repeated := sorted({field for field in fields if fields.count(field) > 1}):
-        raise OptionError(f"--sweep {', '.join(repeated)}: given twice; list all values in one --sweep")
-    if "run_dir" in fields:
-        raise OptionError("--sweep run_dir: each task gets a folder of its own; sweep another field")
-    return [SweepTask(index, values) for index, values in enumerate(itertools.product(*axes))]
+    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`.
 
-
-def _sweep_axis(text: str) -> list[tuple[str, str]]:
-    """A field with each of its values, which may have commas inside brackets or quotes."""
-    field, equals, values = text.partition("=")
-    listed = f"[{values}]"
-    try:
-        node = yaml.compose(listed, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise OptionError(f"--sweep {text}: {values} is not a list of values: {error}") from error
-    if not equals or not field.strip() or not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise OptionError(
-            f"--sweep {text}: expected a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
-        )
-    spans = ((item.start_mark.index, item.end_mark.index) for item in node.value)
-    return [(field.strip(), listed[begin:end].strip()) for begin, end in spans]
+    Values may have commas inside brackets or quotes.
+    """
+    axes: dict[str, list[str]] = {}
+    for text in sweeps:
+        field, equals, values = text.partition("=")
+        field, listed = field.strip(), f"[{values}]"
+        try:
+            node = yaml.compose(listed, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            raise OptionError(f"--sweep {text}: {values} is not a list of values: {error}") from error
+        if not equals or not field or not isinstance(node, yaml.SequenceNode) or not node.value:
+            raise OptionError(
+                f"--sweep {text}: expected a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
+            )
+        if field in axes:
+            raise OptionError(f"--sweep {field}: given twice; list all values in one --sweep")
+        if field == "run_dir":
+            raise OptionError("--sweep run_dir: each task gets a folder of its own; sweep another field")
+        axes[field] = [listed[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
+    combinations = itertools.product(*axes.values())
+    return [
+        SweepTask(index, tuple(zip(axes, values, strict=True))) for index, values in enumerate(combinations)
+    ]
 
 
 def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
@@ -206,11 +208,8 @@ class Submission:
     def submit(self) -> Self:
         """Call `sbatch`; return the submission with the id of its job. Raises `SlurmError`."""
         # A submission from inside a job must not inherit that job's variables.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name == "SLURM_CONF" or not name.startswith(("SLURM_", "NEMORL_"))
-        }
+        foreign = {name for name in os.environ if name.startswith(("SLURM_", "NEMORL_"))} - {"SLURM_CONF"}
+        environment = {name: value for name, value in os.environ.items() if name not in foreign}
         answer = call(self.command, environment={**environment, **self.variables})
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         return replace(self, job=answer.stdout.strip().partition(";")[0], submitted=now)
@@ -313,15 +312,14 @@ def latest_submission(run_dir: Path) -> Submission | None:
 
 def config_files(run_dir: Path, experiments: Sequence[Experiment], *, is_sweep: bool) -> dict[Path, str]:
     """The configurations as submitted, by file: a restart runs the same even if the user's file changes."""
-    texts = []
-    for experiment in experiments:
+    files = {}
+    for index, experiment in enumerate(experiments):
         text = to_yaml(experiment)
         if "gpus_per_node" not in experiment.cluster.model_fields_set:  # the nodes decide
             text = re.sub(r"(?m)^  gpus_per_node: 0\n", "", text, count=1)
-        texts.append(text)
-    if is_sweep:
-        return {run_dir / FOLDER / "tasks" / f"{index}.yaml": text for index, text in enumerate(texts)}
-    return {run_dir / FOLDER / "config.yaml": texts[0]}
+        name = f"tasks/{index}.yaml" if is_sweep else "config.yaml"
+        files[run_dir / FOLDER / name] = text
+    return files
 
 
 @contextmanager
@@ -341,10 +339,14 @@ def lock_run_folder(run_dir: Path) -> Iterator[None]:
                 if os.listdir(folder) == [LOCK]:
                     path.unlink()
                     folder.rmdir()
-                    with suppress(OSError):  # it has other files
-                        run_dir.rmdir()
+                    _remove_if_empty(run_dir)
                 raise
             return
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # it has other files
+        folder.rmdir()
 
 
 @contextmanager
@@ -362,6 +364,5 @@ def write_files(files: Mapping[Path, str]) -> Iterator[None]:
                 write_atomically(path, earlier)
             else:
                 path.unlink(missing_ok=True)
-                with suppress(OSError):  # it has other files
-                    path.parent.rmdir()
+                _remove_if_empty(path.parent)
         raise

@@ -96,7 +96,6 @@ def prepare(
     machine: Machine,
     *,
     training: bool = True,
-    measuring: bool = True,
     serving: bool = False,
     new_run: bool = False,
     resumes: bool = False,
@@ -104,8 +103,8 @@ def prepare(
 ) -> Ready:
     """Load and check an experiment. Raises `ConfigError` with all problems.
 
-    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `measuring`
-    without training tasks to measure on, `serving` an address to listen on. `where` the run starts: what this
+    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, and `serving` an
+    address to listen on, but no tasks to measure on, as an evaluation does. `where` the run starts: what this
     machine lacks is a problem `here` and in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
     """
     plans: list[Plan] = []
@@ -128,7 +127,7 @@ def prepare(
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
             yield from address_problems(experiment.generation, listening)
-        if training or not measuring:
+        if training or serving:
             return
         if experiment.data.validation is None and not experiment.data.validation_sets:
             yield Problem("data.validation", ABSENT, "an evaluation requires tasks; set a dataset")

@@ -68,10 +68,9 @@ def _size(text: str) -> float:
 def _layouts(arguments: Namespace) -> int:
     experiment = load_experiment(arguments.config, arguments.overrides)
     shape = load_shape(experiment.policy.model_path)
+    memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
-    else:
-        memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     choices = list_layouts(experiment, shape, arguments.gpus, memory_bytes)
     if not choices:
         raise NemorlError(

@@ -49,7 +49,7 @@ def _serve(arguments: Namespace) -> int:
             tree = _experiment_of(target, scores)
             target = Path(scratch) / f"{target.absolute().name}.yaml"
             target.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        ready = prepare(target, overrides, read_machine(), training=False, measuring=False, serving=True)
+        ready = prepare(target, overrides, read_machine(), training=False, serving=True)
     experiment, problems = ready.experiment, []
     generation, head = experiment.generation, experiment.policy.head
     if scores and head != "scalar":

@@ -213,7 +213,7 @@ def _attach(arguments: Namespace) -> int:
 
 
 def _cancel(arguments: Namespace) -> int:
-    from nemorl.slurm.records import newest_step
+    from nemorl.slurm.start import newest_step
     from nemorl.slurm.status import cancel, find_submission
 
     for row in cancel(_run_dir(arguments.run)):

@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -30,12 +31,7 @@ from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_t
 from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
 from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE, indexed_files
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
-from nemorl.models.layout_rules import (
-    layout_problems,
-    moe_problems,
-    norms_are_fused,
-    recompute_problems,
-)
+from nemorl.models.layout_rules import layout_problems, moe_problems, norms_are_fused, recompute_problems
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
@@ -426,13 +422,9 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Iterator[Problem]
         hint = f"did you mean {close[0]}?" if close else "see its list of datasets"
         yield Problem(f"{path}.task", name, f"reasoning-gym has no dataset of this name; {hint}")
         return
-
-    def first_task() -> object:
-        made = reasoning_gym.create_dataset(name, size=dataset.size, seed=dataset.seed, **dataset.options)
-        return made[0]
-
+    made = partial(reasoning_gym.create_dataset, name, size=dataset.size, seed=dataset.seed)
     try:
-        call_within(_FIRST_TASK_SECONDS, first_task)
+        call_within(_FIRST_TASK_SECONDS, lambda: made(**dataset.options)[0])
     except Exception as error:  # noqa: BLE001  a dataset's own code, with checks by assert
         fix = (
             f"the dataset {name} does not accept these options ({type(error).__name__}: {error}); "

@@ -10,8 +10,8 @@ from threading import Thread
 
 import pytest
 
-from nemorl.slurm.network import Ports
-from nemorl.slurm.rendezvous import Plan
+from nemorl.slurm.node import Ports
+from nemorl.slurm.start import Plan
 from nemorl.slurm.submission import lock_run_folder
 from tests.cli.conftest import Nemorl
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.observe.metrics import StepMetrics, read_metrics
-from nemorl.slurm.records import ExitRecord
+from nemorl.slurm.start import ExitRecord
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.keeper import descendants
 

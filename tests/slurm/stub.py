@@ -38,13 +38,13 @@ def main() -> int:
 
 def _launch(words: Sequence[str]) -> int:
     from nemorl.cli import main as nemorl
-    from nemorl.slurm import control, launcher, ray_node, rendezvous
+    from nemorl.slurm import control, launcher, ray_node, start
 
     this = [sys.executable, "-m", "tests.slurm.stub"]
     launcher.train_command = lambda config, overrides: [*this, "--train", str(config), *overrides]
     ray_node.members_command = lambda nodes: [*this, "--members"]
     for function, variable in (
-        (rendezvous.Rendezvous.wait_for_nodes, "RENDEZVOUS_SECONDS"),
+        (start.Rendezvous.wait_for_nodes, "RENDEZVOUS_SECONDS"),
         (control.ControlServer.find_lost, "PONG_SECONDS"),
     ):
         if variable in os.environ:

@@ -7,9 +7,8 @@ import pytest
 
 from nemorl.slurm import SlurmError, launcher
 from nemorl.slurm.control import ControlClient, ControlServer, NodeLost, Shutdown
-from nemorl.slurm.network import Ports
-from nemorl.slurm.node import Hardware, NodeInfo
-from nemorl.slurm.rendezvous import Plan, Rendezvous
+from nemorl.slurm.node import Hardware, NodeInfo, Ports
+from nemorl.slurm.start import Plan, Rendezvous
 
 HOST, TOKEN = "127.0.0.1", "secret"
 Act = Callable[[ControlServer, int], Awaitable[None]]

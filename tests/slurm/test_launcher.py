@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.slurm.records import ExitRecord
+from nemorl.slurm.start import ExitRecord
 from tests.config.experiments import GRPO, write
 from tests.plan.models import write_model
 

@@ -2,7 +2,8 @@ import socket
 
 import pytest
 
-from nemorl.slurm import SlurmError, network
+from nemorl.slurm import SlurmError
+from nemorl.slurm import node as network
 from nemorl.slurm.node import Hardware, NodeInfo
 
 
@@ -94,8 +95,7 @@ def test_the_interface_is_that_of_the_host_name_and_loopback_only_alone(
     chosen: network.Interface,
 ) -> None:
     monkeypatch.setattr(network, "interfaces", lambda: available)
-    monkeypatch.setattr(network, "_host_address", lambda: host)
-    monkeypatch.setattr(network, "_route_address", lambda: route)
+    monkeypatch.setattr(network, "_preferred_addresses", lambda: [host, route])
 
     assert network.select_interface({}) == chosen
     assert network.select_interface({"NEMORL_INTERFACE": "lo"}) == LOOPBACK

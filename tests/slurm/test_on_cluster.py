@@ -77,7 +77,7 @@ fi
 exec {python} -c '
 import sys
 from nemorl.cli import main
-from nemorl.slurm.rendezvous import Rendezvous
+from nemorl.slurm.start import Rendezvous
 Rendezvous.wait_for_nodes.__defaults__ = (10.0,)  # seconds, of 300
 sys.exit(main())' "$@"
 """

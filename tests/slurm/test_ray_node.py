@@ -2,8 +2,7 @@ from pathlib import Path
 
 from ray._private.parameter import RayParams
 
-from nemorl.slurm.network import Ports
-from nemorl.slurm.node import Hardware, NodeInfo
+from nemorl.slurm.node import Hardware, NodeInfo, Ports
 from nemorl.slurm.ray_node import (
     log_tails,
     node_labels,
@@ -11,7 +10,7 @@ from nemorl.slurm.ray_node import (
     ray_environment,
     start_command,
 )
-from nemorl.slurm.rendezvous import Plan
+from nemorl.slurm.start import Plan
 
 PLAN = Plan("10.0.0.1", {"n1": Ports(20000, 20099), "n2": Ports(20000, 20099)}, {"n1": "a", "n2": "b"})
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.slurm.records import ExitRecord, ExitRecorder, newest_step, restarts_without_progress
+from nemorl.slurm.start import ExitRecord, ExitRecorder, newest_step, restarts_without_progress
 
 
 def ended(run_dir: Path, restart: int, code: int, before: int, after: int, attempt: str = "") -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemorl.slurm import SlurmError
-from nemorl.slurm.network import Ports
-from nemorl.slurm.node import Hardware, NodeInfo
-from nemorl.slurm.rendezvous import Plan, Rendezvous
+from nemorl.slurm.node import Hardware, NodeInfo, Ports
+from nemorl.slurm.start import Plan, Rendezvous
 
 NODES = ("n1", "n2")
 PLAN = Plan("10.0.0.1", {"n1": Ports(20000, 20099), "n2": Ports(20100, 20199)}, {"n1": "a", "n2": "a"})
