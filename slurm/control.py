@@ -29,8 +29,6 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Why a node stops."""
-
     reason: str
     failed: bool  # the run did not end well: logs are worth keeping
     urgent: bool = False  # SIGKILL is near
@@ -51,7 +49,6 @@ class ControlServer:
     """The head's end of the connections."""
 
     def __init__(self, host: str, port: int, token: str, nodes: Sequence[str]) -> None:
-        """`nodes` are the other nodes."""
         self._host, self._port, self._token = host, port, token
         self.nodes = tuple(nodes)
         self.lost: asyncio.Queue[NodeLost] = asyncio.Queue()
@@ -102,7 +99,6 @@ class ControlServer:
             ) from None
 
     def announce_ray(self) -> None:
-        """Announce to all nodes that Ray runs on all of them."""
         for writer in self._writers.values():
             _send(writer, {"begin": True})
 
@@ -155,7 +151,6 @@ class ControlClient:
     """The end of every other node."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str) -> None:
-        """Use `connect`."""
         self._reader, self._writer, self._head = reader, writer, head
         self.ray_runs = False  # on all nodes
 

@@ -40,7 +40,6 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        """True where it runs, or may run later."""
         return self.state in ACTIVE
 
     @property

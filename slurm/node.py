@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from nemorl.plan.machine import nvidia_smi, read_machine
 
@@ -57,7 +57,6 @@ class Allocation:
 
     @property
     def is_head(self) -> bool:
-        """True on the node that runs the driver."""
         return self.node == self.nodes[0]
 
     @property
@@ -162,7 +161,6 @@ class NodeInfo:
 
     @classmethod
     def read(cls, allocation: Allocation, environment: Mapping[str, str]) -> Self:
-        """Describe this node. Raises `SlurmError`."""
         interface, hardware = select_interface(environment), read_hardware(environment)
         boot = ""
         with suppress(OSError):
@@ -174,15 +172,8 @@ class NodeInfo:
         address, name = interface.address, interface.name
         return cls(allocation.node, host, address, name, hardware, blocks, size, allocation.part)
 
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        hardware, blocks = Hardware(**tree["hardware"]), tuple(tree["free_blocks"])
-        return cls(**{**tree, "hardware": hardware, "free_blocks": blocks})
-
 
 class Interface(NamedTuple):
-    """A network interface with its IPv4 address."""
-
     name: str
     address: str
 
@@ -283,7 +274,6 @@ class Ports:
 
     @property
     def ray_options(self) -> dict[str, int]:
-        """Port options of `ray start`."""
         fixed = {name: port for port, name in enumerate(_RAY_LISTENERS, start=self.first + 2)}
         return fixed | {"min-worker-port": self.first + NUM_FIXED_PORTS, "max-worker-port": self.last}
 

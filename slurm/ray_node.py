@@ -49,7 +49,6 @@ class Child:
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Use `start`."""
         self._process = process
         self.ended = asyncio.ensure_future(process.wait())
 

@@ -32,7 +32,6 @@ class NodeSize:
 
     @property
     def resources(self) -> dict[str, int]:
-        """By Ray's names."""
         return {"CPU": self.cpus, "GPU": self.gpus}
 
 

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from pydantic import TypeAdapter
+
 from nemorl.observe.files import WriteError, write_atomically
 from nemorl.observe.run_folder import RunPaths
 
@@ -65,15 +67,13 @@ class Plan:
     @classmethod
     def read(cls, start: Path) -> Self:
         """Read the plan in the folder of a start. Raises `FileNotFoundError`."""
-        tree = json.loads((start / PLAN).read_text(encoding="utf-8"))
-        return cls(**{**tree, "ports": {node: Ports(**ports) for node, ports in tree["ports"].items()}})
+        return TypeAdapter(cls).validate_json((start / PLAN).read_bytes())
 
 
 class Rendezvous:
     """The folder of one start of a job, seen from one node."""
 
     def __init__(self, run_dir: Path, start: str, nodes: Sequence[str]) -> None:
-        """`nodes` are all nodes, the head first."""
         self.folder = run_dir / FOLDER / start
         self.nodes = tuple(nodes)
         self.token_file = self.folder / TOKEN
@@ -81,19 +81,15 @@ class Rendezvous:
 
     @property
     def is_cancelled(self) -> bool:
-        """True after `nemorl slurm cancel`."""
         return CANCELLED in self._files()
 
     def log(self, node: str) -> Path:
-        """Output of the launcher and of Ray on a node."""
         return self.folder / f"{node}.log"
 
     def report(self, info: NodeInfo) -> None:
-        """Announce this node."""
         write_atomically(self.folder / f"{info.node}.json", json.dumps(asdict(info), indent=2) + "\n")
 
     def report_failure(self, node: str, reason: str) -> None:
-        """Announce that a node cannot take part."""
         write_atomically(self.folder / f"{node}.failed", reason + "\n")
 
     async def wait_for_nodes(self, seconds: float = RENDEZVOUS_SECONDS) -> dict[str, NodeInfo]:
@@ -112,8 +108,8 @@ class Rendezvous:
                 f"({_listed(present)} did). Either run_dir is not on a file system that "
                 "all nodes share: move it to one. Or the launcher did not start there: see its output above."
             )
-        reports = {node: (self.folder / f"{node}.json").read_text("utf-8") for node in self.nodes}
-        return {node: NodeInfo.from_json(json.loads(text)) for node, text in reports.items()}
+        reports = {node: (self.folder / f"{node}.json").read_bytes() for node in self.nodes}
+        return {node: TypeAdapter(NodeInfo).validate_json(text) for node, text in reports.items()}
 
     def publish(self, plan: Plan) -> None:
         """Write the plan for the other nodes, and before it the token that they need."""
@@ -143,7 +139,6 @@ class Rendezvous:
         return set(os.listdir(self.folder))
 
     def _with(self, suffix: str) -> set[str]:
-        """Nodes that have a file with this suffix."""
         files = self._files()
         return {node for node in self.nodes if f"{node}.{suffix}" in files}
 
@@ -160,8 +155,6 @@ def _listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """How one start of a job ended."""
-
     code: int  # exit status of the launcher on the head
     reason: str
     step_before: int  # of the newest checkpoint, at the beginning
@@ -176,8 +169,8 @@ class ExitRecord:
     def read(cls, folder: Path) -> Self | None:
         """Read the record of a start; None where there is none, or none that is valid."""
         try:
-            return cls(**json.loads((folder / EXIT).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return TypeAdapter(cls).validate_json((folder / EXIT).read_bytes())
+        except (OSError, ValueError):
             return None
 
     def write(self, folder: Path) -> None:
@@ -215,7 +208,6 @@ def restarts_without_progress(run_dir: Path, job: str, restart: int) -> int:
 
 
 def write_status(code: int) -> None:
-    """Write the exit status for nemorl.sbatch."""
     if path := os.environ.get(STATUS_FILE):
         Path(path).write_text(f"{code}\n", encoding="ascii")
 
@@ -224,7 +216,6 @@ class ExitRecorder:
     """Writes the exit record of a start at each of its stages, since each may be its last."""
 
     def __init__(self, run_dir: Path, folder: Path, job: str, restart: int) -> None:
-        """`folder` is the folder of the start."""
         self._run_dir, self._folder = run_dir, folder
         self._step_before = newest_step(run_dir)
         self._restarts = restarts_without_progress(run_dir, job, restart)

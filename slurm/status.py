@@ -37,7 +37,6 @@ class Row:
 
     @property
     def is_active(self) -> bool:
-        """True while the job runs or may run."""
         return self.state in ACTIVE
 
 

@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import yaml
+from pydantic import TypeAdapter
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
@@ -200,11 +201,6 @@ class Submission:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*variables, shlex.join(self.command)])
 
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        lists = {name: tuple(tree.get(name, ())) for name in ("command", "run_dirs", "options")}
-        return cls(**{**tree, **lists})
-
     def submit(self) -> Self:
         """Call `sbatch`; return the submission with the id of its job. Raises `SlurmError`."""
         # A submission from inside a job must not inherit that job's variables.
@@ -242,7 +238,6 @@ class Submission:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run."""
         config, task = Path(self.command[-1]), self.job.partition("_")[2]
         config = config / f"{task}.yaml" if task else config
         command = shlex.join(["nemorl", "slurm", "submit", "--resume", str(config), *self.options])
@@ -305,9 +300,8 @@ def resolve_image(container: str) -> str:
 
 
 def latest_submission(run_dir: Path) -> Submission | None:
-    """The newest submission of a run folder."""
     lines = read_json_lines(run_dir / FOLDER / SUBMISSIONS)
-    return Submission.from_json(lines[-1]) if lines else None
+    return TypeAdapter(Submission).validate_python(lines[-1]) if lines else None
 
 
 def config_files(run_dir: Path, experiments: Sequence[Experiment], *, is_sweep: bool) -> dict[Path, str]:

@@ -43,7 +43,6 @@ _SAMPLE = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "
 
 
 def register(commands: Commands) -> None:
-    """Add the command."""
     check = add_command(commands, "check", _check, "check experiments and list every problem")
     words_help = "experiment files (YAML), and fields to set in each of them before the check"
     check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)

@@ -19,7 +19,6 @@ _WIDEST = 100  # columns that are easily read
 
 
 def register(commands: Commands) -> None:
-    """Add the command."""
     config = add_command(commands, "config", _config, "show the fields of an experiment file")
     section_help_text = "only the fields below it, such as `policy.optimizer`"
     config.add_argument("section", nargs="?", default="", help=section_help_text)

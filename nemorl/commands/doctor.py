@@ -21,8 +21,6 @@ from .terminal import Commands, ExitCode, add_command, output, say, table
 
 
 class State(Enum):
-    """How much a finding matters."""
-
     GOOD = "good"
     OPTIONAL = "-"  # missing, and only some runs require it
     MISSING = "MISSING"  # the main job cannot run
@@ -55,8 +53,6 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
-
     what: str
     state: State
     found: str
@@ -70,7 +66,6 @@ _ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_
 
 
 def register(commands: Commands) -> None:
-    """Add the command."""
     help_text = "list what is installed, what this machine has, and what is missing"
     doctor = add_command(commands, "doctor", _doctor, help_text)
     doctor.add_argument("--brief", action="store_true", help="say only what is missing")

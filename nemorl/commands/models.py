@@ -10,7 +10,6 @@ from .terminal import Commands, ExitCode, add_command, add_group, say
 
 
 def register(commands: Commands) -> None:
-    """Add the command, with a sub-command for each way to get a model folder."""
     group = add_group(commands, "models", "make, fetch and convert models")
 
     def add(name: str, write: Callable[[Namespace], None], help_text: str) -> ArgumentParser:

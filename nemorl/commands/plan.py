@@ -40,7 +40,6 @@ _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 
 def register(commands: Commands) -> None:
-    """Add the command, with a sub-command for each thing that can be planned."""
     group = add_group(commands, "plan", "list the parallel layouts of a model with their memory")
     layouts = add_command(group, "layouts", _layouts, "list the valid layouts of the policy")
     layouts.description = f"list every valid layout of the policy on a number of devices. {ORDER}"

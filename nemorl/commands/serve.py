@@ -24,7 +24,6 @@ MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 
 
 def register(commands: Commands) -> None:
-    """Add the command."""
     help_text = (
         "answer requests of OpenAI's API with the model of an experiment or with a model folder; or score "
         "answers"

@@ -37,7 +37,6 @@ WIDE = 100_000  # columns, where the output is not a terminal
 
 
 def register(commands: Commands) -> None:
-    """Add the command, with a sub-command for each thing to do with a job."""
     group = add_group(commands, "slurm", "submit runs to a Slurm cluster, and follow them there")
     submit = add_command(group, "submit", _submit, "check an experiment and submit it to Slurm")
     _add_submit_arguments(submit)
@@ -233,5 +232,4 @@ def _node(arguments: Namespace) -> int:
 
 
 def _run_dir(path: Path) -> Path:
-    """The run folder itself, or that of an experiment file."""
     return path if path.is_dir() else load_experiment(path).run_dir

@@ -41,13 +41,11 @@ def add_group(commands: Commands, name: str, help_text: str) -> Commands:
 
 
 def add_experiment(parser: ArgumentParser) -> None:
-    """Add CONFIG and its overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="experiment file (YAML)")
     add_overrides(parser)
 
 
 def add_overrides(parser: ArgumentParser) -> None:
-    """Add the overrides of an experiment."""
     help_text = "set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]"
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help=help_text)
 
@@ -65,7 +63,6 @@ def output() -> Console:
 
 
 def notes() -> Console:
-    """Console for everything else."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -75,7 +72,6 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print a sentence about a failure."""
     notes().print(text, markup=False)
 
 

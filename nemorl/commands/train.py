@@ -14,7 +14,6 @@ from .terminal import Commands, ExitCode, add_command, add_experiment, notes, ou
 
 
 def register(commands: Commands) -> None:
-    """Add the commands."""
     train = add_command(commands, "train", _train, "run an experiment")
     add_experiment(train)
     dry_run = "show the resolved experiment and its plan, and start nothing"

@@ -29,12 +29,6 @@ class LayoutChoice:
     bytes_per_token: int  # that a process sends within its copy, forward and backward
     idle: float  # share of the time in which a stage waits for others, with four micro-batches a stage
 
-    @property
-    def copy_size(self) -> int:
-        """Processes of one copy of the model."""
-        layout = self.layout
-        return layout.world_size // layout.data_parallel_size
-
 
 def list_layouts(
     experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
@@ -62,9 +56,12 @@ def list_layouts(
         # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
         idle = (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size)
         choices.append(LayoutChoice(layout, memory, fits, _bytes_per_token(shape, policy), idle))
-    return sorted(
-        choices, key=lambda c: (c.fits is False, c.copy_size, c.bytes_per_token, c.idle, c.memory.total)
-    )
+
+    def order(choice: LayoutChoice) -> tuple[float, ...]:
+        copy_size = choice.layout.world_size // choice.layout.data_parallel_size
+        return choice.fits is False, copy_size, choice.bytes_per_token, choice.idle, choice.memory.total
+
+    return sorted(choices, key=order)
 
 
 def _layouts(shape: ModelShape, num_devices: int) -> Iterator[LayoutConfig]:

@@ -20,8 +20,6 @@ _NVIDIA_SMI_SECONDS = 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device."""
-
     name: str
     memory_bytes: int
 
@@ -39,7 +37,6 @@ class Machine:
 
     @property
     def has(self) -> str:
-        """For messages."""
         return f"the {self.nodes} nodes of the job have" if self.nodes > 1 else "this machine has"
 
 
@@ -190,7 +187,6 @@ def _blamed(
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:
-    """Field and fix for a part of a process."""
     group, generation, algorithm = process.group, experiment.generation, experiment.algorithm
     spec = next((model for model in models_of(experiment)[1:] if model.name == group), None)
     section = spec.section if spec else "policy"  # the policy's holds for fields that another leaves out

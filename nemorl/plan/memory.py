@@ -57,7 +57,6 @@ class ProcessMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of one process."""
         return sum(getattr(self, name) for name in MEMORY_PARTS)
 
     @property
@@ -124,7 +123,6 @@ def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
 
 
 def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
-    """A rank of one pipeline stage."""
     policy, algorithm, generation = experiment.policy, experiment.algorithm, experiment.generation
     layout, item = policy.layout, ITEM_SIZE[policy.precision]
     trained = parameters = stage_parameters(shape, layout, stage)
@@ -226,7 +224,6 @@ def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
 
 
 def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
-    """Elements that one layer keeps for a token."""
     layout, moe = policy.layout, shape.moe
     tensor = layout.tensor_parallel_size
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
@@ -267,7 +264,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Both."""
         return self.dense + self.experts
 
     def per_copy(self, layout: LayoutConfig) -> int:
