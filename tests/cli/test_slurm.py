@@ -91,8 +91,8 @@ def test_an_image_in_the_environment_is_checked_too(
         ("NEMORL_PORTS=30000-20000", [], "NEMORL_PORTS = 30000-20000: expected the first and the last port"),
         ("NEMORL_MAX_RESTARTS=zero", [], "NEMORL_MAX_RESTARTS = zero: expected a number of restarts"),
         ("", ["--sbatch=--array=0-2"], "--sbatch=--array=0-2: its tasks would share one run folder"),
-        ("", ["--cpu-nodes", "-1"], "--cpu-nodes: -1: expected an integer of at least 1"),
-        ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: 0: expected an integer of at least 1"),
+        ("", ["--cpu-nodes", "-1"], "--cpu-nodes: '-1': expected an integer of at least 1"),
+        ("", ["--sweep", "seed=1,2", "--at-once", "0"], "--at-once: '0': expected an integer of at least 1"),
         ("", ["--time", "4h"], "--time 4h: expected minutes"),
     ],
 )

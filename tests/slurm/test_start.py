@@ -37,7 +37,7 @@ def test_nodes_exchange_reports_and_receive_the_plan(tmp_path: Path) -> None:
 
     assert list(infos.values()) == [node_info("n1"), node_info("n2")]
     assert plan == PLAN
-    assert (plan.gcs, plan.control, plan.nodes_on_host_of("n2")) == ("10.0.0.1:20000", 20001, 2)
+    assert (plan.gcs, plan.control) == ("10.0.0.1:20000", 20001)
 
 
 def test_the_token_is_readable_by_its_owner_only_and_removed_at_the_end(tmp_path: Path) -> None:
