@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -57,8 +57,7 @@ class Child:
         cls, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
     ) -> Self:
         """Start a command; its output is appended to `log`, or goes where the launcher's goes."""
-        output = log.open("ab") if log else None
-        try:
+        with log.open("ab") if log else nullcontext() as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -68,9 +67,6 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        finally:
-            if output:
-                output.close()
         return cls(process)
 
     @property
@@ -188,7 +184,8 @@ class RayNode:
         from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned  # imports Ray
 
         temporary = Path(tempfile.gettempdir())
-        temporary = temporary if len(str(temporary)) <= MAX_TEMPORARY_LENGTH else Path("/tmp")
+        if len(str(temporary)) > MAX_TEMPORARY_LENGTH:
+            temporary = Path("/tmp")
         remove_abandoned(temporary)
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=temporary))
         self._lock = hold(self._folder)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +97,13 @@ def _starts(run_dir: Path, job: str = "*") -> list[Path]:
     return sorted(folders, key=lambda path: path.stat().st_mtime)
 
 
-def _plan(start: Path) -> Plan | None:
-    """The plan of a start; None before the head has written it, or where it refused."""
-    try:
+def _running_start(run_dir: Path, job: str) -> tuple[Path, Plan] | None:
+    """The newest start of a job and its plan; None before the head has written it, or where it refused."""
+    with suppress(FileNotFoundError, IndexError):
+        start = _starts(run_dir, job)[-1]
         plan = Plan.read(start)
-    except FileNotFoundError:
-        return None
-    return None if plan.refused else plan
+        return None if plan.refused else (start, plan)
+    return None
 
 
 def find_logs(run_dir: Path) -> dict[str, Path]:
@@ -144,10 +145,9 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
     if not jobs or jobs[0].state != "RUNNING":
         state = jobs[0].state.lower() if jobs else "over"
         raise SlurmError(f"job {submission.job} is {state}: attach works while it runs.")
-    start = next(reversed(_starts(run_dir, submission.job)), None)
-    plan = _plan(start) if start else None
-    if start is None or plan is None:
+    if (running := _running_start(run_dir, submission.job)) is None:
         raise SlurmError(f"job {submission.job} is still starting: its nodes have not reported yet.")
+    start, plan = running
     nodes = list(plan.ports)
     if node is not None and node not in nodes:
         raise SlurmError(f"{node} is not a node of job {submission.job}; its nodes are {', '.join(nodes)}.")
@@ -175,8 +175,8 @@ def cancel(run_dir: Path) -> list[Row]:
     """
     job = find_submission(run_dir).job
     rows = [row for row in status_rows(run_dir) if row.state == "RUNNING"]
-    newest = [starts[-1] for row in rows if (starts := _starts(row.run_dir, row.job))]
-    running = [start for start in newest if _plan(start)]  # before the plan there is nothing to save
+    # Before the plan there is nothing to save.
+    running = [found[0] for row in rows if (found := _running_start(row.run_dir, row.job))]
     for start in running:
         (start / CANCELLED).touch()  # the launcher reports this as the reason
     if running:

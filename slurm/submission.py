@@ -58,36 +58,30 @@ class Options:
         """
         if arrays := [option for option in self.sbatch if re.match("-a|--ar", option)]:
             raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
-        log = "%A_%a.log" if tasks else "%j.log"
         # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
-        common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL", *_given("time", self.time)]
+        common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL", *_words(time=self.time)]
         limit = parse_time_limit(self.time) if self.time is not None else 0
         if 0 < limit < SHORT_LIMIT_SECONDS and "SBATCH_SIGNAL" not in os.environ:
             # The script's signal, 300 s before the end, would come at the start.
             common.append(f"--signal=USR1@{max(10, limit // 4)}")
-        common += _given("account", self.account)
-        array = f"0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else "") if tasks else None
-        first = [
-            f"--job-name={name}",
-            f"--output={str(folder).replace('%', '%%')}/{log}",
-            f"--nodes={self.nodes}",
-            *common,
-            *_given("partition", self.partition),
-            *_given("gpus-per-node", self.gpus_per_node or None),
-            *_given("array", array),
-            *self.sbatch,
-        ]
+        common += _words(account=self.account)
+        output = f"{str(folder).replace('%', '%%')}/{'%A_%a.log' if tasks else '%j.log'}"
+        first = [*_words(job_name=name, output=output, nodes=self.nodes), *common]
+        first += _words(partition=self.partition, gpus_per_node=self.gpus_per_node)
+        if tasks:
+            first.append(f"--array=0-{tasks - 1}" + (f"%{self.at_once}" if self.at_once else ""))
+        first += self.sbatch
         if not self.cpu_nodes:
             return first
-        second = [f"--nodes={self.cpu_nodes}", *common, "--requeue"]
-        second += _given("partition", self.cpu_partition or self.partition)
+        second = [*_words(nodes=self.cpu_nodes), *common, "--requeue"]
+        second += _words(partition=self.cpu_partition or self.partition)
         return [*first, ":", *second, *self.cpu_sbatch]
 
     @property
     def resume_options(self) -> list[str]:
         """Those of `nemorl slurm submit` that the configuration in the run folder does not hold."""
         names = ("nodes", "cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts")
-        given = [word for n in names for word in _given(n.replace("_", "-"), getattr(self, n) or None)]
+        given = _words(**{name: getattr(self, name) for name in names})
         given += [f"--sbatch={option}" for option in self.sbatch]
         return given + [f"--cpu-sbatch={option}" for option in self.cpu_sbatch]
 
@@ -107,9 +101,9 @@ class Options:
         return sizes
 
 
-def _given(name: str, value: object) -> list[str]:
-    """An option with its value; nothing without one."""
-    return [] if value is None else [f"--{name}={value}"]
+def _words(**options: object) -> list[str]:
+    """The options that have a value, as `--name=value`."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value]
 
 
 def parse_time_limit(time: str) -> int:
@@ -170,10 +164,8 @@ def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
         if field == "run_dir":
             raise OptionError("--sweep run_dir: each task gets a folder of its own; sweep another field")
         axes[field] = [listed[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
-    combinations = itertools.product(*axes.values())
-    return [
-        SweepTask(index, tuple(zip(axes, values, strict=True))) for index, values in enumerate(combinations)
-    ]
+    tasks = [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return [SweepTask(index, values) for index, values in enumerate(tasks)]
 
 
 def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
