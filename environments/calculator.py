@@ -9,10 +9,14 @@ turn with neither, and the last turn allowed, end it without one. The reward `ca
 `call_weight` is not 0, `calculator_call` is 1 for each turn whose call is a valid expression.
 """
 
-from nemorl.config.environment import CalculatorEnvConfig
-from nemorl.trajectories import Action, Message, Step, Task
+import ast
+import math
+import operator
+from collections.abc import Callable
 
-from .arithmetic import ArithmeticRefused, calculate, number_text
+from nemorl.config.environment import CalculatorEnvConfig
+from nemorl.trajectories import Action, Environment, EnvironmentFactory, Message, Step, Task
+
 from .tags import last_tagged
 
 INSTRUCTIONS = (
@@ -21,10 +25,9 @@ INSTRUCTIONS = (
 )
 REWARD = "calculator"
 CALL_REWARD = "calculator_call"
-REFUSED = "error: "
 
 
-class CalculatorEnvironment:
+class CalculatorEnvironment(Environment):
     """One conversation with the calculator at hand."""
 
     def __init__(self, max_turns: int, *, rewards_calls: bool = False) -> None:
@@ -54,16 +57,15 @@ class CalculatorEnvironment:
         call = last_tagged(action.text, "tool")
         if call is None or self._turns_left == 0:
             return Step(rewards={REWARD: 0.0})
-        result = _result(call)
-        worked = not result.startswith(REFUSED)
-        rewards = {CALL_REWARD: float(worked)} if self._rewards_calls else {}
+        try:
+            result, is_valid = number_text(calculate(call)), True
+        except ArithmeticRefused as refusal:
+            result, is_valid = f"error: {refusal}", False
+        rewards = {CALL_REWARD: float(is_valid)} if self._rewards_calls else {}
         return Step(messages=(Message("tool", result),), rewards=rewards, done=False)
 
-    async def close(self) -> None:
-        """Nothing is held."""
 
-
-class CalculatorFactory:
+class CalculatorFactory(EnvironmentFactory):
     """Makes `CalculatorEnvironment`s."""
 
     def __init__(self, config: CalculatorEnvConfig) -> None:
@@ -83,16 +85,6 @@ class CalculatorFactory:
         except ValueError:
             return answer
 
-    async def close(self) -> None:
-        """Nothing is shared."""
-
-
-def _result(expression: str) -> str:
-    try:
-        return number_text(calculate(expression))
-    except ArithmeticRefused as refusal:
-        return f"{REFUSED}{refusal}"
-
 
 def _equal(answer: str, expected: str) -> bool:
     """The same number (`84`, `84.0`, `8.4e1`) within a millionth of a millionth, or the same text."""
@@ -101,3 +93,77 @@ def _equal(answer: str, expected: str) -> bool:
     except ValueError:
         return answer == expected.strip()
     return difference <= 1e-12 * max(1.0, abs(float(expected)))
+
+
+# Arithmetic from untrusted text: the keys of a calculator and no more.
+
+Number = int | float
+
+MAX_CHARACTERS = 200
+MAX_DIGITS = 50  # of any number on the way
+TOO_LARGE = f"more than {MAX_DIGITS} digits"
+NOT_ARITHMETIC = "only numbers and + - * / // % ** ( ) are understood"
+
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+class ArithmeticRefused(ValueError):
+    """An expression that is not evaluated; the message says why, in words for the one who wrote it."""
+
+
+def calculate(expression: str) -> Number:
+    """The value of an expression of numbers, `+ - * / // % **` and brackets. Raises ArithmeticRefused."""
+    if len(expression) > MAX_CHARACTERS:
+        raise ArithmeticRefused(f"longer than {MAX_CHARACTERS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # The last two are how the parser answers brackets nested too deep.
+        raise ArithmeticRefused("not an expression") from None
+    try:
+        return _value(tree)
+    except ZeroDivisionError:
+        raise ArithmeticRefused("division by zero") from None
+    except OverflowError:
+        raise ArithmeticRefused(TOO_LARGE) from None
+
+
+def number_text(value: Number) -> str:
+    """The number as a calculator shows it: whole numbers in full, others with twelve significant digits."""
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.12g}"
+    return str(int(value))
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=bool()):
+            raise ArithmeticRefused(NOT_ARITHMETIC)
+        case ast.Constant(value=int() | float() as number):
+            return _bounded(number)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            a, b = _value(left), _value(right)
+            # Refused before it is computed: its size grows with the exponent, not with the text.
+            if isinstance(op, ast.Pow) and a and b * math.log10(abs(a)) > MAX_DIGITS:
+                raise ArithmeticRefused(TOO_LARGE)
+            return _bounded(_BINARY[type(op)](a, b))
+    raise ArithmeticRefused(NOT_ARITHMETIC)
+
+
+def _bounded(number: Number) -> Number:
+    if isinstance(number, complex) or not math.isfinite(number):
+        raise ArithmeticRefused("no real number")
+    if abs(number) >= 10**MAX_DIGITS:
+        raise ArithmeticRefused(TOO_LARGE)
+    return number

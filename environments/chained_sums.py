@@ -13,14 +13,14 @@ wrong, so that each turn can be rewarded separately. The reward `chained_sums` i
 import re
 
 from nemorl.config.environment import ChainedSumsEnvConfig
-from nemorl.trajectories import Action, Message, Step, Task
+from nemorl.trajectories import Action, Environment, EnvironmentFactory, Message, Step, Task
 
 REWARD = "chained_sums"
 TURN_REWARD = "chained_sums_turn"
 _SUM = re.compile(r"(\d+)\+(\d+)=")
 
 
-class ChainedSumsEnvironment:
+class ChainedSumsEnvironment(Environment):
     """One chain of sums."""
 
     def __init__(self, num_sums: int) -> None:
@@ -53,11 +53,8 @@ class ChainedSumsEnvironment:
         self._asked += 1
         return Step((Message("user", "{}+{}=".format(*self._sum)),), {TURN_REWARD: reward}, done=False)
 
-    async def close(self) -> None:
-        """Nothing is held."""
 
-
-class ChainedSumsFactory:
+class ChainedSumsFactory(EnvironmentFactory):
     """Makes `ChainedSumsEnvironment`s."""
 
     def __init__(self, config: ChainedSumsEnvConfig) -> None:
@@ -67,6 +64,3 @@ class ChainedSumsFactory:
     def create(self) -> ChainedSumsEnvironment:
         """An environment for one trajectory."""
         return ChainedSumsEnvironment(self._num_sums)
-
-    async def close(self) -> None:
-        """Nothing is shared."""

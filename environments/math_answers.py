@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nemorl.config.environment import MathEnvConfig
-from nemorl.trajectories import Action, Message, Step, Task
+from nemorl.trajectories import Action, Environment, EnvironmentFactory, Message, Step, Task
 
 from .scoring_process import ScoringProcess
 
@@ -15,7 +15,7 @@ SECONDS = 10.0
 T = TypeVar("T")
 
 
-class MathEnvironment:
+class MathEnvironment(Environment):
     """One answer; the reward `math` is 1 when it equals the task's, else 0."""
 
     def __init__(self, scoring: ScoringProcess) -> None:
@@ -33,11 +33,8 @@ class MathEnvironment:
         """Compare and end."""
         return Step(rewards={"math": await self._scoring.score(verify_answer, self._answer, action.text)})
 
-    async def close(self) -> None:
-        """The scoring process is shared and stays."""
 
-
-class MathFactory:
+class MathFactory(EnvironmentFactory):
     """Makes `MathEnvironment`s that share one scoring process."""
 
     def __init__(self, config: MathEnvConfig) -> None:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from nemorl.config.environment import ReasoningGymEnvConfig
-from nemorl.trajectories import Action, Message, Step, Task
+from nemorl.trajectories import Action, Environment, EnvironmentFactory, Message, Step, Task
 
 from .scoring_process import ScoringProcess
 from .tags import last_tagged
@@ -13,7 +13,7 @@ from .tags import last_tagged
 SECONDS = 10.0
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(Environment):
     """One answer; the reward `reasoning_gym` is the dataset's own score, 0 to 1."""
 
     def __init__(self, scoring: ScoringProcess, answer_tag: str | None) -> None:
@@ -44,11 +44,8 @@ class ReasoningGymEnvironment:
         score = await self._scoring.score(score_entry, columns["reasoning_gym_task"], options, answer, entry)
         return Step(rewards={"reasoning_gym": score})
 
-    async def close(self) -> None:
-        """The scoring process is shared and stays."""
 
-
-class ReasoningGymFactory:
+class ReasoningGymFactory(EnvironmentFactory):
     """Makes `ReasoningGymEnvironment`s that share one scoring process."""
 
     def __init__(self, config: ReasoningGymEnvConfig) -> None:

@@ -63,8 +63,8 @@ class Environment(Protocol):
     """A step-driven environment: one instance serves one trajectory."""
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open the conversation."""
-        ...
+        """The messages that open the conversation; by default the task's own."""
+        return task.messages
 
     async def step(self, action: Action) -> Step:
         """Act once; called until it answers `done` or the sequence is full."""
@@ -72,7 +72,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release what the environment holds; called once, also after an error."""
-        ...
+        return
 
 
 class EnvironmentFactory(Protocol):
@@ -86,7 +86,26 @@ class EnvironmentFactory(Protocol):
 
     async def close(self) -> None:
         """Release what is shared; called once."""
-        ...
+        return
+
+
+class SingleTurnEnvironment(Environment):
+    """One answer and no reward of its own: `rewards` score it."""
+
+    async def step(self, action: Action) -> Step:
+        """End with the first turn."""
+        return Step()
+
+
+class SingleTurnFactory(EnvironmentFactory):
+    """Makes `SingleTurnEnvironment`s; takes the section `env`, of which it needs nothing."""
+
+    def __init__(self, _: object) -> None:
+        self.reward_weights = {}
+
+    def create(self) -> SingleTurnEnvironment:
+        """An environment for one trajectory."""
+        return SingleTurnEnvironment()
 
 
 @dataclass(frozen=True)

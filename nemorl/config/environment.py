@@ -33,7 +33,7 @@ class EnvBase(Config):
 class SingleTurnEnvConfig(EnvBase):
     """One answer, scored by `rewards` alone."""
 
-    factory_path: ClassVar[str] = "nemorl.environments.single_turn:SingleTurnFactory"
+    factory_path: ClassVar[str] = "nemorl.trajectories:SingleTurnFactory"
     has_one_turn: ClassVar[bool] = True
     name: Literal["single_turn"] = "single_turn"
 

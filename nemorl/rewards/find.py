@@ -28,27 +28,12 @@ FORMS: dict[Signature, str] = {
     "openrlhf": "(queries, prompts, labels)",
     "verl": "(data_source, solution_str, ground_truth, extra_info)",
 }
-
-
-def fits(signature: Signature, parameters: frozenset[str]) -> bool:
-    """Whether a function with these parameters looks at answers as this signature gives them."""
-    match signature:
-        case "trl":
-            return bool(parameters & {"completions", "completion_ids", "sampled_ids"})
-        case "openrlhf":
-            return parameters >= {"queries", "prompts", "labels"}
-        case "verl":
-            return parameters >= {"solution_str", "ground_truth"}
-
-
-def signature_of(parameters: frozenset[str]) -> Signature:
-    """Recognized by names: `solution_str` is verl's, `queries` OpenRLHF's; all else is TRL's."""
-    if "solution_str" in parameters:
-        return "verl"
-    return "openrlhf" if "queries" in parameters else "trl"
-
-
-Function = Callable[..., Any]
+# A function without `**columns` uses the answers if it has all parameters of one of these sets.
+_USES_ANSWERS: dict[Signature, tuple[frozenset[str], ...]] = {
+    "trl": (frozenset({"completions"}), frozenset({"completion_ids"}), frozenset({"sampled_ids"})),
+    "openrlhf": (GIVEN["openrlhf"],),
+    "verl": (frozenset({"solution_str", "ground_truth"}),),
+}
 
 
 class RewardError(RuntimeError):
@@ -59,7 +44,7 @@ class RewardError(RuntimeError):
 class FoundReward:
     """A function, which is called with keyword arguments only."""
 
-    function: Function
+    function: Callable[..., Any]
     signature: Signature
     takes: frozenset[str]  # names of its parameters
     takes_any: bool  # **columns
@@ -68,7 +53,17 @@ class FoundReward:
 
 def find_reward(config: FunctionRewardConfig) -> FoundReward:
     """Import the function. Raises RewardError when there is none or it cannot be called as rewards are."""
-    function = _resolve(config.function)
+    function: Callable[..., Any] | None = BUILT_IN.get(config.function)
+    if ":" in config.function:
+        try:
+            function = function_at(config.function)
+        except NotImported as error:
+            raise RewardError(f"reward `{config.function}`: {error}") from error.__cause__
+    if function is None:
+        raise RewardError(
+            f"no reward `{config.function}`: built in are {', '.join(sorted(BUILT_IN))}; "
+            "write `package.module:function` for one of your own"
+        )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(
             f"reward `{config.function}` yields: return a list with a number for each completion"
@@ -78,8 +73,11 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
     takes = frozenset(p.name for p in by_name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    signature = config.signature or signature_of(takes)
-    if nameless or not (takes_any or fits(signature, takes)):
+    signature: Signature = config.signature or "trl"
+    if config.signature is None and takes & {"solution_str", "queries"}:
+        signature = "verl" if "solution_str" in takes else "openrlhf"
+    uses_answers = takes_any or any(names <= takes for names in _USES_ANSWERS[signature])
+    if nameless or not uses_answers:
         raise RewardError(
             f"reward `{config.function}` takes ({', '.join(map(str, parameters))}): rewards of the signature "
             f"`{signature}` are called by name, as `{FORMS[signature]}`"
@@ -90,17 +88,3 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
     required = frozenset(p.name for p in by_name if p.default is p.empty)
     needs = required - config.arguments.keys() - GIVEN[signature]
     return FoundReward(function, signature, takes, takes_any and signature == "trl", needs)
-
-
-def _resolve(name: str) -> Function:
-    if ":" not in name:
-        if name not in BUILT_IN:
-            raise RewardError(
-                f"no reward `{name}`: built in are {', '.join(sorted(BUILT_IN))}; "
-                "write `package.module:function` for one of your own"
-            )
-        return BUILT_IN[name]
-    try:
-        return function_at(name)
-    except NotImported as error:
-        raise RewardError(f"reward `{name}`: {error}") from error.__cause__

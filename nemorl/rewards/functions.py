@@ -1,14 +1,9 @@
-"""The rewards known by name.
+"""The rewards known by name: of the text of an answer, and of its length and repetitions.
 
-Rewards of what an answer says: one number each, None where a reward does not apply.
-
-A completion is a text (plain prompts) or a list of messages `{"role", "content"}` (chat), as in TRL.
-
-Penalties for length and repetition: functions of the sampled tokens.
-
-`|y|` is the number of an answer's sampled tokens, end token included; results of tools are not among them.
-Weights make a penalty heavier or lighter: all of them lie between -1 and 0, `relative_length` between -1/2
-and 1/2.
+Each returns one number an answer, or None where it does not apply. A completion is a text (plain prompts) or
+a list of messages `{"role", "content"}` (chat), as in TRL. `|y|` is the number of an answer's sampled tokens,
+end token included; results of tools are not among them. All penalties lie between -1 and 0, `relative_length`
+between -1/2 and 1/2.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +35,18 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
 
     One each for: exactly one opening tag; exactly one closing tag; a text between them; nothing after.
     """
-    return [_kept_shape(last_text(completion), f"<{tag}>", f"</{tag}>") for completion in completions]
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    rewards = []
+    for text in map(last_text, completions):
+        inner, closed, after = text.partition(opening)[2].partition(closing)
+        kept = (
+            text.count(opening) == 1,
+            text.count(closing) == 1,
+            bool(closed and inner.strip()),
+            bool(closed) and not after.strip(),
+        )
+        rewards.append(sum(kept) / len(kept))
+    return rewards
 
 
 def last_text(completion: Completion) -> str:
@@ -49,18 +55,6 @@ def last_text(completion: Completion) -> str:
         return completion
     said = [message["content"] for message in completion if message["role"] == "assistant"]
     return said[-1] if said else ""
-
-
-def _kept_shape(text: str, opening: str, closing: str) -> float:
-    _, _, rest = text.partition(opening)
-    inner, closed, after = rest.partition(closing)
-    kept = (
-        text.count(opening) == 1,
-        text.count(closing) == 1,
-        bool(closed) and bool(inner.strip()),
-        bool(closed) and not after.strip(),
-    )
-    return sum(kept) / len(kept)
 
 
 Ids = Sequence[Sequence[int]]
@@ -121,12 +115,8 @@ def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     """
     if n < 1:
         raise ValueError(f"n = {n} is not at least 1")
-    return [_repeated(ids, n) for ids in sampled_ids]
-
-
-def _repeated(ids: Sequence[int], n: int) -> float:
-    grams = list(zip(*(ids[start:] for start in range(n)), strict=False))
-    return len(set(grams)) / len(grams) - 1 if grams else 0.0
+    grams = [list(zip(*(ids[start:] for start in range(n)), strict=False)) for ids in sampled_ids]
+    return [len(set(own)) / len(own) - 1 if own else 0.0 for own in grams]
 
 
 BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {

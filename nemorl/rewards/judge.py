@@ -4,102 +4,77 @@ A judge that sees the whole group has to compare only what is there, which is ea
 and spends one request on a group (as in OpenPipe's RULER).
 """
 
-import asyncio
 import json
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from nemorl.config.environment import JudgeRewardConfig
-from nemorl.trajectories import Conversation, Task
 
-from .scored import Answers, Call, Failed, Score, Scored, Service, text_of
+from .scored import Answers, Failed, Score, ServiceScorer, text_of
 
 
-class JudgeReward:
+class JudgeReward(ServiceScorer):
     """Asks for scores between `min_score` and `max_score`, which become rewards from 0 to 1."""
 
     def __init__(self, config: JudgeRewardConfig, seconds: float) -> None:
-        """Raises RewardError."""
-        self.name = config.metric
+        super().__init__(config, seconds)
         self._config = config
-        self._service = Service(config, seconds)
 
-    async def score(self, answers: Answers) -> Scored:
-        """One request for each answer, or one for the group; what fails costs the answers it is about."""
-        said = answers.conversations
-        parts: list[Sequence[Conversation]] = [said] if self._config.ranks_groups else [[c] for c in said]
-        calls = await asyncio.gather(*(self._ask(answers.task, part) for part in parts))
-        return Scored(
-            [score for call, part in zip(calls, parts, strict=True) for score in self._read(call, len(part))],
-            sum(call.seconds for call in calls),
-            sum(call.waited for call in calls),
-            self._service.take_retries(),
-        )
+    def _part_size(self, answers: Answers) -> int:
+        return len(answers) if self._config.ranks_groups else 1
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._service.close()
-
-    async def _ask(self, task: Task, part: Sequence[Conversation]) -> Call[dict[str, Any]]:
-        config = self._config
-        given = {"prompt": text_of(part[0].opening), "answer": task.answer or ""}
+    async def _ask(self, part: Answers) -> dict[str, Any]:
+        config, texts = self._config, [text_of(c.exchange) for c in part.conversations]
+        given = {"prompt": text_of(part.conversations[0].opening), "answer": part.task.answer or ""}
         if config.ranks_groups:
-            numbered = (f"Answer {n}:\n{text_of(c.exchange)}" for n, c in enumerate(part, 1))
-            given["completions"] = "\n\n".join(numbered)
+            given["completions"] = "\n\n".join(f"Answer {n}:\n{text}" for n, text in enumerate(texts, 1))
         else:
-            given["completion"] = text_of(part[0].exchange)
+            given["completion"] = texts[0]
         messages = [{"role": "user", "content": filled(config.prompt, given)}]
         if config.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        return await self._service.post(
-            "/chat/completions",
-            {
-                "model": config.model,
-                "messages": messages,
-                "temperature": config.temperature,
-                "max_tokens": config.max_tokens,
-            },
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        return await self._post(
+            "/chat/completions", {"model": config.model, "messages": messages, **sampling}
         )
 
-    def _read(self, call: Call[dict[str, Any]], count: int) -> list[Score]:
-        if call.outcome.value is None:
-            return [Failed(str(call.outcome.failure))] * count
+    def _read(self, value: dict[str, Any], count: int) -> list[Score]:
         try:
-            text = str(call.outcome.value["choices"][0]["message"]["content"] or "")
+            text = str(value["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError):
-            return [Failed(f"reward `{self.name}`: the server answered without a message")] * count
+            return [Failed(f"{self.label}: the server answered without a message")] * count
         scores = self._parsed(text, count)
         if scores is None:
             expected = "a score" if not self._config.ranks_groups else f"{count} scores"
-            return [Failed(f"reward `{self.name}`: the judge said {_end(text)}, without {expected}")] * count
+            end = repr(text if len(text) <= 200 else f"…{text[-199:]}")
+            return [Failed(f"{self.label}: the judge said {end}, without {expected}")] * count
         return [self._worth(score) for score in scores]
 
     def _parsed(self, text: str, count: int) -> list[Any] | None:
         """The scores, or None where there are not as many as answers."""
+        ranks = self._config.ranks_groups
         if self._config.parser == "regex":
-            found = [match.group(1) for match in re.finditer(self._config.pattern, text)]
-            if self._config.ranks_groups:
-                return found if len(found) == count else None
-            return found[-1:] or None
-        key = "scores" if self._config.ranks_groups else "score"
-        for found in reversed(list(_objects(text))):
-            if key in found:
-                scores = found[key] if self._config.ranks_groups else [found[key]]
+            matches = [match.group(1) for match in re.finditer(self._config.pattern, text)]
+            scores = matches if ranks else matches[-1:]
+            return scores if len(scores) == count else None
+        key = "scores" if ranks else "score"
+        for item in reversed(list(_objects(text))):
+            if key in item:
+                scores = item[key] if ranks else [item[key]]
                 return scores if isinstance(scores, list) and len(scores) == count else None
         return None
 
     def _worth(self, score: Any) -> Score:
         low, high = self._config.min_score, self._config.max_score
         try:
-            value = math.nan if isinstance(score, bool) else float(score)
+            value = float("nan") if isinstance(score, bool) else float(score)
         except (TypeError, ValueError):
-            value = math.nan
+            value = float("nan")
         if low <= value <= high:
             return (value - low) / (high - low)
         expected = f"expected a number from {low:g} to {high:g}"
-        return Failed(f"reward `{self.name}`: the judge's score is {score!r}: {expected}")
+        return Failed(f"{self.label}: the judge's score is {score!r}: {expected}")
 
 
 def filled(template: str, given: dict[str, str]) -> str:
@@ -108,7 +83,7 @@ def filled(template: str, given: dict[str, str]) -> str:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects that stand in a text, none of them inside another."""
+    """The JSON objects in a text, none of them inside another."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:
@@ -119,8 +94,3 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             if isinstance(found, dict):
                 yield found
         place = text.find("{", end)
-
-
-def _end(text: str) -> str:
-    """What a text says last, for a message."""
-    return repr(text if len(text) <= 200 else f"…{text[-199:]}")

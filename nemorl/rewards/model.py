@@ -1,82 +1,50 @@
 """A reward model behind a URL: `nemorl serve reward`, or vLLM's `/classify`."""
 
-import asyncio
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from nemorl.config.environment import ModelRewardConfig
-from nemorl.trajectories import Conversation
 
-from .scored import Answers, Call, Failed, Score, Scored, Service, as_dicts
+from .scored import Answers, Failed, Score, ServiceScorer, as_dicts, shortened
 
 
-class ModelServiceReward:
+class ModelServiceReward(ServiceScorer):
     """Sends conversations, several to a request, and takes one number each."""
 
     def __init__(self, config: ModelRewardConfig, seconds: float) -> None:
-        """Raises RewardError."""
-        self.name = config.metric
+        super().__init__(config, seconds)
         self._config = config
-        self._service = Service(config, seconds)
 
-    async def score(self, answers: Answers) -> Scored:
-        """A request that fails costs the answers in it."""
-        one_by_one = self._config.protocol == "vllm" and answers.chat
-        size = 1 if one_by_one else self._config.batch_size
-        batches = [answers.conversations[start : start + size] for start in range(0, len(answers), size)]
-        calls = await asyncio.gather(*(self._ask(batch, answers.chat) for batch in batches))
-        return Scored(
-            [
-                score
-                for call, batch in zip(calls, batches, strict=True)
-                for score in self._read(call, len(batch))
-            ],
-            sum(call.seconds for call in calls),
-            sum(call.waited for call in calls),
-            self._service.take_retries(),
-        )
+    def _part_size(self, answers: Answers) -> int:
+        return 1 if self._config.protocol == "vllm" and answers.chat else self._config.batch_size
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._service.close()
-
-    async def _ask(self, batch: Sequence[Conversation], chat: bool) -> Call[dict[str, Any]]:
-        model = {"model": self._config.model}
+    async def _ask(self, part: Answers) -> dict[str, Any]:
+        model, conversations = {"model": self._config.model}, part.conversations
         if self._config.protocol == "nemorl":
-            conversations = [
-                {"prompt": as_dicts(c.opening), "completion": as_dicts(c.exchange)} for c in batch
+            content = [
+                {"prompt": as_dicts(c.opening), "completion": as_dicts(c.exchange)} for c in conversations
             ]
-            return await self._service.post("/rewards", {**model, "conversations": conversations})
-        whole = [(*c.opening, *c.exchange) for c in batch]
-        asked: dict[str, Any] = {"input": ["".join(m.content for m in messages) for messages in whole]}
-        if chat:
-            asked = {"messages": as_dicts(whole[0]), "add_generation_prompt": False}
-        return await self._service.post("/classify", {**model, **asked, "use_activation": False})
+            return await self._post("/rewards", {**model, "conversations": content})
+        whole = [(*c.opening, *c.exchange) for c in conversations]
+        given: dict[str, Any] = {"input": ["".join(m.content for m in messages) for messages in whole]}
+        if part.chat:
+            given = {"messages": as_dicts(whole[0]), "add_generation_prompt": False}
+        return await self._post("/classify", {**model, **given, "use_activation": False})
 
-    def _read(self, call: Call[dict[str, Any]], count: int) -> list[Score]:
-        answer = call.outcome.value
-        if answer is None:
-            return [Failed(str(call.outcome.failure))] * count
-        items = answer.get("data")
-        if not isinstance(items, list) or len(items) != count or not all(isinstance(i, dict) for i in items):
-            answered = f"reward `{self.name}`: the server answered {_cut(answer)} to {count} conversations"
-            return [Failed(f"{answered}: expected a list `data` with one item each")] * count
-        return [self._one(item) for item in items]
+    def _read(self, value: dict[str, Any], count: int) -> list[Score]:
+        items = value.get("data")
+        if isinstance(items, list) and len(items) == count and all(isinstance(i, dict) for i in items):
+            return [self._one(item) for item in items]
+        answered = f"{self.label}: the server answered {shortened(value)} to {count} conversations"
+        return [Failed(f"{answered}: expected a list `data` with one item each")] * count
 
     def _one(self, item: dict[str, Any]) -> Score:
         if item.get("error") is not None:
-            return Failed(f"reward `{self.name}`: {item['error']}")
-        if self._config.protocol == "nemorl":
-            score = item.get("reward")
-        else:
-            scores = item.get("probs")
-            score = scores[0] if isinstance(scores, list) and len(scores) == 1 else scores
+            return Failed(f"{self.label}: {item['error']}")
+        score = item.get("reward")
+        if self._config.protocol == "vllm":
+            score = item.get("probs")
+            score = score[0] if isinstance(score, list) and len(score) == 1 else score
         if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
             return float(score)
-        return Failed(f"reward `{self.name}`: the server's score is {_cut(score)}: expected a finite number")
-
-
-def _cut(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:199]}…"
+        return Failed(f"{self.label}: the server's score is {shortened(score)}: expected a finite number")

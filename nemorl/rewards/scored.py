@@ -1,32 +1,30 @@
-"""What a reward is shown, and what it says of it.
+"""Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers.
 
-Bounded calls of user code and of servers: a limited number at a time, each with a deadline.
-
-A failure is a value that names the stage.
+A reward asks about a part of a group's answers at a time. Each call has a deadline, and only some run at a
+time. What goes wrong is a value that names the reward: it costs the answers of its part and nothing else.
 """
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
-from contextvars import copy_context
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from nemorl.config.environment import ServiceRewardBase
+from nemorl.config.environment import RewardBase, ServiceRewardBase
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.trajectories import Conversation, Message, Task
 
 from .find import RewardError
 
 Columns = dict[str, list[Any]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Failed:
-    """There is no score, and why; the sentence names the reward."""
+    """The reason why there is no score; the sentence names the reward."""
 
     reason: str
 
@@ -36,10 +34,10 @@ Score = float | None | Failed  # None: the reward does not apply to this answer
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of some answers, one each, and what they cost."""
+    """The scores of some answers, one each, and the time of the calls."""
 
     scores: Sequence[Score]
-    seconds: float = 0.0  # that calls took, added up; waiting for a place is not among them
+    seconds: float = 0.0  # of all calls, without waiting for a place
     waited: float = 0.0  # seconds that calls waited for a place, added up
     retries: int | None = None  # requests that were sent again; None where there are no requests
 
@@ -65,37 +63,27 @@ class Answers:
     def __len__(self) -> int:
         return len(self.conversations)
 
+    def parts(self, size: int) -> list["Answers"]:
+        """The answers, at most `size` at a time."""
+        starts = range(0, len(self), size)
+        return [replace(self, conversations=self.conversations[start : start + size]) for start in starts]
+
     @cached_property
     def columns(self) -> Columns:
         """Keyword arguments of reward functions: a list each, one entry an answer."""
-        columns: Columns = {key: [value] * len(self) for key, value in self.task.columns.items()}
-        columns["answer"] = [self.task.answer] * len(self)
-        columns["prompts"] = [self._shape(c.opening) for c in self.conversations]
-        columns["completions"] = [self._shape(c.exchange) for c in self.conversations]
-        columns["completion_ids"] = [
-            c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in self.conversations
-        ]
-        columns["sampled_ids"] = [
-            c.trajectory.tokens[c.trajectory.loss_mask].tolist() for c in self.conversations
-        ]
-        return columns
 
-    def _shape(self, messages: Sequence[Message]) -> str | list[dict[str, str]]:
-        return as_dicts(messages) if self.chat else "".join(m.content for m in messages)
+        def shaped(messages: Sequence[Message]) -> str | list[dict[str, str]]:
+            return as_dicts(messages) if self.chat else "".join(m.content for m in messages)
 
-
-class Scorer(Protocol):
-    """One reward of the `rewards` section."""
-
-    name: str
-
-    async def score(self, answers: Answers) -> Scored:
-        """A score for each answer; what goes wrong is in them. Raises RewardError for what none can have."""
-        ...
-
-    async def close(self) -> None:
-        """Release what is held."""
-        ...
+        conversations, trajectories = self.conversations, [c.trajectory for c in self.conversations]
+        return {
+            **{key: [value] * len(self) for key, value in self.task.columns.items()},
+            "answer": [self.task.answer] * len(self),
+            "prompts": [shaped(c.opening) for c in conversations],
+            "completions": [shaped(c.exchange) for c in conversations],
+            "completion_ids": [c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in conversations],
+            "sampled_ids": [t.tokens[t.loss_mask].tolist() for t in trajectories],
+        }
 
 
 def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -104,16 +92,13 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """What was said, one message after the other, without who said it."""
+    """The contents, one message after the other, without roles."""
     return "\n".join(m.content for m in messages)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What came of a call: a value, or a sentence saying why there is none."""
+    """The value of a call, or a sentence saying why there is none."""
 
     value: T | None = None
     failure: str | None = None
@@ -133,80 +118,74 @@ async def attempt(call: Coroutine[Any, Any, T], stage: str, seconds: float) -> O
         return Outcome(failure=f"{stage}: no answer within {seconds:g} s")
     if task.cancelled():
         return Outcome(failure=f"{stage}: cancelled itself")
-    error = task.exception()
-    if error is not None:
+    if (error := task.exception()) is not None:
         return Outcome(failure=f"{stage}: {type(error).__name__}: {error}")
     return Outcome(value=task.result())
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
-    """What came of a call, and when."""
-
-    outcome: Outcome[T]
+class _Call:
+    outcome: Outcome[Any]
     seconds: float
     waited: float
 
 
-class Calls:
-    """The calls of one reward. Belongs to one event loop."""
+class Scorer(ABC):
+    """One reward of the `rewards` section. Belongs to one event loop."""
 
-    def __init__(self, stage: str, most: int, seconds: float) -> None:
-        """`most` at a time, each for at most `seconds`; `stage` begins the text of failures."""
-        self._stage = stage
-        self._places = asyncio.Semaphore(most)
-        self._seconds = seconds
+    def __init__(self, config: RewardBase, seconds: float) -> None:
+        """`seconds` bounds a call where the config does not. Raises RewardError if it cannot be used."""
+        self.name = config.metric
+        self.label = f"reward `{self.name}`"  # for messages
+        self._places = asyncio.Semaphore(config.max_concurrent)
+        self._seconds = config.deadline or seconds
 
-    async def run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
-        """Call as soon as there is a place. The deadline begins then: who waits here is not slow."""
+    async def score(self, answers: Answers) -> Scored:
+        """A score for each answer; what goes wrong is in them. Raises RewardError for what none can have."""
+        parts = answers.parts(self._part_size(answers))
+        calls = await asyncio.gather(*map(self._call, parts))
+        scores: list[Score] = []
+        for part, call in zip(parts, calls, strict=True):
+            if call.outcome.failure is None:
+                scores += self._read(call.outcome.value, len(part))
+            else:
+                scores += [Failed(call.outcome.failure)] * len(part)
+        seconds, waited = sum(call.seconds for call in calls), sum(call.waited for call in calls)
+        return Scored(scores, seconds, waited, self._take_retries())
+
+    async def close(self) -> None:  # noqa: B027  a function holds nothing
+        """Release what is held."""
+
+    @abstractmethod
+    def _part_size(self, answers: Answers) -> int:
+        """Answers of one call."""
+
+    @abstractmethod
+    async def _ask(self, part: Answers) -> Any:
+        """One call; what it raises fails the part."""
+
+    @abstractmethod
+    def _read(self, value: Any, count: int) -> list[Score]:
+        """The scores of a part of `count` answers from the value of its call."""
+
+    def _take_retries(self) -> int | None:
+        """Requests sent again since the last call."""
+        return None
+
+    async def _call(self, part: Answers) -> _Call:
+        """The deadline begins once there is a place."""
         asked = time.monotonic()
         async with self._places:
             started = time.monotonic()
-            outcome = await attempt(call(), self._stage, self._seconds)
-        return Call(outcome, time.monotonic() - started, started - asked)
+            outcome = await attempt(self._ask(part), self.label, self._seconds)
+        return _Call(outcome, time.monotonic() - started, started - asked)
 
 
-async def in_thread(function: Callable[..., T], **arguments: Any) -> T:
-    """Call a function in a thread of its own, so that a slow one holds up no other conversation.
-
-    One that never returns is left behind when the wait is cancelled, and does not keep the process from
-    ending. A pool's thread would: then every later call waits behind it.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-    context = copy_context()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if answer.done():  # the wait was cancelled
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)
-
-    def run() -> None:
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            value = context.run(function, **arguments)
-        except (SystemExit, StopIteration) as exit_:  # which end an event loop or a future without a word
-            error = RuntimeError(f"it raised {type(exit_).__name__}({', '.join(map(repr, exit_.args))})")
-            error.__cause__ = exit_
-        except Exception as failure:  # noqa: BLE001  handed to who asked
-            error = failure
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(deliver, value, error)
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    return await answer
-
-
-class Service:
-    """The server of one reward. Belongs to one event loop."""
+class ServiceScorer(Scorer):
+    """A reward that a server computes."""
 
     def __init__(self, config: ServiceRewardBase, seconds: float) -> None:
-        """`seconds` bounds a call where the config does not. Raises RewardError without its key."""
-        self.name = config.metric
+        super().__init__(config, seconds)
         try:
             self._client = OpenAIClient(
                 config.url,
@@ -217,16 +196,20 @@ class Service:
             )
         except MissingKey as error:
             raise RewardError(str(error)) from error
-        self._calls = Calls(f"reward `{self.name}`", config.max_concurrent, config.deadline or seconds)
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> Call[dict[str, Any]]:
-        """The JSON that the server answers, or why it does not."""
-        return await self._calls.run(lambda: self._client.post(path, body))
-
-    def take_retries(self) -> int:
-        """Requests sent again since the last call; groups that are scored at once share them out."""
-        return self._client.take_metrics().retries
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._client.post(path, body)
+
+    def _take_retries(self) -> int:
+        """Groups that are scored at the same time share them out."""
+        return self._client.take_metrics().retries
+
+
+def shortened(value: object) -> str:
+    """A value for a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -4,8 +4,13 @@ import pytest
 
 from nemorl.config.environment import CalculatorEnvConfig
 from nemorl.config.facts import reward_weights
-from nemorl.environments.arithmetic import ArithmeticRefused, calculate, number_text
-from nemorl.environments.calculator import INSTRUCTIONS, CalculatorFactory
+from nemorl.environments.calculator import (
+    INSTRUCTIONS,
+    ArithmeticRefused,
+    CalculatorFactory,
+    calculate,
+    number_text,
+)
 from nemorl.trajectories import Message, Step, Task
 from tests.environments.episodes import said, task
 

@@ -1,8 +1,7 @@
 import asyncio
 
 from nemorl.config.environment import SingleTurnEnvConfig
-from nemorl.environments.single_turn import SingleTurnFactory
-from nemorl.trajectories import Step
+from nemorl.trajectories import SingleTurnFactory, Step
 from tests.environments.episodes import answer, task
 
 
