@@ -91,7 +91,6 @@ class JsonLinesWriter:
         self._size += len(line)
 
     def close(self) -> None:
-        """Close the file; nothing is buffered here."""
         self._file.close()
 
 

@@ -219,7 +219,6 @@ class PlainConsole(StageListener):
         self._writing = threading.Lock()
 
     def stage_started(self, stage: Stage) -> None:
-        """Start the timer that mentions a long stage."""
         self._mention_later(stage, self._slow_seconds)
 
     def stage_finished(self, stage: Stage) -> None:
@@ -229,7 +228,6 @@ class PlainConsole(StageListener):
             self._mention(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}")
 
     def header(self, facts: Mapping[str, str]) -> None:
-        """Show one fact a line."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             self._line(f"{name:<{width}}  {value}")
@@ -246,7 +244,6 @@ class PlainConsole(StageListener):
             self._line(f"{label}, validation: {validation}")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
-        """Show one metric a line, then the path of the report."""
         for change in changes:
             before, after = (
                 "not measured" if value is None else format_number(value)
@@ -263,7 +260,6 @@ class PlainConsole(StageListener):
         return handler
 
     def close(self) -> None:
-        """Stop all timers."""
         for timer in self._timers.values():
             timer.cancel()
 
@@ -319,11 +315,9 @@ class BarConsole(StageListener):
         self._stages[id(stage)] = self._progress.add_task(stage.name, total=stage.total, detail="")
 
     def stage_advanced(self, stage: Stage) -> None:
-        """Move the bar."""
         self._progress.update(self._stages[id(stage)], completed=stage.done, detail=stage.progress)
 
     def stage_finished(self, stage: Stage) -> None:
-        """Remove the bar."""
         self._progress.remove_task(self._stages.pop(id(stage)))
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
@@ -335,7 +329,6 @@ class BarConsole(StageListener):
         self._progress.update(self._steps, completed=step, detail=f"{step}/{self._total_steps}{estimate}")
 
     def header(self, facts: Mapping[str, str]) -> None:
-        """Show the facts in two columns."""
         grid = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             grid.add_row(Text(name, style="bold"), Text(value))
@@ -384,7 +377,6 @@ class BarConsole(StageListener):
         return RichHandler(console=self._terminal, show_path=False, markup=False, log_time_format="%X")
 
     def close(self) -> None:
-        """Remove the bars."""
         self._progress.stop()
 
     def _print(self, line: str, style: str = "") -> None:

@@ -152,7 +152,6 @@ class RunFolder:
         self._write_header()
 
     def close(self) -> None:
-        """Release the folder for other processes."""
         self._lock.close()
 
     def _write_header(self) -> None:

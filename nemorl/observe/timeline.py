@@ -182,7 +182,6 @@ class Timeline(StageListener):
         self._append("M", "thread_name", STEP_TRACK, args={"name": "steps"})
 
     def stage_finished(self, stage: Stage) -> None:
-        """Add the stage's span."""
         if stage.name not in self._tracks:
             self._tracks[stage.name] = len(self._tracks) + 1
             self._append("M", "thread_name", self._tracks[stage.name], args={"name": stage.name})
@@ -192,11 +191,9 @@ class Timeline(StageListener):
         self._span(stage.name, self._tracks[stage.name], stage.started, stage.seconds, details)
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
-        """Add the step's span."""
         self._span(f"step {step}", STEP_TRACK, started, seconds, {"step": step})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _span(self, name: str, track: int, started: float, seconds: float, details: dict[str, Any]) -> None:

@@ -84,48 +84,65 @@ class Choice:
 
     def last_delta(self, completion: Completion) -> Json:
         """Return the last part: the text that was held back, tool calls, and why the answer ended."""
-        text, calls, reason = self._end(completion, [])
         none = completion.tokens[:0], completion.logprobs[:0], completion.versions[:0]
-        part = self._part(text, Progress(completion.id, *none), reason)
+        part, calls = self._end(completion, Progress(completion.id, *none))
         if calls:
             part["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return part
 
     def whole(self, completion: Completion) -> Json:
         """Return the choice of an answer that comes in one piece."""
-        self.num_sampled = len(completion.tokens)
-        text, calls, reason = self._end(completion, completion.tokens.tolist())
-        choice: Json = {"index": self.index, "finish_reason": reason}
+        choice, calls = self._end(completion, completion)
         if self.is_chat:
-            message: Json = {"role": "assistant", "content": text, "refusal": None}
+            message = choice["message"] = choice.pop("delta") | {"refusal": None}
             if calls:
-                message |= {"content": text.rstrip() or None, "tool_calls": calls}
-            choice["message"] = message
-        else:
-            choice["text"] = text
-        return choice | self._details(completion, first=True)
+                message |= {"content": message["content"].rstrip() or None, "tool_calls": calls}
+        return choice
 
-    def _part(self, text: str, progress: Progress, finish_reason: str | None) -> Json:
-        first = self.num_sampled == 0
-        self.num_sampled += len(progress.tokens)
-        part: Json = {"index": self.index, "finish_reason": finish_reason}
-        if self.is_chat:
-            part["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
-        else:
-            part["text"] = text
-        return part | self._details(progress, first=first)
-
-    def _end(self, completion: Completion, tokens: Sequence[int]) -> tuple[str, list[Json], str]:
-        """Return the text with the last tokens, the tool calls and the finish reason.
+    def _end(self, completion: Completion, sampled: Progress | Completion) -> tuple[Json, list[Json]]:
+        """Return the part with the last tokens, and the tool calls.
 
         The text after an opening that is no readable call is text like any other.
         """
-        text = self._text.push(tokens, last=True)
+        text = self._text.push(sampled.tokens.tolist(), last=True)
         calls: list[Json] = []
         if self.work.tools and self._text.rest.startswith(TOOL_CALL):
             calls = self._read_calls(self._text.rest)
             text += "" if calls else self._text.rest
-        return text, calls, "tool_calls" if calls else str(completion.stop)
+        return self._part(text, sampled, "tool_calls" if calls else str(completion.stop)), calls
+
+    def _part(self, text: str, sampled: Progress | Completion, finish_reason: str | None) -> Json:
+        """Return the text with logprobs and token ids where requested; the prompt's with the first only."""
+        request, tokens, logprobs = self.request, sampled.tokens.tolist(), sampled.logprobs.tolist()
+        first = self.num_sampled == 0
+        self.num_sampled += len(tokens)
+        part: Json = {"index": self.index, "finish_reason": finish_reason, "logprobs": None}
+        if self.is_chat:
+            part["delta"] = ({"role": "assistant"} if first else {}) | {"content": text}
+        else:
+            part["text"] = text
+        if self.is_chat and request.logprobs:
+            part["logprobs"] = {
+                "content": [
+                    {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+                    for piece, logprob in zip(map(self._piece, tokens), logprobs, strict=True)
+                ]
+            }
+        elif not self.is_chat and request.logprobs is not None:
+            part["logprobs"] = {
+                "tokens": [self._piece(token) for token in tokens],
+                "token_logprobs": logprobs,
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+        if request.return_token_ids:
+            part |= {"token_ids": tokens, "weight_versions": sampled.versions.tolist()}
+            if first and not self.is_chat:
+                part["prompt_token_ids"] = self.work.prompts[self.index // request.n]
+        return part
+
+    def _piece(self, token: int) -> str:
+        return self.tokenizer.decode([token])
 
     def _read_calls(self, text: str) -> list[Json]:
         """Return the calls in a text as OpenAI's API has them; none when one cannot be read."""
@@ -147,31 +164,6 @@ class Choice:
                 }
             )
         return calls
-
-    def _details(self, sampled: Progress | Completion, *, first: bool) -> Json:
-        """Return logprobs and token ids where requested; the prompt's with the first tokens only."""
-        details: Json = {"logprobs": None}
-        request, tokens, logprobs = self.request, sampled.tokens.tolist(), sampled.logprobs.tolist()
-        if self.is_chat and request.logprobs:
-            texts = [self.tokenizer.decode([token]) for token in tokens]
-            details["logprobs"] = {
-                "content": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                    for text, logprob in zip(texts, logprobs, strict=True)
-                ]
-            }
-        elif not self.is_chat and request.logprobs is not None:
-            details["logprobs"] = {
-                "tokens": [self.tokenizer.decode([token]) for token in tokens],
-                "token_logprobs": logprobs,
-                "top_logprobs": None,
-                "text_offset": None,
-            }
-        if request.return_token_ids:
-            details |= {"token_ids": tokens, "weight_versions": sampled.versions.tolist()}
-            if first and not self.is_chat:
-                details["prompt_token_ids"] = self.work.prompts[self.index // request.n]
-        return details
 
 
 class Answer:

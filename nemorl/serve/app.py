@@ -115,7 +115,6 @@ class _Endpoint:
         return web.json_response(body, status=200 if living else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the one model."""
         model = {
             "id": self._served.model_name,
             "object": "model",
@@ -126,12 +125,10 @@ class _Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Continue prompts."""
         body = read_request(CompletionRequest, await request.read(), self._served.model_name)
         return await self._answer(request, body, await asyncio.to_thread(completion_work, body, self._served))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """Write the assistant's next message."""
         body = read_request(ChatRequest, await request.read(), self._served.model_name)
         return await self._answer(request, body, await asyncio.to_thread(chat_work, body, self._served))
 

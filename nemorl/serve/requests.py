@@ -62,7 +62,6 @@ class SamplingRequest(ModelRequest):
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     """Tokens that end an answer, in addition to those of the model."""
     stream: bool = False
-    """Answer by server-sent events."""
     stream_options: StreamOptions | None = None
     """What a stream contains in addition to the text."""
     return_token_ids: bool = False
@@ -98,13 +97,10 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
-    """One text or several, or their token ids."""
     max_tokens: int = Field(16, ge=1)
-    """Most tokens of an answer."""
     logprobs: Literal[0, 1] | None = None
     """Give the logprob of every sampled token."""
     echo: Literal[False] = False
-    """Not served."""
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -116,40 +112,29 @@ class CompletionRequest(SamplingRequest):
 
 class TextPart(Strict):
     type: Literal["text"]
-    """Text is all that is served."""
     text: str
-    """The text."""
 
 
 class FunctionCall(Strict):
     name: str
-    """Of the function."""
     arguments: str
-    """JSON."""
 
 
 class ToolCall(Strict):
     id: str = ""
     """Joins the call and its result."""
     type: Literal["function"] = "function"
-    """Functions are all that is served."""
     function: FunctionCall
-    """What is called."""
 
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Author of the message."""
     content: str | list[TextPart] | None = None
-    """What is said."""
     name: str | None = None
     """Of the speaker, where the template knows such."""
     tool_calls: list[ToolCall] | None = None
-    """What an assistant called."""
     tool_call_id: str | None = None
-    """The call to which a tool answers."""
     refusal: None = None
-    """As earlier answers have it."""
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates expect it: text in one piece, arguments of calls as an object."""
@@ -168,44 +153,33 @@ class ChatMessage(Strict):
 
 class Function(Strict):
     name: str = Field(min_length=1)
-    """Of the function."""
     description: str | None = None
-    """What it does."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """JSON schema of its arguments."""
     strict: bool | None = None
     """Accepted; the grammar of answers is not enforced."""
 
 
 class Tool(Strict):
     type: Literal["function"]
-    """Functions are all that is served."""
     function: Function
-    """What may be called."""
 
 
 class ResponseFormat(Strict):
     type: Literal["text"]
-    """Text is all that is served."""
 
 
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    """The conversation so far."""
     tools: list[Tool] | None = None
-    """Functions that the model may call."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """Whether it may call them."""
     parallel_tool_calls: Literal[True] | None = None
     """An answer may hold several calls."""
     response_format: ResponseFormat | None = None
-    """Text."""
     max_tokens: int | None = Field(None, ge=1)
     """Most tokens of an answer; what the sequence has room for when not given."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """The same by its newer name."""
     logprobs: bool = False
     """Give the logprob of every sampled token."""
     top_logprobs: Literal[0] | None = None
