@@ -1,19 +1,21 @@
 """Find words that have a better one in the field's vocabulary: `python tools/words.py [PATH ...]`.
 
-Searches identifiers (cut at underscores and capitals), comments, docstrings, messages and Markdown. A line
+Searches identifiers (cut at underscores and capitals), comments, docstrings, messages and Markdown; of tests/
+names of functions and classes, comments and docstrings, since other strings are data or expected text. A line
 that has to use a word, for example one of another library's interface, ends with the comment `words: allow`.
 
 Exits with status 1 if a word is found.
 """
 
 import argparse
+import ast
 import io
 import re
 import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +77,7 @@ FOLDERS = (
     "slurm",
     "tools",
     "benchmarks",
+    "tests",
     "configs",
     "containers",
     "docs",
@@ -123,11 +126,27 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
                 yield token.start[0] + offset, line.replace("_", " ")
 
 
+def test_file_texts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield each definition's name, docstring line and comment of a test's file with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, parts(node.name)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            for offset, line in enumerate(str(node.value.value).splitlines()):
+                yield node.lineno + offset, line.replace("_", " ")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.replace("_", " ")
+
+
 def search(path: Path) -> Iterator[Found]:
     """Yield the denied words of a file."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
-    texts = python_texts(source) if path.suffix == ".py" else enumerate(lines, 1)
+    if path.suffix != ".py":
+        texts: Iterable[tuple[int, str]] = enumerate(lines, 1)
+    else:
+        texts = test_file_texts(source) if path.parts[0] == "tests" else python_texts(source)
     for number, text in texts:
         for word in denied(text):
             if not ALLOWED.search(lines[number - 1]):

@@ -39,7 +39,7 @@ def start_host(experiment: Experiment, folder: Path) -> PolicyWorker:
 
 
 class Stored(tuple[Any, ...]):
-    """A list that is told from others by what it is, as an object reference is."""
+    """A list that is distinguished from others by what it is, as an object reference is."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -119,7 +119,7 @@ class Run:
         return await reference_sums(examples, run_dir, model, self.session, self.observer, 1)
 
     async def run(self) -> list[dict[str, float]]:
-        """The figures of every line."""
+        """The metrics of every line."""
         config: Any = self.experiment.algorithm
         data = load_offline_data(self.experiment, config)
         order = TaskOrder(len(data.units), self.experiment.seed, self.experiment.data.shuffle)

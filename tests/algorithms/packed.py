@@ -17,7 +17,7 @@ ADVANTAGES = (1.3, -0.7, -1.1, 0.4)
 def ragged(
     seed: int, aggregation: str = "token-mean", *, length: int | None = None, per_token: bool = False
 ) -> PackedBatch:
-    """Logprobs lie around -2 and differ by about 0.3; what stands outside the mask is far off."""
+    """Logprobs lie around -2 and differ by about 0.3; the rest outside the mask is far off."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.tensor([bool(m) for sequence in MASKS for m in sequence])
     lengths = torch.tensor([len(sequence) for sequence in MASKS])

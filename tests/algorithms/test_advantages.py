@@ -146,7 +146,7 @@ def test_gpg_of_a_batch_that_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_pass_at_k_is_the_mean_over_all_sets(k: int) -> None:
-    """Each set of k is paid as one; its members share GRPO's advantage of the set (biased deviation)."""
+    """Each set of k is rewarded as one; its members share GRPO's advantage of the set (biased deviation)."""
     passed = [True, False, False, True, False]
     sets = list(combinations(range(5), k))
     rewards = [float(any(passed[i] for i in members)) for members in sets]
@@ -197,7 +197,7 @@ def test_gdpo(whiten_batch: bool) -> None:
 
 
 def test_gdpo_keeps_apart_what_a_sum_makes_equal() -> None:
-    """The paper's example: sums of (0, 1) and of (0, 2) are alike once they are normalised."""
+    """The paper's example: sums of (0, 1) and of (0, 2) are equal once they are normalized."""
 
     def best(first: list[float], second: list[float], **config: Any) -> float:
         members = (
@@ -218,7 +218,7 @@ def test_gdpo_keeps_apart_what_a_sum_makes_equal() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("discount", "outcome_weight"), [(0.0, 1.0), (0.5, 0.3), (1.0, 0.0)])
 def test_turns(discount: float, outcome_weight: float, normalize: bool) -> None:
-    # What is paid for each turn by the environment, and by functions at the end.
+    # What is rewarded for each turn by the environment, and by functions at the end.
     turns = [([0.5, 0.0, 1.0], 0.0), ([0.2, 1.0], 0.5), ([1.0], 0.0), ([0.0, 0.3, 0.1, 0.0], 2.0)]
 
     def relative(values: list[float], mine: float) -> float:
@@ -260,7 +260,7 @@ EVERY = [
 
 
 def random_groups(seed: int) -> list[GroupSummary]:
-    """Groups of one to six trajectories of one to three turns, with a greedy sample beside each."""
+    """Groups of one to six trajectories of one to three turns, with a greedy sample next to each."""
     draw = np.random.default_rng(seed)
     groups = []
     for number in range(8):
@@ -301,7 +301,7 @@ def test_the_order_of_groups_and_of_members_changes_nothing(config: dict[str, An
 
 # Those that read `reward`, and its differences only.
 @pytest.mark.parametrize("config", EVERY[:-2], ids=lambda config: config["name"])
-def test_what_all_are_paid_teaches_nothing(config: dict[str, Any]) -> None:
+def test_what_all_receive_as_reward_teaches_nothing(config: dict[str, Any]) -> None:
     def shifted(g: GroupSummary) -> GroupSummary:
         members = tuple(replace(t, reward=t.reward + 8.0) for t in g.trajectories)
         assert g.greedy is not None
@@ -376,14 +376,14 @@ def test_a_function_of_ones_own() -> None:
         (own("answers_nan"), "returned nan for a trajectory: return finite numbers"),
     ],
 )
-def test_a_function_of_ones_own_that_cannot_be_used_is_told_before_a_run(
+def test_a_function_of_ones_own_that_cannot_be_used_is_reported_before_a_run(
     config: CustomAdvantageConfig, told: str
 ) -> None:
     with pytest.raises(CustomFunctionError, match=told):
         smoke_test_advantage(config, ["exact_match"])
 
 
-def test_the_decorator_wants_groups() -> None:
+def test_the_decorator_requires_groups() -> None:
     assert advantage(of_my_own) is of_my_own
     with pytest.raises(CustomFunctionError, match="takes no positional argument"):
         advantage(lambda *, groups: [])

@@ -24,7 +24,7 @@ from tests.config.experiments import write
 def test_the_best_and_the_worst_of_each_group_are_a_pair() -> None:
     groups = [
         group(0, trajectory(0.5, 0), trajectory(1.0, 1), trajectory(1.0, 2), trajectory(-1.0, 3)),
-        group(1, trajectory(0.5, 0), trajectory(0.5, 1)),  # paid alike
+        group(1, trajectory(0.5, 0), trajectory(0.5, 1)),  # with equal rewards
         group(2, trajectory(9.0, 0, trains=False), trajectory(0.2, 1), trajectory(0.1, 2)),
     ]
     pairs = pairs_of(groups)
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(seed: int) -> list[GroupSummary]:
-    """Six groups of four: the fuller of threes a sample is, the better; one group is paid alike."""
+    """Six groups of four: the fuller of threes a sample is, the better; one group has equal rewards."""
     drawn = np.random.default_rng(seed)
     groups = []
     for number in range(6):
@@ -95,7 +95,7 @@ def sampled(seed: int) -> list[GroupSummary]:
 
 
 @pytest.mark.parametrize("method", ["iterative_dpo", "rejection_sampling"])
-def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
+def test_what_was_picked_is_learned(folder: Path, method: str) -> None:
     experiment = load_experiment(
         write(folder, EXPERIMENT.format(folder=folder)), [f"algorithm.name={method}"]
     )
@@ -121,7 +121,7 @@ def test_what_was_picked_is_learnt(folder: Path, method: str) -> None:
         train(LogprobGate(config, generation), 9)
     host.close()
     first, last = lines[0], lines[-1]
-    # An engine that says -1 of each of 15 tokens is not the policy: the first batch tells, and it alone.
+    # An engine that says -1 of each of 15 tokens is not the policy: only the first batch shows it.
     assert first["logprob_gap/max"] > first["logprob_gap/mean"] > 1
     assert not any("logprob_gap/mean" in line for line in lines[1:])
     if method == "iterative_dpo":

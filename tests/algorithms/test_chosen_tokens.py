@@ -1,4 +1,4 @@
-"""Policy losses of some tokens only, and beside the likelihood of good samples, by formulas in floats."""
+"""Policy losses of some tokens only, and besides the likelihood of good samples, by formulas in floats."""
 
 import math
 from dataclasses import replace

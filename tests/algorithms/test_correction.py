@@ -1,4 +1,4 @@
-"""Weights, masks and figures of the correction, one token at a time in Python floats."""
+"""Weights, masks and metrics of the correction, one token at a time in Python floats."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def ratios(proximal: list[float], engine: list[float], level: str) -> list[float]:
-    """Of the tokens of one sequence: `prod (p / q)`, or its root, or each by itself."""
+    """Of the tokens of one sequence: `prod (p / q)`, or its root, or each alone."""
     each = [math.exp(p) / math.exp(q) for p, q in zip(proximal, engine, strict=True)]
     product = math.prod(each)
     return {
@@ -201,7 +201,7 @@ def test_micro_batches_change_nothing(config: CorrectionConfig) -> None:
     assert_same_in_parts(loss, batch, logprobs, torch.rand(batch.num_tokens), ((3, 0), (1,), (2,)))
 
 
-def test_figures_of_a_correction() -> None:
+def test_metrics_of_a_correction() -> None:
     batch = ragged(9)
     config = TruncatedCorrectionConfig(name="tis", low=0.8, high=1.1)
     output = PolicyLoss(ClipLossConfig(), KLConfig(), config)(
@@ -307,7 +307,7 @@ LOSSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("chosen", LOSSES, ids=lambda loss: str(loss["name"]))
-def test_every_figure_of_a_loss_can_be_named_in_a_config(chosen: dict[str, Any]) -> None:
+def test_every_metric_of_a_loss_can_be_named_in_a_config(chosen: dict[str, Any]) -> None:
     config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=2, num_generations_per_prompt=2, num_minibatches=2,
         loss=chosen, kl={"coefficient": 0.1},

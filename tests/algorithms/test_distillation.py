@@ -213,7 +213,7 @@ def test_a_policy_that_samples_comes_to_its_teacher(kind):
     assert divergence() < 0.01 * before
 
 
-def test_figures_are_means_over_the_sampled_tokens():
+def test_metrics_are_means_over_the_sampled_tokens():
     logits, teacher = distributions()
     tokens = packed().tokens[:, None]
     logprobs = (logits.log_softmax(-1).gather(1, tokens).squeeze(1) * MASK).float()
@@ -243,7 +243,7 @@ def test_teachers_by_a_column():
 
 
 class StandInGroup:
-    """A group of processes that says of a sequence `10 * its row`, plus what tells the group from others."""
+    """A group of processes that says of a sequence `10 * its row`, plus what distinguishes the group."""
 
     def __init__(self, mark: float) -> None:
         self.mark = mark

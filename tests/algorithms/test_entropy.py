@@ -28,7 +28,7 @@ def test_the_weight_follows_the_target() -> None:
     assert weight.weight == pytest.approx(0.02)
 
 
-def test_a_weight_goes_on_from_what_a_checkpoint_keeps() -> None:
+def test_a_weight_continues_from_what_a_checkpoint_keeps() -> None:
     config = AdaptiveEntropyConfig(name="adaptive", target=0.5)
     whole = EntropyWeight.of(config)
     for entropy in (0.4, 0.45, 0.6):
@@ -39,7 +39,7 @@ def test_a_weight_goes_on_from_what_a_checkpoint_keeps() -> None:
     assert again.weight == whole.weight == pytest.approx(0.01)
 
 
-def test_a_run_that_goes_on_with_another_setting_takes_it() -> None:
+def test_a_run_that_continues_with_another_setting_takes_it() -> None:
     assert EntropyWeight.of(EntropyBonusConfig(coefficient=0.02), 0.5, 0.1).weight == 0.02
 
 

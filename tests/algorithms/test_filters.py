@@ -94,7 +94,7 @@ def test_truncated_trajectories_do_not_train_and_stay_in_their_baseline() -> Non
     assert [p.num_tokens for p in places] == [7, PLACEHOLDER_TOKENS]
 
 
-def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
+def test_metrics_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
     filters = {
         "drop_equal_rewards": True, "max_mean_reward": 0.9, "keep_most_varied": 0.6, "drop_truncated": True,
         "refill": {},
@@ -117,7 +117,7 @@ def test_figures_say_what_was_dropped_and_can_be_named_in_a_config() -> None:
     assert batch.metrics.keys() <= metric_names(config, SingleTurnEnvConfig(), rewards)
 
 
-def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_told_to() -> None:
+def test_a_step_that_stays_short_of_groups_stops_the_run_where_it_is_configured_to() -> None:
     config = FiltersConfig(drop_equal_rewards=True, max_mean_reward=0.9, refill=RefillConfig(at_cap="stop"))
     groups = [paid(0, MIXED), paid(1, EQUAL), paid(2, EQUAL), paid(3, RIGHT)]
     assert len(filter_groups(groups, config, 1).groups) == 1

@@ -78,7 +78,7 @@ def right(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compare(right, tmp_path_factory):
-    """The figures of samples beside a trainer that has the right weights and temperature 1."""
+    """The metrics of samples against a trainer that has the right weights and temperature 1."""
     rendezvous = tmp_path_factory.mktemp("meet") / "meet"
     worker = start_worker(0, 1, f"file://{rendezvous}", policy_config(right))
 
@@ -143,7 +143,7 @@ def test_stale_tokens_are_named_first(right):
         gate(max_logprob_gap=0.01).check(FIGURES, range(5, 6), 5)
 
 
-def test_the_first_batch_and_those_of_the_period_are_compared_before_they_are_learnt():
+def test_the_first_batch_and_those_of_the_period_are_compared_before_they_are_learned():
     mine = gate(logprob_gap_period=3)
     assert mine.due(1)
     mine.check(FIGURES, range(1), 0)

@@ -1,4 +1,4 @@
-"""Figures of sampling against values worked out by hand or by enumeration."""
+"""Metrics of sampling against values worked out by hand or by enumeration."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, score, trajectory
 
 
-def test_rollout_figures() -> None:
+def test_rollout_metrics() -> None:
     groups = [
         group(0, trajectory(1.0), trajectory(0.0, 1, sampled=5, stop=StopReason.LENGTH)),
         group(1, trajectory(0.5), trajectory(0.5, 1, rewards={})),
@@ -60,7 +60,7 @@ def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:
     assert metrics.keys() <= known_figures(config, SingleTurnEnvConfig(), rewards)
 
 
-def test_every_figure_can_be_named_in_a_config() -> None:
+def test_every_metric_can_be_named_in_a_config() -> None:
     config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=3,
         validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2), cons_at_k=(2,)),
@@ -89,7 +89,7 @@ def test_a_failed_trajectory_neither_trains_nor_enters_its_baseline() -> None:
     assert [p.advantage for p in places] == pytest.approx([0.5**0.5, 0, -(0.5**0.5)], rel=1e-4)
 
 
-def test_weights_are_counted_in_each_minibatch_by_itself() -> None:
+def test_weights_are_counted_in_each_minibatch_alone() -> None:
     config = OnlineConfig(
         name="grpo", num_steps=1, num_prompts_per_step=2, num_generations_per_prompt=2, num_minibatches=2
     )

@@ -1,4 +1,4 @@
-"""Every method that learns from data as it stands, in the loop that runs them, without Ray."""
+"""Every method that learns from given data, in the loop that runs them, without Ray."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def learn(folder: Path, host, *overrides: str) -> tuple[Run, list[dict[str, floa
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_tells_better_answers_from_worse(folder, host, method):
+def test_every_method_distinguishes_better_answers_from_worse(folder, host, method):
     run, lines = learn(folder, host, f"algorithm.name={method}")
     first, last = lines[0], lines[-1]
     loss = "loss/preference" if method == "kto" else "loss/total"
@@ -92,7 +92,7 @@ def test_a_live_reference_is_the_precomputed_one(folder, host):
     for name in ("loss/total", "rewards/margin", "logprobs/chosen", "logprobs/rejected"):
         assert precomputed[0][name] == pytest.approx(live[0][name], abs=1e-5)
         assert precomputed[0][name] == once_more[0][name]
-    assert abs(live[0]["rewards/margin"]) < 1e-5  # before anything is learnt
+    assert abs(live[0]["rewards/margin"]) < 1e-5  # before anything is learned
 
 
 class Moved(Run):

@@ -76,7 +76,7 @@ class Model:
 def step_of(
     names: Sequence[str], step: int = 1, groups: Sequence[GroupSummary] = GROUPS, **fields: Any
 ) -> tuple[list[str], dict[str, Model], Any]:
-    """One step of an algorithm over models of these names: what was asked, the models and the figures."""
+    """One step of an algorithm over models of these names: what was asked, the models and the metrics."""
     counts = {"num_steps": 9, "num_prompts_per_step": 2, "num_generations_per_prompt": 2}
     config = OnlineConfig.model_validate({**counts, **fields})
     log: list[str] = []
@@ -126,7 +126,7 @@ def test_ppo_with_a_reference_of_its_own() -> None:
     # Minibatches are groups here: two sequences of 4 and 2 tokens; one of 3, and one that failed.
     assert [place.weight for place in models["policy"].places] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 0])
     assert [place.weight for place in models["critic"].places] == pytest.approx([1 / 8, 1 / 4, 1 / 3, 0])
-    # What a turn was paid stays with it, and all else goes to the last one.
+    # What a turn was rewarded stays with it, and all else goes to the last one.
     assert [place.rewards for place in models["policy"].places] == [(1.0,), (0.0,), (0.25, 0.75), (0.0,)]
 
 
@@ -156,29 +156,29 @@ def test_divergence_in_the_reward_of_a_group() -> None:
         kl={"coefficient": 0.1, "placement": "reward"},
     )
     assert log[-2:] == ["policy takes advantages", "policy trains 0"]
-    # Rewards 1 - 0.05 and 0 - 0.15; whoever failed is alone with nobody.
+    # Rewards 1 - 0.05 and 0 - 0.15; a failed one has no group.
     advantages = [place.advantage for place in models["policy"].places]
     assert advantages == pytest.approx([0.55, -0.55, 0.0, 0.0])
     assert metrics["kl/penalty"] == pytest.approx(0.1 * (0.5 + 1.5 + 2.0) / 3)
 
 
-def test_one_update_in_a_step_wants_no_old_logprobs() -> None:
+def test_one_update_in_a_step_requires_no_old_logprobs() -> None:
     for correction in ({"name": "none"}, {"name": "mis"}):
         log, _, _ = step_of(["policy"], name="grpo", correction=correction)
         assert log == ["policy load", "policy trains 0"]
 
 
-def test_a_divisor_of_what_is_kept_wants_old_logprobs() -> None:
+def test_a_divisor_of_what_is_kept_requires_old_logprobs() -> None:
     log, _, _ = step_of(["policy"], name="grpo", correction={"name": "mis", "divisor": "kept"})
     assert log == ["policy load", "policy logprobs old", "policy trains 0"]
 
 
-def test_a_choice_by_entropy_wants_the_entropies_before_the_updates() -> None:
+def test_a_choice_by_entropy_requires_the_entropies_before_the_updates() -> None:
     log, _, _ = step_of(["policy"], name="grpo", loss={"top_entropy_quantile": 0.2})
     assert log == ["policy load", "policy logprobs old entropy", "policy trains 0"]
 
 
-def test_well_paid_trajectories_are_imitated_by_the_tokens_of_their_minibatch() -> None:
+def test_well_rewarded_trajectories_are_imitated_by_the_tokens_of_their_minibatch() -> None:
     fields = {"num_minibatches": 2, "likelihood": {"coefficient": 0.1, "min_reward": 0.5}}
     groups = [
         group(0, trajectory(0.5, 0, 4), trajectory(0.75, 1, 2)),

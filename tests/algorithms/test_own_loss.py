@@ -1,4 +1,4 @@
-"""Policy losses of one's own: found by their path, tried on a tiny batch, and learnt with."""
+"""Policy losses of one's own: found by their path, tried on a tiny batch, and learned with."""
 
 import re
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
     ],
     ids=lambda value: value.function.partition(":")[2] if isinstance(value, CustomLossConfig) else "",
 )
-def test_what_cannot_be_learnt_with_is_refused(config: CustomLossConfig, problem: str) -> None:
+def test_what_cannot_be_learned_with_is_refused(config: CustomLossConfig, problem: str) -> None:
     with pytest.raises(CustomFunctionError, match=problem) as refused:
         smoke_test_loss(config)
     assert config.function in str(refused.value)
@@ -132,12 +132,12 @@ def test_what_goes_wrong_in_training_only_names_the_function(name: str, problem:
         PolicyLoss(own(name))(batch, current(batch, 0), torch.rand(batch.num_tokens))
 
 
-def test_the_mark_checks_the_signature_where_it_stands() -> None:
+def test_the_mark_checks_the_signature_where_it_is_defined() -> None:
     with pytest.raises(CustomFunctionError, match="`three`: it takes 3 positional arguments"):
         policy_loss(three)
 
 
-def test_it_is_learnt_with_as_any_other() -> None:
+def test_it_is_learned_with_as_any_other() -> None:
     batch = ragged(0)
     logprobs = current(batch, 0).requires_grad_()
     wide = ClipLossConfig(clip_low=0.99, clip_high=99)

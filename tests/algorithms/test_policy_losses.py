@@ -1,4 +1,4 @@
-"""Every policy loss beside the paper's formula in Python floats, its gradient beside difference quotients."""
+"""Every policy loss against the paper's formula in floats, its gradient against difference quotients."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from tests.algorithms.packed import MASKS, by_sequence, current, ragged
 
 BYPASS = NoCorrectionConfig(form="bypass")
 
-# The bounds are narrow beside the ratios of `current`, so that all of them are passed by some token.
+# The bounds are narrow against the ratios of `current`, so that all of them are passed by some token.
 LOSSES: dict[str, tuple[Any, by_hand.ByHand]] = {
     "clip": (ClipLossConfig(clip_low=0.1, clip_high=0.2), by_hand.clip),
     "clip, dual": (ClipLossConfig(clip_low=0.1, clip_high=0.2, dual_clip=1.2), by_hand.clip),
@@ -91,7 +91,7 @@ def test_losses_and_gradients_equal_the_formula(name: str, per_token: bool, seed
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "reinforce"])
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
-    """With old logprobs that are the current ones, all losses push alike."""
+    """With old logprobs that are the current ones, all losses push the same way."""
     batch = replace(ragged(3, "seq-mean-token-mean"), old_logprobs=None)
     logprobs = current(ragged(3), 3).requires_grad_()
     output = PolicyLoss(LOSSES[name][0])(batch, logprobs, torch.zeros(batch.num_tokens))

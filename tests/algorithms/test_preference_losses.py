@@ -65,7 +65,7 @@ def config_of(name: str, **loss: object) -> PreferenceConfig:
 
 
 def batch_of(seed: int = 0, *, reference: bool = True, label_tokens: bool = False) -> PackedBatch:
-    """Four ragged sequences whose prompts are not learnt, in float64."""
+    """Four ragged sequences whose prompts are not learned, in float64."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)])
     size = sum(LENGTHS)
@@ -87,7 +87,7 @@ def batch_of(seed: int = 0, *, reference: bool = True, label_tokens: bool = Fals
 
 def logprobs_of(batch: PackedBatch, seed: int = 1) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
-    # Not zero beside the mask: a loss must not look there.
+    # Not zero outside the mask: a loss must not look there.
     return (-torch.rand(batch.num_tokens, generator=g).double() - 0.1).requires_grad_()
 
 

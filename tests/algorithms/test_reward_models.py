@@ -1,4 +1,4 @@
-"""Reward models learn what is better, on data that can be told apart, and are told apart by transformers."""
+"""Reward models learn what is better, on separable data, and transformers scores them the same."""
 
 import asyncio
 import json
@@ -95,7 +95,7 @@ def host(folder):
         ("steps", "{name: process}"),
     ],
 )
-def test_held_out_data_are_told_apart(folder, host, kind, loss):
+def test_held_out_data_are_separated(folder, host, kind, loss):
     # The model has no character for a line break.
     apart = [f"data.{part}.separator=''" for part in ("train", "validation")] if kind == "steps" else []
     experiment = experiment_of(folder, kind, f"algorithm.loss={loss}", *apart)
@@ -109,7 +109,7 @@ def test_held_out_data_are_told_apart(folder, host, kind, loss):
 
 
 @pytest.mark.parametrize(("compared", "means"), [(4, {"accuracy": 0.75, "score/margin": 0.5}), (0, {})])
-def test_nothing_is_told_right_where_every_step_is_even(compared: int, means: dict[str, float]) -> None:
+def test_nothing_is_scored_correctly_where_every_step_is_even(compared: int, means: dict[str, float]) -> None:
     config = RewardModelConfig(name="reward_model", num_steps=1, batch_size=1)
     sums = {"loss/total": 2.5, "compared": compared, "accuracy": 3, "score/margin": 2}
     assert RewardModel(config).metrics(sums, {}) == {"loss/total": 2.5, **means}

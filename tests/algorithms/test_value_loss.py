@@ -78,7 +78,7 @@ def stats(sums: dict[str, float]) -> TrainStats:
     return TrainStats(sums, {}, 1.0, 0.1, False, False, 9, 9)
 
 
-def test_figures_of_a_step():
+def test_metrics_of_a_step():
     batch = batch_of()
     output = ValueLoss(CriticLearningConfig())(batch, batch.values, None)
     metrics = value_metrics([stats({name: value.item() for name, value in output.sums.items()})] * 2)

@@ -72,7 +72,7 @@ def test_less_than_two_standard_errors_are_noise(benchmark, after, moved):
     assert one.moved == moved
 
 
-def test_rows_are_made_again_beside_those_of_an_earlier_table(benchmark, tmp_path):
+def test_rows_are_made_again_next_to_those_of_an_earlier_table(benchmark, tmp_path):
     def row(algorithm: str, after: float) -> Any:
         return benchmark.Learned(algorithm, "accuracy", 0.4, after, (0.02, 0.02), 7, 1.0, 8.0, None)
 
@@ -106,7 +106,7 @@ def test_a_divergence_is_to_fall_and_a_share_has_the_error_of_a_share(benchmark,
     assert benchmark.row_of(divergence)["moved"] == moved
 
 
-def test_a_run_that_lacks_its_figure_failed(benchmark, tmp_path):
+def test_a_run_that_lacks_its_metric_failed(benchmark, tmp_path):
     wrote(tmp_path / "grpo", {}, {}, {"validation/accuracy": 0.4}, last=7)
     with pytest.raises(RuntimeError, match="grpo has not written validation/accuracy twice"):
         benchmark.run("grpo", benchmark.experiments(["grpo"])["grpo"], steps=7)

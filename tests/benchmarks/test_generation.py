@@ -1,4 +1,4 @@
-"""The generation benchmark: engines that sample otherwise are not compared, and only wanted tokens count."""
+"""The generation benchmark: engines that sample otherwise are not compared; only requested tokens count."""
 
 import pytest
 from generation import check_agreement

@@ -1,4 +1,4 @@
-"""The training benchmark: its sides compute the same, and its figures mean what they are called."""
+"""The training benchmark: its sides compute the same, and its metrics mean what they are called."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_padding_is_what_fills_each_chunk_up_to_its_longest():
     assert padding_waste(work.lengths, by_length) == pytest.approx(1 - 20 / (3 * 3 + 2 * 8))
 
 
-def test_padded_rows_score_the_places_before_learnt_tokens():
+def test_padded_rows_score_the_places_before_learned_tokens():
     work = Work((3, 2), (5, 4), micro_batch_tokens=10, vocab_size=VOCABULARY)
     (rows,) = work.padded([[0, 1]], torch.device("cpu"))
     first, second = (torch.from_numpy(example.tokens) for example in work.examples())

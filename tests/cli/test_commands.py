@@ -33,7 +33,7 @@ def test_only_what_has_a_trained_head_is_served_as_a_reward_model(nemorl: Nemorl
     assert "policy.head = lm" in nemorl("serve", "reward", experiment).err
 
 
-def test_a_policy_that_samples_by_itself_is_not_served(nemorl: Nemorl, experiment: Path) -> None:
+def test_a_policy_that_samples_its_own_tokens_is_not_served(nemorl: Nemorl, experiment: Path) -> None:
     outcome = nemorl("serve", experiment, "generation={backend: megatron}")
 
     assert outcome.status == 2
@@ -59,7 +59,7 @@ def test_check_of_a_sound_file(
     assert says in outcome.err
 
 
-def test_check_wants_a_file(nemorl: Nemorl) -> None:
+def test_check_requires_a_file(nemorl: Nemorl) -> None:
     assert nemorl("check", "seed=1").err == "seed=1: name the experiment file in which to set these fields\n"
     assert "the experiment file comes first" in nemorl("train", "seed=1", "x.yaml").err
 
@@ -70,7 +70,7 @@ def test_a_field_set_as_other_programs_have_it(nemorl: Nemorl, experiment: Path)
     assert err.endswith("unrecognized arguments: --seed 1 (fields are set without dashes, as `seed=value`)\n")
 
 
-def test_eval_prints_figures(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+def test_eval_prints_metrics(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
     outcome = nemorl("eval", experiment, "seed=7")
 
     assert outcome.status == 0
@@ -92,7 +92,7 @@ def test_eval_says_what_it_measured(
     assert line.format(tmp_path / "model") in out.splitlines()
 
 
-def test_eval_wants_validation_tasks(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
+def test_eval_requires_validation_tasks(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
     outcome = nemorl("eval", experiment, "data.validation=null")
 
     assert outcome.status == 2
@@ -116,7 +116,7 @@ def test_models_export_hands_over_both_folders_the_model_and_the_form(
 
 
 def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:
-    """With the real thing: a tiny model is written, taken in, and refused where a folder stands already."""
+    """With the real thing: a tiny model is written, taken in, and refused where a folder exists already."""
     assert nemorl("models", "create", "arithmetic", "tiny", "--seed", "3").out == "model: tiny\n"
 
     imported = nemorl("models", "import", "tiny", "again")
@@ -165,7 +165,7 @@ def test_config_is_a_line_for_each_field_in_a_pipe(nemorl: Nemorl) -> None:
 def test_config_fits_a_terminal_of_80_columns(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")  # a terminal without colours
+    monkeypatch.setenv("TERM", "dumb")  # a terminal without colors
 
     lines = nemorl("config").out.splitlines()
 

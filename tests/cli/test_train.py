@@ -58,7 +58,7 @@ def test_a_run_over_several_nodes_joins_a_ray_that_is_there(
         ("grpo with a critic", "grpo", ("algorithm.critic = null", "was trained with a critic")),
     ],
 )
-def test_a_run_goes_on_with_its_own_algorithm(
+def test_a_run_continues_with_its_own_algorithm(
     nemorl: Nemorl, trainer: Trainer, experiment: Path, then: str, now: str, said: tuple[str, ...]
 ) -> None:
     run_dir = experiment.parent / "runs/sums"
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_its_own_algorithm(
     (run_dir / "config.yaml").write_text(yaml.safe_dump({"algorithm": algorithm}), encoding="utf-8")
     arguments = ("train", experiment, "--resume", f"algorithm.name={now}")
 
-    assert nemorl(*arguments).status == 0  # without a checkpoint it begins anew
+    assert nemorl(*arguments).status == 0  # without a checkpoint it starts over
     (run_dir / "checkpoints/step_00000002").mkdir(parents=True)
     outcome = nemorl(*arguments)
 
@@ -311,7 +311,7 @@ def test_a_dry_run_shows_the_experiment_and_the_plan_and_writes_nothing(
 
 
 def test_text_with_square_brackets_is_shown_as_it_is(nemorl: Nemorl, tmp_path: Path) -> None:
-    """rich would take `[red]` for a colour."""
+    """rich would take `[red]` for a color."""
     file = write(tmp_path, GRPO)
 
     outcome = nemorl("train", file, "data.prompt_template='[red]no place[/red]'")

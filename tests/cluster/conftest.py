@@ -1,6 +1,6 @@
 """A local Ray for the tests of this folder, with places for healthy groups and for groups that fail.
 
-It ends with the folder: a Ray left behind would be joined by the next test that wants one of its own size. It
+It ends with the folder: a Ray left behind would be joined by the next test that needs one of its own size. It
 has GPUs that are numbers and nothing more.
 """
 

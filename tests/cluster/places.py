@@ -1,4 +1,4 @@
-"""Places that nobody has reserved, for tests that start no Ray."""
+"""Places that no run has reserved, for tests that start no Ray."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A driver of its own, for tests with several nodes: reserves places one after another, and says where."""
+"""A driver of its own, for tests with several nodes: reserves places in sequence, and says where."""
 
 import asyncio
 import json

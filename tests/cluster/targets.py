@@ -18,7 +18,7 @@ THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 
 
 class NeedsTwo(Exception):
-    """Cannot be unpickled: it wants two arguments and hands one on."""
+    """Cannot be unpickled: it requires two arguments and hands one on."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -139,14 +139,14 @@ class Streamer:
             self.cut_short += not finished
 
     async def meet(self, others: int) -> AsyncIterator[int]:
-        """Its one item comes when so many of these streams have begun."""
+        """Its one item comes when that number of these streams have begun."""
         self.begun += 1
         while self.begun < others:
             await asyncio.sleep(0.01)
         yield self.begun
 
     async def gather(self, others: int) -> int:
-        """Returns when so many of these calls have begun."""
+        """Returns when that number of these calls have begun."""
         self.gathered += 1
         while self.gathered < others:
             await asyncio.sleep(0.01)

@@ -29,7 +29,7 @@ def alive(pids: list[int]) -> list[int]:
 def test_an_error_in_one_rank_while_another_sleeps(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)  # nobody dies of it here
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)  # no process dies of it here
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(WorkerFailed) as caught:
@@ -50,7 +50,7 @@ def test_an_error_in_one_rank_while_another_sleeps(
         asyncio.run(group.call("process", **LIMITS))
 
 
-def test_a_failure_that_leaves_every_rank_able_to_go_on(start_fragile: StartFragile):
+def test_a_failure_that_leaves_every_rank_able_to_continue(start_fragile: StartFragile):
     group = start_fragile()
     with pytest.raises(WorkerFailed, match="the peer is gone"):
         asyncio.run(
@@ -67,11 +67,11 @@ def test_an_exception_that_cannot_be_unpickled(policy: WorkerGroup):
     assert (caught.value.rank, caught.value.kind) == (2, "tests.cluster.targets.NeedsTwo")
     assert (
         len(asyncio.run(policy.call("process", **LIMITS))) == 4
-    )  # the call was for one rank, and the group goes on
+    )  # the call was for one rank, and the group continues
 
 
-def test_a_death_is_told_once(start_fragile: StartFragile, caplog: pytest.LogCaptureFixture):
-    """The error that ended the work tells of it; what else dies by then is news."""
+def test_a_death_is_reported_once(start_fragile: StartFragile, caplog: pytest.LogCaptureFixture):
+    """The error that ended the work reports it; what else dies by then is news."""
     for after, warnings in ((("fragile", 0), 0), (("fragile", 1), 1), (None, 1)):
         caplog.clear()
         group = start_fragile(ranks=1)

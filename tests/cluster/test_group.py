@@ -51,7 +51,7 @@ def test_calls_of_a_rank_run_in_order_and_in_one_thread(policy: WorkerGroup):
     assert asyncio.run(policy.call("thread", **LIMITS)) == asyncio.run(policy.call("thread", **LIMITS))
 
 
-def test_a_call_beside_runs_while_another_is_not_done(policy: WorkerGroup):
+def test_a_background_call_runs_while_another_is_not_done(policy: WorkerGroup):
     async def overlap() -> list[list[str]]:
         waiting = policy.call("wait_for_word", **LIMITS)
         return await asyncio.gather(waiting, policy.call_background("give_word", "go", **LIMITS))
@@ -59,7 +59,7 @@ def test_a_call_beside_runs_while_another_is_not_done(policy: WorkerGroup):
     assert asyncio.run(overlap()) == [["go"] * 4, [None] * 4]
 
 
-def test_a_failed_call_beside_names_its_rank_and_leaves_the_group_alive(policy: WorkerGroup):
+def test_a_failed_background_call_names_its_rank_and_leaves_the_group_alive(policy: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"policy rank 2 failed in stage 'testing'.*no disk"):
         asyncio.run(policy.call_background("fail_on", 2, "no disk", 0.0, **LIMITS))
     assert len(asyncio.run(policy.call("process", **LIMITS))) == 4

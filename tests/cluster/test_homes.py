@@ -1,4 +1,4 @@
-"""Where workers of a run over several nodes live, and what is told when they die there."""
+"""Where workers of a run over several nodes live, and what is reported when they die there."""
 
 import pickle
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_death_names_its_node_and_a_lost_node_itself(monkeypatch: pytest.Monke
     assert " on node" not in str(typed_error(worker_on(None), "training", ActorDiedError())).split("\n")[0]
 
 
-def test_labels_are_told_without_those_that_ray_gives_itself():
+def test_labels_are_reported_without_those_that_ray_gives_itself():
     assert labels_in_use([FIRST, SECOND]) == "first (nemorl.io/part=gpu), second (none)"
 
 

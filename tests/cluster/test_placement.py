@@ -86,7 +86,7 @@ SHARING = {
 }
 
 
-def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
+def test_engines_that_share_the_policys_gpus_are_placed_next_to_it():
     requests = worker_requests(Experiment.model_validate({**EXPERIMENT, **SHARING}))
     assert required_bundles(requests) == [{"CPU": 3.0, "GPU": 1.0}] * 6 + [{"CPU": 1.0}]
     three_on_each = dict(enumerate("baabba" + "a"))
@@ -98,7 +98,7 @@ def test_engines_that_share_the_policys_gpus_are_placed_beside_it():
     assert bundles["generation"] == (0, 2, 3)
     placement = on_one_node(bundles, requests)
     assert placement.host_ranks("generation") == (range(2), range(2, 4), range(4, 6))
-    groups = ("policy", "generation", "reward_0")  # which Ray lends a part of the policy's
+    groups = ("policy", "generation", "reward_0")  # which Ray places on a part of the policy's
     assert [placement.options(group, 0)["num_gpus"] for group in groups] == [0.5, 0, 0.5]
     assert placement.host_ranks("reward_0") == (range(1),)
 
@@ -131,7 +131,7 @@ def test_threads_are_the_cores_of_the_fullest_node_shared_evenly():
     assert placement.threads(None, "rollout") == 1
 
 
-def test_the_driver_listens_beyond_its_machine_only_where_somebody_else_asks(monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_listens_beyond_its_machine_only_where_another_one_asks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
     placement = spread(policy="ab", rollout="aa")
     assert placement.driver_address("rollout") == "127.0.0.1"
@@ -191,7 +191,7 @@ def test_a_cluster_that_may_grow_is_given_until_the_deadline(runtime: ClusterRun
     assert ray.available_resources().get("CPU", 0) == free  # nothing stays reserved
 
 
-def test_the_event_loop_goes_on_while_places_are_waited_for(runtime: ClusterRuntime, placement: Placement):
+def test_the_event_loop_continues_while_places_are_waited_for(runtime: ClusterRuntime, placement: Placement):
     free = ray.available_resources().get("CPU", 0)
 
     async def cancel_a_reservation() -> None:
@@ -215,7 +215,7 @@ def test_the_event_loop_goes_on_while_places_are_waited_for(runtime: ClusterRunt
     assert ray.available_resources().get("CPU", 0) == free
 
 
-def test_ray_starts_processes_beside_each_other(runtime: ClusterRuntime, tmp_path: Path):
+def test_ray_starts_processes_next_to_each_other(runtime: ClusterRuntime, tmp_path: Path):
     requests = [
         WorkerRequest("policy", 2, gpus=1),
         WorkerRequest("generation", 1, gpus=2, host_group="policy"),
@@ -239,7 +239,7 @@ def test_ray_starts_processes_beside_each_other(runtime: ClusterRuntime, tmp_pat
     ]
     seen = [asyncio.run(group.call("gpus", stage="testing", deadline_seconds=30)) for group in groups]
     assert sorted(seen[0]) == [("0",), ("1",)]
-    assert seen[1] == [()]  # it is told which it has
+    assert seen[1] == [()]  # it receives the one it has
     for group in groups:
         asyncio.run(group.shutdown())
     places.release()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # A Ray that listens on the loopback interface only is found by drivers that stay on it, too.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
-# After a kill -9 these stay a minute: they try to tell Ray's head, which is gone, that their raylet is gone.
+# After a kill -9 these stay a minute: they try to notify Ray's head, which is gone, of that.
 AGENTS = frozenset({"ray::DashboardAgent", "ray::RuntimeEnvAgent"})
 
 
@@ -168,7 +168,7 @@ def test_an_address_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch, addre
         pass
 
 
-def test_a_ray_that_is_late_is_tried_once_more_and_then_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_is_late_is_tried_once_more_and_then_reported(monkeypatch: pytest.MonkeyPatch):
     begun: list[subprocess.Popen[bytes]] = []
 
     def late(**options: object) -> None:
@@ -186,7 +186,7 @@ def test_a_ray_that_is_late_is_tried_once_more_and_then_told(monkeypatch: pytest
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * 3
 
 
-def test_a_ray_that_cannot_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_cannot_start_is_reported_at_once(monkeypatch: pytest.MonkeyPatch):
     def refuse(**options: object) -> None:
         raise ValueError("The requested object store memory size\nis greater")
 

@@ -28,7 +28,7 @@ def test_it_is_asked_and_streams_while_a_method_runs(start_fragile: StartFragile
     assert asyncio.run(group.call("thread", **LIMITS)) == [own], "plain methods share one thread"
 
 
-def test_calls_beside_have_a_thread_of_their_own(start_fragile: StartFragile) -> None:
+def test_background_calls_have_a_thread_of_their_own(start_fragile: StartFragile) -> None:
     group: WorkerGroup = start_fragile("Blocker", ranks=1)
 
     async def beside() -> tuple[int, int]:

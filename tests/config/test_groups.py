@@ -1,4 +1,4 @@
-"""Models beside the policy: what an experiment may say of them, and what is refused."""
+"""Models next to the policy: what an experiment may say of them, and what is refused."""
 
 from pathlib import Path
 
@@ -154,7 +154,7 @@ def test_a_critic_of_which_nothing_is_said_is_there(tmp_path: Path, override: st
     assert (critic.name, critic.trains, critic.config.head) == ("critic", True, "scalar")
 
 
-def test_the_mend_for_values_without_a_critic_is_sound(tmp_path: Path) -> None:
+def test_the_fix_for_values_without_a_critic_is_sound(tmp_path: Path) -> None:
     gae = ["algorithm.advantage.name=gae", "algorithm.critic={}"]
     assert load_experiment(write(tmp_path), gae).algorithm.keeps_critic
 

@@ -26,7 +26,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_checks_of_sound_sections_are_made_beside_a_broken_one(sound: Path) -> None:
+def test_checks_of_sound_sections_are_made_next_to_a_broken_one(sound: Path) -> None:
     fields = [
         problem.field
         for problem in problems_of(sound, "logger.console=loud", "algorithm.max_staleness=1", "seed=-1")
@@ -55,7 +55,7 @@ such as 1.0 (for validation use algorithm.validation.sampling)"""
     )
 
 
-def test_a_value_that_nobody_wrote_is_called_a_default(sound: Path) -> None:
+def test_a_value_that_no_one_wrote_is_called_a_default(sound: Path) -> None:
     (problem,) = problems_of(sound, "policy.max_sequence_length=100000", "policy.micro_batch_tokens=100000")
 
     assert (problem.field, problem.value, problem.origin) == (

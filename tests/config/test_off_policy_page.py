@@ -1,4 +1,4 @@
-"""docs/off_policy.md beside the schema."""
+"""docs/off_policy.md against the schema."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_its_experiments_load(tmp_path: Path, block: str) -> None:
     load_experiment(write(tmp_path, f"defaults: [base.yaml]\n{block}"))
 
 
-def test_its_figures_are_those_that_runs_write() -> None:
+def test_its_metrics_are_those_that_runs_write() -> None:
     algorithm = OnlineConfig(
         name="kl_cov", num_steps=1, num_prompts_per_step=8, num_generations_per_prompt=8,
         correction={"name": "tis", "sequence_mask": {"low": 0.9, "high": 1.1}, "off_policy_threshold": 0.1},

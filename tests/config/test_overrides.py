@@ -62,7 +62,7 @@ def test_another_variant_drops_the_old_ones_fields_whatever_the_order(turned: bo
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_fields_beside_the_choice_of_a_variant_are_its_own(turned: bool) -> None:
+def test_fields_next_to_the_choice_of_a_variant_are_its_own(turned: bool) -> None:
     overrides = ["generation.backend=trtllm", "generation.max_batch_size=4"]
 
     tree = overridden(*(reversed(overrides) if turned else overrides))

@@ -1,4 +1,4 @@
-"""Every preset stands in an experiment as it is, with what its description requires."""
+"""Every preset works in an experiment unchanged, with what its description requires."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.load import load_experiment
 
 AGENT = ["data.chat=true", "env={name: calculator, call_weight: 0.1}", "rewards=[]"]
-# What an experiment has to say beside the name.
+# What an experiment has to say besides the name.
 BESIDE = {
     "dr_grpo": ["algorithm.loss.aggregation_length=8"],
     "gdpo": ["env.name=math"],

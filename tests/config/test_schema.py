@@ -11,7 +11,7 @@ def test_every_field_has_help() -> None:
     assert all("\n" not in field.help for field in describe())
 
 
-def test_what_all_variants_have_stands_once() -> None:
+def test_what_all_variants_have_is_there_once() -> None:
     fields = [(field.path.rpartition(".")[2], field.variant) for field in describe("generation")]
 
     assert fields[0] == ("backend", "")

@@ -11,7 +11,7 @@ from tests.config.experiments import problems_of
 SERVER = "generation={backend: openai, base_url: 'http://10.0.0.1:8000/v1', model: m, max_new_tokens: 8"
 
 
-def test_a_server_that_tells_token_ids_trains(sound: Path) -> None:
+def test_a_server_that_returns_token_ids_trains(sound: Path) -> None:
     generation = load_experiment(sound, [SERVER + "}"]).generation
     assert (generation.takes_weights, generation.ranks_per_replica) == (False, 0)
     # It takes no GPU of the run.

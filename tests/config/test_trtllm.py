@@ -27,12 +27,12 @@ def test_the_backend_is_chosen_by_its_name():
     assert read.ranks_per_replica == 4
 
 
-def test_it_wants_gpus():
+def test_it_requires_gpus():
     assert refused(config(), cluster=ClusterConfig()) == ["backend"]
     assert refused(config()) == []
 
 
-def test_changes_want_a_receiver_that_keeps_what_came():
+def test_changes_require_a_receiver_that_keeps_what_came():
     assert refused(config(delta=True, weight_delivery="workers")) == ["delta"]
     assert refused(config(delta=True, weight_delivery="handles")) == []
     assert refused(config(weight_delivery="workers")) == []

@@ -1,4 +1,4 @@
-"""What users get wrong in advantages, filters and losses: refusals name the field, the value and the mend."""
+"""What users get wrong in advantages, filters and losses: refusals name the field, the value and the fix."""
 
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
-def test_it_is_refused_with_field_value_and_mend(
+def test_it_is_refused_with_field_value_and_fix(
     sound: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
     refuses(sound, overrides, field, value, fix)

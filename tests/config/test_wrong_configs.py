@@ -1,4 +1,4 @@
-"""What users get wrong: each refusal names the field, the value and the mend."""
+"""What users get wrong: each refusal names the field, the value and the fix."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ DECAY = "policy.schedule={name: cosine, decay_steps: 100, warmup_steps: 10}"
 VALIDATION = "algorithm.validation."
 JUDGE = "{kind: judge, url: 'http://127.0.0.1:9/v1', model: m, prompt: 'Rate {completion}'"
 
-# overrides that spoil the experiment, the field that is named, its value, a part of the mend
+# overrides that spoil the experiment, the field that is named, its value, a part of the fix
 TYPES: dict[str, tuple[list[str], str, Any, str]] = {
     "a field misspelled": (
         ["policy.precison=float32"],
@@ -790,7 +790,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
 }
 
 BY_ITSELF = "generation.backend=megatron"
-# A policy that samples by itself.
+# A policy that samples its own tokens.
 BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
     "parts of sequences to decode": (
         [BY_ITSELF, "policy.layout.context_parallel_size=2"],
@@ -870,7 +870,7 @@ WRONG = TYPES | RELATIONS | BY_ITSELF_WRONG
 
 
 @pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
-def test_it_is_refused_with_field_value_and_mend(
+def test_it_is_refused_with_field_value_and_fix(
     sound: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
     refuses(sound, overrides, field, value, fix)

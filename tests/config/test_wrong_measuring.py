@@ -171,7 +171,7 @@ def test_it_is_taken_and_read_again(tmp_path: Path, overrides: list[str]) -> Non
     assert again == experiment
 
 
-def test_sets_have_figures_of_their_own(tmp_path: Path) -> None:
+def test_sets_have_metrics_of_their_own(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path), [VOTES, SETS])
     known = metric_names(experiment.algorithm, experiment.env, experiment.rewards, experiment.data)
     assert {

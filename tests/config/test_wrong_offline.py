@@ -1,4 +1,4 @@
-"""What users get wrong where a run learns from data as it stands."""
+"""What users get wrong where a run learns from given data."""
 
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
 
 
 @pytest.mark.parametrize(("overrides", "field", "value", "fix"), WRONG.values(), ids=WRONG.keys())
-def test_it_is_refused_with_field_value_and_mend(
+def test_it_is_refused_with_field_value_and_fix(
     tmp_path: Path, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
     refuses(write(tmp_path, EXPERIMENT), overrides, field, value, fix)

@@ -9,7 +9,7 @@ from nemorl.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6),  # a text in YAML 1.1, for want of a dot
+        ("1e-6", 1e-6),  # a text in YAML 1.1, without a dot
         ("1E+3", 1000.0),
         ("-.5", -0.5),
         ("3", 3),

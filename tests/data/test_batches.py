@@ -41,7 +41,7 @@ def test_trajectories_lie_end_to_end():
 
 
 @pytest.mark.parametrize("tokens", [[], [5], list(range(400))])
-def test_one_untrained_token_stands_in_for_a_failed_trajectory(tokens):
+def test_one_untrained_token_replaces_a_failed_trajectory(tokens):
     failed = replace(trajectory(tokens, [0] * len(tokens)), error="the environment did not answer")
     batch = pack_trajectories([failed, trajectory([8, 9], [0, 1])], [0.0, -1.0], weights=[0.0, 0.5])
     assert batch.lengths == [PLACEHOLDER_TOKENS, 2]
@@ -79,7 +79,7 @@ def test_a_first_token_cannot_train():
         pack_trajectories([trajectory([5, 6], [0, 1])], [1.0], [1.0, 1.0])
 
 
-def test_routed_experts_lie_end_to_end_and_are_unknown_where_nobody_told():
+def test_routed_experts_lie_end_to_end_and_are_unknown_where_they_are_not_reported():
     told = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
     trajectories = [
         trajectory([8, 9], [0, 1]),

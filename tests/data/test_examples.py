@@ -1,4 +1,4 @@
-"""Sequences to learn from: joined as a rollout would join them, with the right tokens learnt."""
+"""Sequences to learn from: joined as a rollout would join them, with the right tokens learned."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_chat_examples_learn_the_answer_and_the_templates_end(tokenizer):
     assert example.num_prompt_tokens == example.num_tokens - 2
 
 
-def test_every_turn_of_the_assistant_is_learnt_and_the_whole_is_what_the_template_writes(tokenizer):
+def test_every_turn_of_the_assistant_is_learned_and_the_whole_is_what_the_template_writes(tokenizer):
     example = dialogue_example(ASKED, SEVERAL, tokenizer, ChatPrompts(tokenizer), 99)
     whole = tokenizer.decode(example.tokens)
     # The template writes a line break after each turn; nothing follows the last one here.
@@ -53,12 +53,12 @@ def test_every_turn_of_the_assistant_is_learnt_and_the_whole_is_what_the_templat
     ]
 
 
-def test_all_tokens_but_the_first_can_be_learnt(tokenizer):
+def test_all_tokens_but_the_first_can_be_learned(tokenizer):
     example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99, "all")
     assert np.flatnonzero(~example.loss_mask).tolist() == [0]
 
 
-def test_steps_are_labelled_at_their_ends(tokenizer):
+def test_steps_are_labeled_at_their_ends(tokenizer):
     example = steps_example(ASKED, ["12", "ab a"], [True, False], tokenizer, PlainPrompts(tokenizer), 99)
     assert tokenizer.decode(example.tokens) == "112ab a"
     assert example.labels.tolist() == [0, 1, 0, -1]  # "1", "12", "ab", " a"

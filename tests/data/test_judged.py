@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_named_with_its_line(
     assert message in str(refused.value)
 
 
-def test_tasks_without_answers_are_not_learnt(tmp_path: Path) -> None:
+def test_tasks_without_answers_are_not_learned(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "hi"})
     with pytest.raises(DatasetError, match="task 0 has no answer to train on"):
         load_dialogues(JsonlDataset(name="jsonl", path=path, answer_key=None), DATA)

@@ -59,7 +59,7 @@ def test_interleaved_stages_get_a_micro_batch_each():
         plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=4)
 
 
-def test_figures_of_a_plan_written_out():
+def test_metrics_of_a_plan_written_out():
     """Hidden size 1: a sequence of n tokens costs n * (12 + n)."""
     plan = BatchPlan(ranks=[[0, 2], [1, 3]], minibatches=[[[[0]], [[0]]], [[[1]], [[1]]]])
     metrics = packing_metrics(plan, [10, 4, 8, 8], max_tokens=20, hidden_size=1)
@@ -166,6 +166,6 @@ def test_minibatches_must_divide_the_batch():
         plan_batch([1] * 10, 1, 3, 100, 64)
 
 
-def test_cost_counts_attention_beside_the_matrices():
+def test_cost_counts_attention_next_to_the_matrices():
     # 12*h*n + n*n: at n = 12*h the attention costs as much as the matrices.
     assert sequence_cost(768, 64) == 2 * 12 * 64 * 768

@@ -38,7 +38,7 @@ def test_the_opening_is_what_transformers_makes_of_it(tokenizer):
         (None, "<|im_end|>\n<|im_start|>"),  # nothing was
     ],
 )
-def test_the_end_of_a_turn_stands_once(tokenizer, last_token, starts):
+def test_the_end_of_a_turn_is_there_once(tokenizer, last_token, starts):
     tokens = ChatPrompts(tokenizer).after_turn(OPENING, Message("assistant", "x"), ANSWER, last_token)
     assert tokenizer.decode(tokens).startswith(starts)
 

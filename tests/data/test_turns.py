@@ -26,7 +26,7 @@ def trajectory(*parts: int, error: str | None = None) -> Trajectory:
     )
 
 
-def test_each_turn_is_paid_at_its_last_token() -> None:
+def test_each_turn_is_rewarded_at_its_last_token() -> None:
     # Two turns around an observation of one token; a failure; a turn of no tokens in the middle.
     trajectories = [trajectory(2, 3, 1, 2), trajectory(2, 2, error="fell"), trajectory(1, 2, 2, 0, 1, 1)]
     batch = pack_trajectories(trajectories, [0.0] * 3, [1.0, 0.0, 1.0])
@@ -36,5 +36,5 @@ def test_each_turn_is_paid_at_its_last_token() -> None:
     assert batch.turns is not None
     assert batch.turns.tolist() == [*first, *stand_in, -1, 0, 0, -1, -1, -1, 1]
     assert batch.rewards is not None
-    # What was paid for the turn without tokens comes with the turn before it.
+    # What was rewarded for the turn without tokens comes with the turn before it.
     assert batch.rewards.tolist() == [0, 0, 0, 0, 0.5, 0, 0, 1.0, 0, 0, 0, 6.0, 0, 0, 0, 8.0]

@@ -68,7 +68,7 @@ class TestConversation:
         assert step.messages == (Message("tool", "error: division by zero"),)
         assert not step.done
 
-    def test_calls_that_work_may_be_paid(self):
+    def test_calls_that_work_may_be_rewarded(self):
         turns = ("<tool>3+4</tool>", "<tool>1/0</tool>", "<answer>7</answer>")
         paid = [{"calculator_call": 1.0}, {"calculator_call": 0.0}, {"calculator": 1.0}]
         assert [step.rewards for step in play(task("7"), *turns, call_weight=0.2)] == paid

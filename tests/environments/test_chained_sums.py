@@ -26,7 +26,7 @@ def sums(prompt: str) -> Task:
     return Task(0, (Message("user", prompt),), columns={"prompt": prompt})
 
 
-def test_each_sum_goes_on_from_the_answer_and_is_paid_where_it_is_made():
+def test_each_sum_continues_from_the_answer_and_is_rewarded_where_it_is_made():
     steps = play(sums("12+34="), "046", "058", "092", num_sums=3)
     assert steps == [
         Step((Message("user", "46+12="),), {"chained_sums_turn": 1.0}, done=False),

@@ -25,7 +25,7 @@ def factory():
     asyncio.run(made.close())
 
 
-def test_what_stands_in_the_tag_is_scored(factory):
+def test_the_text_of_the_tag_is_scored(factory):
     given = tasks_of("chain_sum")[0]
     right = given.answer
     assert score(factory, given, f"<think>5</think><answer> {right} </answer>") == 1.0

@@ -43,7 +43,7 @@ SHAPE = ModelShape(
 
 @dataclass
 class Clock:
-    """Seconds that pass only when told."""
+    """Seconds that pass only when set."""
 
     now: float = 0.0
 

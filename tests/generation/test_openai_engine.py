@@ -1,4 +1,4 @@
-"""The `openai` back end against our own endpoint, and servers that fail, refuse and tell too little."""
+"""The `openai` back end against our own endpoint, and servers that fail, refuse and return too little."""
 
 # ruff: noqa: F811 (fixtures of another package are imported by their names)
 
@@ -70,7 +70,7 @@ def test_our_own_endpoint_gives_what_its_engine_samples(
 
 @dataclass
 class Server:
-    """Answers /v1/completions as it is told: statuses in turn, then `answer`."""
+    """Answers /v1/completions as it is set: statuses in turn, then `answer`."""
 
     statuses: list[int] = field(default_factory=list)
     answer: dict = field(default_factory=dict)
@@ -161,7 +161,7 @@ def test_retries_end_with_a_sentence(served_tokenizer):
         (Server(answer={"choices": [{**CHOICE, "prompt_token_ids": [1, 2]}]}), "read other tokens than"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_learnt_from_or_served_is_refused_at_once(served_tokenizer, server, says):
+def test_what_cannot_be_learned_from_or_served_is_refused_at_once(served_tokenizer, server, says):
     with pytest.raises(RequestRefused, match=says):
         ask(server, served_tokenizer)
     assert len(server.bodies) == 1

@@ -1,4 +1,4 @@
-"""The host of a server that somebody else runs."""
+"""The host of a server that another process runs."""
 
 # ruff: noqa: F811 (fixtures of another package are imported by their names)
 

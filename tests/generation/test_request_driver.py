@@ -36,7 +36,7 @@ class Engine:
         self.calls: list[str] = []
         self.error: Exception | None = None
         self.refuses: set[str] = set()  # ids, at their first token
-        self.ends = asyncio.Event()  # else a request that is ended early goes on ending
+        self.ends = asyncio.Event()  # else a request that is ended early continues ending
         self.ends.set()
         self.stops = asyncio.Event()  # else it does not pause
         self.stops.set()
@@ -91,7 +91,7 @@ def ask(name: str, tokens: int = 4, **fields: Any) -> GenerationRequest:
 
 
 async def turns(count: int = 5) -> None:
-    """Let others go on."""
+    """Let others continue."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -162,7 +162,7 @@ def test_a_refusal_begins_nothing_and_names_are_taken_once() -> None:
     run(test)
 
 
-def test_a_late_refusal_ends_nobody_else() -> None:
+def test_a_late_refusal_ends_no_other() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         engine.refuses = {"b"}
         names = ["a", "b", "c"]
@@ -204,7 +204,7 @@ def test_the_router_delivers_a_late_refusal_to_its_request() -> None:
         for answer in (answers[0], answers[2]):
             assert isinstance(answer, Completion)
             assert answer.tokens.tolist() == [1, 2, 3, 4]
-        assert calls == [["a", "b", "c"]]  # nobody was asked again
+        assert calls == [["a", "b", "c"]]  # no one was asked again
         assert router.living == ["one"]
         assert router.outstanding_tokens == [0]
 

@@ -124,14 +124,14 @@ class Counting:
 
 
 def experts_at(first: int, end: int) -> np.ndarray:
-    """[end - first, 2, 1] that tell their position and layer."""
+    """[end - first, 2, 1] that report their position and layer."""
     rows = np.arange(first, end, dtype=np.int16) * 10
     return np.stack([rows, rows + 1], 1)[..., None]
 
 
 @dataclass
 class Routing(Counting):
-    """Tells experts, by and by or at its end, of all tokens but the last sampled one."""
+    """Reports experts, by and by or at its end, of all tokens but the last sampled one."""
 
     tells_early: bool = True
 
@@ -149,7 +149,7 @@ class Routing(Counting):
 
 
 @pytest.mark.parametrize("tells_early", [True, False])
-def test_experts_go_on_where_a_lost_replica_told_the_last(tells_early):
+def test_experts_continue_where_a_lost_replica_reported_the_last(tells_early):
     _, other = replicas = [Routing(3, breaks_at=4, tells_early=tells_early), Routing(5)]
 
     async def main():
@@ -157,12 +157,12 @@ def test_experts_go_on_where_a_lost_replica_told_the_last(tells_early):
 
     answer = run(main())
     assert answer.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    # Four of the prompt and three sampled tokens are the new prompt, whose last token nobody had read.
+    # Four of the prompt and three sampled tokens are the new prompt, whose last token no one had read.
     assert [asked.routed_experts_from for asked in other.requests] == [6 if tells_early else 1]
     np.testing.assert_array_equal(answer.routed_experts, experts_at(1, 9))
 
 
-def test_a_lost_replicas_request_goes_on_elsewhere_with_what_it_has():
+def test_a_lost_replicas_request_continues_elsewhere_with_what_it_has():
     dying, other = replicas = [Counting(version=3, breaks_at=4), Counting(version=5)]
     told = []
 
@@ -213,7 +213,7 @@ def test_every_way_to_end_early_is_a_loss_with_its_cause(error, cause):
         )
 
 
-def test_a_replica_that_is_given_up_is_not_heard_any_more():
+def test_a_replica_that_is_given_up_is_not_received_any_more():
     async def main():
         held = asyncio.Event()
         hanging, other = EchoEngine(lambda r: [7], held=held), EchoEngine(lambda r: [8])
@@ -275,7 +275,7 @@ def test_what_had_all_its_tokens_is_not_asked_for_again():
     assert (full.stop, full.tokens.tolist()) == (StopReason.LENGTH, [5, 6])
 
 
-def test_a_refusal_concerns_nobody_else():
+def test_a_refusal_concerns_no_one_else():
     calls = []
 
     async def strict(requests):

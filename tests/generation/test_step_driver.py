@@ -77,7 +77,7 @@ class Gate:
         return self._step(engine, admit)
 
     async def during(self, action):
-        """Post what `action` starts while the engine is held, let it go on, and return the result."""
+        """Post what `action` starts while the engine is held, let it continue, and return the result."""
         assert await asyncio.to_thread(self._reached.wait, 20)
         posted = asyncio.ensure_future(action)
         await asyncio.sleep(0)
@@ -178,7 +178,9 @@ def test_pausing(make_worker, monkeypatch, mode):
 
 
 @pytest.mark.parametrize(("second", "running"), [("wait", 0), ("keep", 2), ("abort", 0)])
-def test_who_waits_for_a_pause_hears_of_it_whoever_else_pauses(make_worker, monkeypatch, second, running):
+def test_who_waits_for_a_pause_learns_of_it_no_matter_who_else_pauses(
+    make_worker, monkeypatch, second, running
+):
     worker = make_worker()
     gate = Gate(monkeypatch, before_step=10)
 
@@ -258,7 +260,7 @@ def test_a_caller_that_stops_reading_ends_its_requests(make_worker, monkeypatch)
 
 
 @dying
-def test_an_error_in_the_engine_reaches_everyone_and_nobody_hangs(make_worker, monkeypatch):
+def test_an_error_in_the_engine_reaches_everyone_and_no_one_hangs(make_worker, monkeypatch):
     worker = make_worker()
     steps = iter(range(5))
     step = TorchEngine.step

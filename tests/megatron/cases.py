@@ -1,4 +1,4 @@
-"""What the processes of the pool do: a policy worker's life under one layout, told in plain values."""
+"""What the processes of the pool do: a policy worker's life under one layout, reported in plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Life:
 
 
 def imported(rank: int, world_size: int, rendezvous: str) -> None:
-    """Nothing but what finding this function takes: the imports of its module, Megatron among them."""
+    """Only what finding this function takes: the imports of its module, Megatron among them."""
 
 
 def start_worker(
@@ -57,7 +57,7 @@ def share(batch: PackedBatch, rank: int, config: PolicyConfig) -> PackedBatch:
 
 
 def partition(num_sequences: int, per_micro_batch: int) -> list[list[int]]:
-    """Neighbouring sequences together."""
+    """Neighboring sequences together."""
     return [
         list(range(start, min(start + per_micro_batch, num_sequences)))
         for start in range(0, num_sequences, per_micro_batch)
@@ -96,7 +96,7 @@ def updates(
     per_micro_batch: int,
     losses: Sequence[PolicyLoss],
 ) -> list[TrainStats]:
-    """One batch learnt from several times, each time by another loss; all but the first are off policy."""
+    """One batch learned from several times, each time by another loss; all but the first are off policy."""
     worker = start_worker(rank, world_size, rendezvous, config)
     mine = share(batch, rank, config)
     micro_batches = partition(mine.num_sequences, per_micro_batch)

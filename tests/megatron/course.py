@@ -1,4 +1,4 @@
-"""Five optimizer steps of one layout beside those of another."""
+"""Five optimizer steps of one layout next to those of another."""
 
 import pytest
 

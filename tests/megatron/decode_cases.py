@@ -130,7 +130,7 @@ def logits_with_and_without_cache(
     rank: int, world_size: int, rendezvous: str, config: PolicyConfig, tokens: Sequence[int], known: int
 ) -> tuple[Tensor, Tensor]:
     """Logits [tokens - known + 1, vocabulary] after the first `known` tokens and each further one: token by
-    token from the cache, and of every beginning by itself.
+    token from the cache, and of every beginning on its own.
     """
     worker = start_worker(rank, world_size, rendezvous, config)
     model = CachedModel(worker._modules[0], worker._maker, worker._shape.vocab_size, KV_TOKENS)

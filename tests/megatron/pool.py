@@ -1,4 +1,4 @@
-"""A few processes that take one function after another, so that their seconds of imports are paid once."""
+"""A few processes that take one function after another, so that their seconds of imports are spent once."""
 
 import gc
 import multiprocessing
@@ -69,7 +69,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             pipe.send((number, None, function(*args)))
-        except Exception:  # noqa: BLE001 - whatever it was, the test wants to see it
+        except Exception:  # noqa: BLE001 - whatever it was, the test has to see it
             pipe.send((number, traceback.format_exc(), None))
             _leave_group()
         # A worker that is gone hangs in reference cycles, and with it some fifty threads of gloo.

@@ -151,7 +151,7 @@ def test_a_sink_takes_its_share_of_every_query(window):
 
 
 def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
-    """The kernel of a GPU stood in for by dense attention of each sequence, with its order in lse."""
+    """The kernel of a GPU replaced by dense attention of each sequence, with its order in lse."""
     lengths, options = [3, 8, 8], []
 
     def rows(x, cu):

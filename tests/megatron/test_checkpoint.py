@@ -76,7 +76,7 @@ def test_same_layout_continues_bit_by_bit(pool, model, tmp_path, where, fields):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("goes_to_host", [True, False])
 def test_the_optimizer_moves_to_host_memory_and_back(pool, model, tmp_path, precision, goes_to_host):
-    """A run that was saved with its optimizer in one place goes on with it in the other."""
+    """A run that was saved with its optimizer in one place continues with it in the other."""
     here, there = (
         policy_config(
             model("llama-tied")[1],
@@ -127,7 +127,7 @@ def test_stages_and_shares_of_sequences_continue_as_others(pool, model, tmp_path
 
 
 def test_experts_continue_in_another_layout_and_buffers_stay(pool, model, tmp_path):
-    """DeepSeek-V3: experts shared by EP go on under TP; the router's bias is exported as it was read."""
+    """DeepSeek-V3: experts shared by EP continue under TP; the router's bias is exported as it was read."""
     folder, saved = model("deepseek-v3")[1], tmp_path / "saved"
     config = policy_config(folder, layout=layout(dp=2, ep=2))
     before = pool.run(2, save_in_the_middle, config, saved)
@@ -181,7 +181,7 @@ def copy_and_go_on(rank, world_size, rendezvous, config, folder):
     return was_done, records, again
 
 
-def test_training_goes_on_while_a_copy_is_written(pool, model, tmp_path):
+def test_training_continues_while_a_copy_is_written(pool, model, tmp_path):
     config = policy_config(model("llama")[1], layout=layout(dp=2))
     first, second = tmp_path / "at once", tmp_path / "meanwhile"
     for was_done, records, again in pool.run(2, copy_and_go_on, config, tmp_path):
@@ -195,7 +195,7 @@ def test_training_goes_on_while_a_copy_is_written(pool, model, tmp_path):
 
 
 def with_frozen_gates(story, *args):
-    """What a story tells when the first matrices of the MLPs do not learn."""
+    """What a story reports when the first matrices of the MLPs do not learn."""
     wrap = PolicyParallel
 
     def frozen(config, ddp_config, module, **options):

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent; a damaged one is named and the one before is used."""
+"""A checkpoint is complete or absent; a corrupt one is named and the one before is used."""
 
 import json
 import subprocess
@@ -110,7 +110,7 @@ def flip_a_bit(path):
         (lambda path: path.unlink(), "weight_00000.safetensors is missing"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(store, caplog, damage, message):
+def test_a_corrupt_file_is_named_and_the_checkpoint_before_is_used(store, caplog, damage, message):
     write(store, 1)
     newest = write(store, 2)
     damage(newest / "policy" / "weight_00000.safetensors")
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(store, caplog
     assert "checkpoint of step 2 is not used" in caplog.text
 
 
-def test_a_damaged_checkpoint_does_not_count_among_those_kept(store):
+def test_a_corrupt_checkpoint_does_not_count_among_those_kept(store):
     write(store, 4)
     truncate(write(store, 6) / "policy" / "weight_00000.safetensors")
     assert store.latest_valid().step == 4

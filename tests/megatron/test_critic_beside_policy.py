@@ -24,7 +24,7 @@ LOSS = ValueLoss(CriticLearningConfig(value_clip=0.1))
 
 
 class Stored(list):
-    """Stands in for the object store: a list that is known by itself, as a reference is."""
+    """A stand-in for the object store: a list that is known on its own, as a reference is."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -46,7 +46,7 @@ def host(rank: int, world_size: int, rendezvous: str, config: PolicyConfig) -> P
 
 
 def paid_batch() -> PackedBatch:
-    """Every sequence is paid at its last sampled token."""
+    """Every sequence is rewarded at its last sampled token."""
     batch = ragged_batch()
     rewards = torch.zeros(batch.num_tokens)
     for number, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):

@@ -1,4 +1,4 @@
-"""The policy samples by itself: what it samples is what its own forward pass says, in every layout."""
+"""The policy samples its own tokens: what it samples is what its own forward pass says, in every layout."""
 
 import random
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def asked(sampling: SamplingParams) -> list[GenerationRequest]:
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """The most likely tokens by transformers, the whole sequence anew for each."""
+    """The most likely tokens by transformers, the whole sequence again for each."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -157,7 +157,7 @@ def test_a_request_ends_by_its_own_tokens_limits_and_deadline(pool: Pool, model:
     ("family", "where"), [("qwen3", layout(tp=2)), ("qwen3-moe", layout(pp=2))], ids=["TP2", "PP2 of experts"]
 )
 @torch.no_grad()
-def test_what_is_in_flight_goes_on_in_the_next_stage(
+def test_what_is_in_flight_continues_in_the_next_stage(
     pool: Pool, model: Model, family: str, where: LayoutConfig
 ) -> None:
     original, folder = model(family)
@@ -231,7 +231,7 @@ def test_replay_takes_the_gap_that_rounding_makes_of_choices(pool: Pool, model: 
     assert replayed.gap_max < min(0.2, plain.gap_max)
 
 
-def test_experts_are_told_from_where_they_are_unknown(pool: Pool, model: Model) -> None:
+def test_experts_are_reported_from_where_they_are_unknown(pool: Pool, model: Model) -> None:
     config = policy_config(model("qwen3-moe")[1], moe=MoeConfig(router_replay=True))
     whole = request("1", PROMPTS[1], GREEDY, 6)
     later = request("1", PROMPTS[1], GREEDY, 6, routed_experts_from=7)
@@ -240,7 +240,7 @@ def test_experts_are_told_from_where_they_are_unknown(pool: Pool, model: Model) 
     np.testing.assert_array_equal(both[0][7:], both[1])
 
 
-def test_a_leader_stands_where_the_mesh_says_that_outputs_are() -> None:
+def test_a_leader_is_where_the_mesh_says_that_outputs_are() -> None:
     for where in (layout(), layout(tp=2, dp=2, pp=2), layout(dp=4), layout(pp=3, dp=2)):
         assert copy_leaders(where) == Mesh.of(where).output_ranks
 

@@ -122,7 +122,7 @@ def test_logits_exist_for_one_chunk_only():
             hidden, weight, labels, shard, temperature=1.0, chunk_tokens=chunk, entropy=True
         )
         (logprobs.sum() + entropies.sum()).backward()
-    # Beside a chunk's logits there are hidden states and weights, which are smaller here.
+    # Next to a chunk's logits there are hidden states and weights, which are smaller here.
     assert max(tokens, vocabulary) * HIDDEN < chunk * vocabulary < tokens * vocabulary
     assert largest.elements == chunk * vocabulary
 

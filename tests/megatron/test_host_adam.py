@@ -38,7 +38,7 @@ def steps_of(kind: DeviceKind) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_its_steps_are_torchs(monkeypatch: pytest.MonkeyPatch, kind: DeviceKind) -> None:
-    """By way of the buffers that stand between it and a GPU too, which are not pinned here."""
+    """By way of the buffers that are between it and a GPU too, which are not pinned here."""
     monkeypatch.setattr(inner_optimizer, "host_buffer", lambda _, like: torch.empty_like(like))
     monkeypatch.setattr(inner_optimizer, "finish_copies", lambda _: None)
     torch.manual_seed(0)

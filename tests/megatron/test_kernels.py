@@ -63,7 +63,7 @@ def test_other_activations_than_swiglu_are_not_fused(activation):
     assert not chosen(activation=activation).fused_activation
 
 
-def test_the_fused_activation_wants_a_compiler():
+def test_the_fused_activation_requires_a_compiler():
     without = Installed(EVERYTHING.versions, compiler=False)
     assert not chosen(installed=without).fused_activation
 
@@ -117,7 +117,7 @@ def test_the_header_names_the_optimizer_that_runs(optimizer, kernel):
     assert kernel in chosen().described(EVERYTHING, "cuda", optimizer)["optimizer kernel"]
 
 
-def test_types_that_only_transformer_engine_takes_want_it():
+def test_types_that_only_transformer_engine_takes_require_it():
     narrow = AdamConfig(exp_avg_dtype="bfloat16", main_grads_dtype="bfloat16")
     check_optimizer(narrow, Installed({"transformer_engine": "2.8.0"}))
     check_optimizer(AdamConfig(), NOTHING)

@@ -1,4 +1,4 @@
-"""Latent attention: what is special beside other families' tests of logprobs and layouts."""
+"""Latent attention: what is special next to other families' tests of logprobs and layouts."""
 
 import pytest
 import torch

@@ -155,7 +155,7 @@ def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
 
 @pytest.mark.parametrize("name", ["TP2-SP", "TP2-SP-PP2", "EP2", "CP2"])
 def test_five_steps_of_deepseek_v3_equal_one_process(run, name):
-    """With experts Megatron wants sequence parallelism beside tensor parallelism."""
+    """With experts Megatron requires sequence parallelism next to tensor parallelism."""
     (alone,) = run("deepseek-v3", layout(), 8)
     for life in run("deepseek-v3", LAYOUTS[name], 3):
         assert_same_course(life, alone)

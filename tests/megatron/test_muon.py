@@ -1,4 +1,4 @@
-"""Muon beside its formula in float64, and under layouts that fuse and divide its matrices."""
+"""Muon against its formula in float64, and under layouts that fuse and divide its matrices."""
 
 from unittest import mock
 

@@ -63,7 +63,7 @@ def three_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfi
         ("qwen3", 1, {"offload": BOTH, "precision": "bfloat16", "optimizer": ON_HOST}),
     ],
 )
-def test_training_goes_on_to_the_bit(pool, model, family, world_size, fields):
+def test_training_continues_to_the_bit(pool, model, family, world_size, fields):
     config = policy_config(model(family)[1], **{"optimizer": AdamConfig(lr=3e-3), **fields})
 
     stayed = pool.run(world_size, three_steps, config, False)
@@ -156,7 +156,7 @@ def resident_bytes() -> int:
 def measure(rank: int, world_size: int, rendezvous: str, config: PolicyConfig) -> tuple[int, int, int]:
     """Resident memory before, during and after an absence."""
     worker: PolicyWorker = start_worker(rank, world_size, rendezvous, config)
-    # Pages that nobody has written to are not in memory yet.
+    # Pages that no one has written to are not in memory yet.
     worker.optimizer.zero_grad()
     for state in worker.optimizer.state_names:
         for shard in worker.optimizer.shards(state).values():

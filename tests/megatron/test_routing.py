@@ -80,7 +80,7 @@ def test_choices_without_replay_are_not_used(pool, model):
     torch.testing.assert_close(policy, reference_logprobs(original, batch), atol=1e-4, rtol=0)
 
 
-def test_replay_wants_choices(pool, model):
+def test_replay_requires_choices(pool, model):
     config = policy_config(model("qwen3-moe")[1], moe=MoeConfig(router_replay=True))
     with pytest.raises(AssertionError, match="the batch names no experts: the generation back end"):
         pool.run(1, logprobs_of, config, ragged_batch())

@@ -1,4 +1,4 @@
-"""A real model: trainer and engine beside transformers. Slow, and only where the model was fetched."""
+"""A real model: trainer and engine against transformers. Slow, and only where the model was fetched."""
 
 from pathlib import Path
 

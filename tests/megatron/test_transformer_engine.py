@@ -71,7 +71,7 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(engine_pool, model, fam
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma3", "deepseek-v3"])
-def test_adapters_learn_the_same_beside_both_kinds_of_layers(engine_pool, model, family):
+def test_adapters_learn_the_same_next_to_both_kinds_of_layers(engine_pool, model, family):
     """Transformer Engine's modules have norms of their own before some matrices."""
     config = policy_config(model(family)[1], lora=LoraConfig(rank=4, alpha=8))
     batches = [ragged_batch(seed=seed) for seed in (1, 2)]
@@ -122,7 +122,7 @@ def test_an_adam_of_fewer_bits_learns_and_continues(engine_pool, model, tmp_path
         assert ours.sums["loss/total"] == pytest.approx(theirs.sums["loss/total"], rel=2e-2)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-2)
     if adam is HALF_WEIGHTS:
-        # The model's weights were rounded before the optimizer's: a few are others when rounded anew.
+        # The model's weights were rounded before the optimizer's: a few are others when rounded again.
         for ours, theirs in zip(run.resumed, run.went_on, strict=True):
             assert ours.sums["loss/total"] == pytest.approx(theirs.sums["loss/total"], rel=1e-3)
     else:

@@ -91,8 +91,8 @@ def test_without_rope_scaling_the_softmax_scale_is_the_usual() -> None:
     assert shape.softmax_scale == pytest.approx(192**-0.5)
 
 
-def test_sharpening_wants_a_factor_where_positions_are_scaled_at_all() -> None:
-    """As in transformers, where `mscale_all_dim` beside the plain rotation says nothing."""
+def test_sharpening_requires_a_factor_where_positions_are_scaled_at_all() -> None:
+    """As in transformers, where `mscale_all_dim` next to the plain rotation says nothing."""
     plain = {"rope_type": "default", "rope_theta": 10000.0, "mscale_all_dim": 1.0}
     shape = shape_from_config(changed(rope_scaling=None, rope_parameters=plain), "")
     assert shape.softmax_scale == pytest.approx(192**-0.5)

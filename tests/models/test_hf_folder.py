@@ -65,7 +65,7 @@ def test_several_files_and_an_index_hold_the_same(tiny: TinyModel, tmp_path: Pat
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_the_written_type_is_kept_and_told(tiny_llama: TinyModel, tmp_path: Path) -> None:
+def test_the_written_type_is_kept_and_reported(tiny_llama: TinyModel, tmp_path: Path) -> None:
     write(tiny_llama, tmp_path / "out", dtype=torch.bfloat16)
     assert HfFolder(tmp_path / "out").dtype(Q_PROJ) is torch.bfloat16
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

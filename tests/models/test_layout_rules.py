@@ -115,7 +115,7 @@ def layout(**sizes: int | bool | None) -> LayoutConfig:
         ),
     ],
 )
-def test_a_rule_names_field_and_mend(
+def test_a_rule_names_field_and_fix(
     shape: ModelShape, sizes: dict[str, int | bool], field: str, fix: str
 ) -> None:
     wanted = layout(**sizes)

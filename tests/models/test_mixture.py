@@ -56,7 +56,7 @@ def test_experts_are_divided_over_ep_and_their_matrices_over_etp(
 
 
 def test_gpt_oss_interleaves_gate_and_up(tiny_gpt_oss: TinyModel) -> None:
-    """On disk [expert, input, (row, gate or up)]; Megatron wants [the gate's rows, then up's, input]."""
+    """On disk [expert, input, (row, gate or up)]; Megatron requires [the gate's rows, then up's, input]."""
     tensors = {name.removeprefix("model.layers.2."): t for name, t in tiny_gpt_oss.tensors.items()}
     parameters = on_rank(tiny_gpt_oss, 3)
     both = tensors["mlp.experts.gate_up_proj"][7]

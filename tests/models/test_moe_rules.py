@@ -59,7 +59,7 @@ def vllm(**fields):
         (vllm(enable_prefix_caching=False), True, "generation.enable_prefix_caching", "set true"),
     ],
 )
-def test_who_does_not_tell_what_it_chose(generation, gpus, field, sentence):
+def test_who_does_not_report_what_it_chose(generation, gpus, field, sentence):
     (found,) = moe_problems(EXPERTS, REPLAY, generation, gpus=gpus)
     assert found.field == field
     assert re.search(sentence, found.fix)

@@ -88,7 +88,7 @@ def test_import_keeps_the_tokenizer(arithmetic: Path, tmp_path: Path) -> None:
 
 
 def test_import_leaves_out_what_the_model_does_not_use(tmp_path: Path) -> None:
-    """A head beside tied embeddings is ignored, as transformers does, whatever it holds."""
+    """A head next to tied embeddings is ignored, as transformers does, whatever it holds."""
     create_arithmetic_model(tmp_path / "tied", tied=True)
     file = tmp_path / "tied" / SINGLE_FILE
     tensors = load_file(file)

@@ -74,7 +74,7 @@ def test_what_a_step_lost_is_below_its_row(screen):
     assert f"3/20  lost: {LOSSES}" in text_of(screen)
 
 
-def test_quick_stages_are_silent_and_slow_ones_speak_less_and_less(screen):
+def test_quick_stages_are_silent_and_slow_ones_are_mentioned_less_and_less(screen):
     console = PlainConsole(screen, total_steps=1, slow_seconds=0.05)
     stages = Stages([console])
     with stages.stage("logprobs"):
@@ -94,7 +94,7 @@ def test_quick_stages_are_silent_and_slow_ones_speak_less_and_less(screen):
     assert re.fullmatch(r"generation: done after \d+\.\d s \(34/128 trajectories, .* tokens/s\)", lines[-1])
 
     time.sleep(0.3)
-    assert screen.getvalue().splitlines() == lines  # no clock goes on behind our back
+    assert screen.getvalue().splitlines() == lines  # no clock continues behind our back
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_model_names_are_not_markup(screen):
     assert re.search(r"validation/\[red\]x +│ +0\.25 │ +0\.75 │ +\+0\.5", text_of(screen))
 
 
-def test_the_summary_tells_before_and_after(screen, tmp_path):
+def test_the_summary_shows_before_and_after(screen, tmp_path):
     console = PlainConsole(screen, total_steps=1)
     console.summary([Change("validation/reward", None, 0.75)], tmp_path / "report.html")
     assert screen.getvalue().splitlines() == [

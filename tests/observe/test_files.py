@@ -21,7 +21,7 @@ def lines_of(path: Path, *records: object) -> Path:
     return path
 
 
-def test_a_torn_last_line_is_left_out_and_cut_off_before_the_next(tmp_path):
+def test_a_partial_last_line_is_left_out_and_cut_off_before_the_next(tmp_path):
     path = lines_of(tmp_path / "m.jsonl", {"step": 1}, {"step": 2})
     path.write_bytes(path.read_bytes() + b'{"step": 3, "rew')
     assert read_json_lines(path) == [{"step": 1}, {"step": 2}]

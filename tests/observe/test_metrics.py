@@ -1,4 +1,4 @@
-"""metrics.jsonl: strict JSON on disk, the same figures when read back."""
+"""metrics.jsonl: strict JSON on disk, the same values when read back."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_figures_come_back_as_they_were(tmp_path):
+def test_metrics_come_back_as_they_were(tmp_path):
     path = tmp_path / "metrics.jsonl"
     steps = [
         StepMetrics(0, 0, {"validation/reward": 0.25}),
@@ -51,7 +51,7 @@ def test_nan_and_infinity_are_null_and_named(tmp_path):
     assert values["entropy"] == 2.0
 
 
-def test_a_figure_cannot_hide_the_step():
+def test_a_metric_cannot_hide_the_step():
     with pytest.raises(ValueError, match=r"metrics of step 4: \['version'\]"):
         StepMetrics(4, 4, {"version": 1.0})
 

@@ -1,4 +1,4 @@
-"""The loop tells one object, and all files, the console and the report know."""
+"""The loop calls one object, and all files, the console and the report know."""
 
 import io
 import json

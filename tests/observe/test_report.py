@@ -79,7 +79,7 @@ def test_the_reward_has_its_band_and_the_validations():
     assert reward_chart([StepMetrics(1, 1, {"loss/sft": 2.0})]) is None
 
 
-def test_every_figure_is_drawn_somewhere():
+def test_every_metric_is_drawn_somewhere():
     main, more = metric_charts([grpo_step(1), grpo_step(2)])
     titles = [
         "Validation",
@@ -118,8 +118,8 @@ def test_long_texts_are_cut_with_a_note(write_run):
     assert "6,000 more characters in samples.jsonl" in page
 
 
-def test_what_each_reward_pays_most_and_least_is_shown(write_run):
-    """A judge that pays for begging shows in its highest paid answer, also in the middle of a run."""
+def test_what_each_reward_scores_highest_and_lowest_is_shown(write_run):
+    """A judge that rewards begging shows in its highest scored answer, also in the middle of a run."""
     samples = [
         make_sample(step, completion=f"answer {step}", rewards={"math": 1.0, "judge": judge})
         for step, judge in enumerate((0.5, 0.1, 0.9, 0.1, 0.9, 0.4), 1)

@@ -61,7 +61,7 @@ def test_resume_cuts_off_what_will_come_again(run_dir):
     assert [start["resumed_step"] for start in read_header(resumed.paths.header)] == [None, 3]
 
 
-def test_resume_without_a_checkpoint_starts_anew(run_dir):
+def test_resume_without_a_checkpoint_starts_over(run_dir):
     folder = RunFolder.create(run_dir, CONFIG)
     record(folder, range(2))
     folder.close()
@@ -90,7 +90,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
         RunFolder.create(tmp_path / "run", CONFIG)
 
 
-def test_a_damaged_header_is_named(run_dir):
+def test_a_corrupt_header_is_named(run_dir):
     RunFolder.create(run_dir, CONFIG).close()
     (run_dir / "header.json").write_text("[{")
     with pytest.raises(RunFolderError, match=r"header\.json is not JSON"):

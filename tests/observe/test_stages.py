@@ -19,7 +19,7 @@ class Clock:
 
 
 class Listener:
-    """Writes down what it is told."""
+    """Records every event."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
@@ -64,7 +64,7 @@ def test_seconds_of_a_step_add_up_by_stage(clock):
     assert stages.finish_step(2) == {"time/refit": 0.25, "time/step": 0.25}
 
 
-def test_listeners_hear_what_happens_in_order(clock):
+def test_listeners_receive_what_happens_in_order(clock):
     listener = Listener()
     stages = Stages([listener])
     with stages.stage("generation", total=4, unit="trajectories") as stage:

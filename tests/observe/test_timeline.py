@@ -20,7 +20,7 @@ def test_each_stage_is_a_span_on_its_own_track(tmp_path):
     stages = Stages([timeline])
     with stages.stage("generation", unit="trajectories") as stage:
         stage.advance(8)
-    assert spans(json.loads(path.read_text())) == ["generation"]  # whole although nobody has closed it
+    assert spans(json.loads(path.read_text())) == ["generation"]  # whole although it is not closed
     with pytest.raises(OSError, match="gone"), stages.stage("training"):
         raise OSError("gone")
     stages.finish_step(1)
@@ -41,7 +41,7 @@ def test_each_stage_is_a_span_on_its_own_track(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [0, 1, 2, 5, 40])
-def test_a_torn_file_is_gone_on_with(tmp_path, torn):
+def test_a_partial_file_is_continued(tmp_path, torn):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     stages = Stages([timeline])

@@ -1,4 +1,4 @@
-"""TensorBoard files hold the figures; a missing package is said before the run starts."""
+"""TensorBoard files hold the metrics; a missing package is said before the run starts."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ def test_none_is_opened_unasked(run_dir):
     assert open_trackers(LoggerConfig(), RunFolder.create(run_dir, CONFIG)) == []
 
 
-def test_a_missing_package_is_named_with_its_mend(run_dir, monkeypatch):
+def test_a_missing_package_is_named_with_its_fix(run_dir, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         TrackerMissing, match=r"pip install 'nemorl\[trackers\]', or set logger\.tensorboard=false"

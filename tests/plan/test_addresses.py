@@ -16,7 +16,7 @@ def found(host: str, port: int = 0) -> list[Problem]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port on which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -49,7 +49,7 @@ def test_a_port_in_use_is_refused(taken: int) -> None:
     assert problem.fix == "another program listens there: name another port, or 0 for a free one"
 
 
-def test_a_server_whose_name_nobody_knows_is_refused() -> None:
+def test_a_server_whose_name_is_unknown_is_refused() -> None:
     config = OpenAIGenerationConfig(backend="openai", base_url="http://nowhere.invalid:80/v1", model="m")
 
     (problem,) = address_problems(config, None)

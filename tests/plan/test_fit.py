@@ -111,7 +111,7 @@ def test_a_sound_experiment_fits(configure: Configure) -> None:
         ),
     ],
 )
-def test_it_is_refused_with_field_value_and_mend(
+def test_it_is_refused_with_field_value_and_fix(
     configure: Configure, overrides: list[str], field: str, value: Any, fix: str
 ) -> None:
     problem = only_problem(configure, *overrides)
@@ -139,7 +139,7 @@ def test_everything_wrong_is_listed_at_once(configure: Configure) -> None:
     assert plan.processes == ()
 
 
-def test_a_missing_model_is_told_of_once(configure: Configure) -> None:
+def test_a_missing_model_is_reported_once(configure: Configure) -> None:
     problem = only_problem(configure, "policy.model_path=nowhere")
 
     assert (problem.field, problem.value) == ("policy.model_path", "nowhere")
@@ -156,7 +156,7 @@ def test_an_unsupported_model_says_why(configure: Configure, tmp_path: Path) -> 
     assert "FalconForCausalLM" in problem.fix
 
 
-def test_the_embedded_engine_wants_whole_contexts(configure: Configure, tmp_path: Path) -> None:
+def test_the_embedded_engine_requires_whole_contexts(configure: Configure, tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
     folder = write_model(tmp_path / "mistral", **mistral)
     experiment = [f"policy.model_path={folder}", "policy.micro_batch_tokens=1024"]
@@ -173,7 +173,7 @@ def test_an_adapter_may_be_as_wide_as_its_matrix(configure: Configure) -> None:
     assert plan_run(configure(lora), ROOMY).problems == ()
 
 
-def test_sinks_want_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> None:
+def test_sinks_require_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -> None:
     gpt_oss = {
         "architectures": ["GptOssForCausalLM"],
         "head_dim": 16,

@@ -1,4 +1,4 @@
-"""Models beside the policy in the plan of a run."""
+"""Models next to the policy in the plan of a run."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_auxiliary_models_spell_the_tokens_of_the_policy(
         assert "name a model with the policy's tokenizer" in problems[0].fix
 
 
-def test_models_that_take_turns_find_room_beside_what_the_others_keep(configure: Configure) -> None:
+def test_models_that_take_turns_find_room_next_to_what_the_others_keep(configure: Configure) -> None:
     shared = ["cluster.gpus_per_node=2", "critic.devices=policy"]
     found = processes(configure, *shared)
     policy, critic = found["policy"], found["critic"]
@@ -156,7 +156,7 @@ def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
     assert all(fix in problem.fix for problem in found)
 
 
-def test_a_reward_model_finds_room_beside_engines_that_are_awake(
+def test_a_reward_model_finds_room_next_to_engines_that_are_awake(
     configure: Configure, tmp_path: Path
 ) -> None:
     taste = write_reward_model(tmp_path / "taste")

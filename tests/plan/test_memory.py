@@ -1,4 +1,4 @@
-"""Memory against figures worked out by hand for the model of `tests.plan.models`."""
+"""Memory against values worked out by hand for the model of `tests.plan.models`."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_types_of_fewer_bits_save_what_they_are_shorter(configure: Configure) ->
     assert narrowed().checkpoint == 12 * WHOLE  # which knows float32 only
 
 
-def test_checkpoints_beside_training_keep_a_copy_of_the_state(configure: Configure) -> None:
+def test_checkpoints_during_training_keep_a_copy_of_the_state(configure: Configure) -> None:
     def copied(*overrides: str) -> ProcessMemory:
         return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
 
@@ -142,7 +142,7 @@ def test_the_cache_is_no_larger_than_what_can_run(configure: Configure) -> None:
     assert engine.kv_cache == 64 * 64 * 2 * 6 * 64 * 4
 
 
-def test_a_policy_that_samples_by_itself_has_its_part_of_the_cache_and_sends_nothing(
+def test_a_policy_that_samples_its_own_tokens_has_its_part_of_the_cache_and_sends_nothing(
     configure: Configure,
 ) -> None:
     layout = "policy.layout={tensor_parallel_size: 2, pipeline_parallel_size: 2}"
@@ -154,7 +154,7 @@ def test_a_policy_that_samples_by_itself_has_its_part_of_the_cache_and_sends_not
     assert policy.staging == 0
 
 
-def test_replayed_choices_are_kept_beside_the_keys(configure: Configure) -> None:
+def test_replayed_choices_are_kept_next_to_the_keys(configure: Configure) -> None:
     moe = MoeShape(num_experts=8, top_k=2, ffn_hidden_size=64, first_layer=1)
     sizes = []
     for replay in ("false", "true"):

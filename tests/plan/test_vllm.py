@@ -65,7 +65,7 @@ def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Confi
         assert [problem.field for problem in found] == refused
 
 
-def test_adapters_beside_experts_want_gpus(configure: Configure) -> None:
+def test_adapters_next_to_experts_require_gpus(configure: Configure) -> None:
     for overrides, refused in (((), ["generation.adapters"]), ((GPUS,), [])):
         experiment = configure(
             VLLM, "generation.adapters=separate", "policy.lora={rank: 8, alpha: 16}", *overrides

@@ -45,7 +45,7 @@ def test_weights_of_another_shape_are_of_another_model(model: Path) -> None:
     )
 
 
-def test_quantised_weights_are_told_of(model: Path) -> None:
+def test_quantized_weights_are_reported(model: Path) -> None:
     write_weights(model / "model.safetensors", hf_tensors(load_shape(model)), dtype="F8_E4M3")
 
     assert "is of type F8_E4M3, and weights may be F32, BF16, F16" in only_problem(model)
@@ -55,7 +55,7 @@ def test_quantised_weights_are_told_of(model: Path) -> None:
     ("size", "problem"),
     [(0, "is no safetensors file"), (20, "is no safetensors file"), (100_000, "has 100000 bytes of ")],
 )
-def test_a_file_that_was_cut_off_is_told_of(model: Path, size: int, problem: str) -> None:
+def test_a_file_that_was_cut_off_is_reported(model: Path, size: int, problem: str) -> None:
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(size)
 
@@ -80,7 +80,7 @@ def test_weights_in_several_files_are_looked_up_by_their_index(model: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"model": {"vocab"', "{}"])
-def test_a_tokenizer_that_cannot_be_read_is_told_of(configure: Configure, model: Path, text: str) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_reported(configure: Configure, model: Path, text: str) -> None:
     (model / "tokenizer.json").write_text(text)
 
     (problem,) = plan_run(configure(), ROOMY).problems

@@ -1,4 +1,4 @@
-"""A stand-in of a server that scores: answers what a test tells it, and keeps what it was asked."""
+"""A stand-in of a server that scores: answers what a test sets, and keeps what it was asked."""
 
 import asyncio
 import json

@@ -77,7 +77,7 @@ def test_turns_have_the_weighted_rewards_of_the_environment():
         [FunctionRewardConfig(function="exact_match")], [given], weights={"env": 10.0, "end": 0.1}
     )
     assert [turn.reward for turn in paid.turns] == pytest.approx([5.0, 10.2])
-    assert paid.reward == pytest.approx(5.0 + 10.2 + 1.0)  # the function pays for the whole
+    assert paid.reward == pytest.approx(5.0 + 10.2 + 1.0)  # the function scores the whole
 
 
 def test_a_reward_that_does_not_apply_is_absent():
@@ -88,7 +88,7 @@ def test_a_reward_that_does_not_apply_is_absent():
     assert trajectory.reward == 0.0
 
 
-def test_failed_trajectories_are_neither_shown_nor_paid():
+def test_failed_trajectories_are_neither_shown_nor_rewarded():
     failed = conversation("4", error="environment step 1: lost")
     first, second = apply([own("word_count")], [failed, conversation("one two")])
     assert first is failed.trajectory

@@ -23,7 +23,7 @@ def test_a_value_an_exception_and_a_hang_are_all_answers():
     ]
 
 
-def test_what_hangs_is_cancelled_and_so_is_what_nobody_waits_for():
+def test_what_hangs_is_cancelled_and_so_is_what_nothing_waits_for():
     ended = []
 
     async def hangs():

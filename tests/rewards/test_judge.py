@@ -38,7 +38,7 @@ def judged(answer, **options):
     return asyncio.run(main())
 
 
-def test_each_answer_is_judged_by_itself():
+def test_each_answer_is_judged_alone():
     def answer(body):
         said = body["messages"][-1]["content"].partition("A: ")[2].partition("\n")[0]
         return saying(f'Let me think. {{"score": 1}} no: {{"why": {{"a": 1}}, "score": {len(said)}}}')

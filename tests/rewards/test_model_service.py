@@ -25,7 +25,7 @@ def by_length(body):
 
 
 def scored(answer, *, chat=True, said=SAID, groups=1, prepare=lambda server: None, **options):
-    """What groups are paid by a model at the stand-in, and what that was asked."""
+    """What groups are rewarded by a model at the stand-in, and what that was asked."""
 
     async def main():
         async with listening(answer) as server:

@@ -11,7 +11,7 @@ def of_lengths(*lengths):
     return [list(range(length)) for length in lengths]
 
 
-def test_overlong_answers_pay_as_in_dapos_equation_13():
+def test_overlong_answers_are_scored_as_in_dapos_equation_13():
     lengths = [0, 59, 60, 61, 75, 99, 100, 101, 500]
     expected = []
     for length in lengths:
@@ -36,7 +36,7 @@ def test_every_token_costs_the_same():
     assert length_penalty(of_lengths(0, 5, 20, 30), max_length=20) == [0.0, -0.25, -1.0, -1.0]
 
 
-def test_short_right_answers_are_paid_and_short_wrong_ones_are_not():
+def test_short_right_answers_are_rewarded_and_short_wrong_ones_are_not():
     """Kimi's lambda is 1/2, 1/4 and -1/2 for 2, 3 and 6 tokens."""
     ids = of_lengths(2, 3, 6, 2, 6)
     said = ["4", "4", "4", "5", "5"]

@@ -41,7 +41,7 @@ def test_exact_match_reads_the_last_turn_of_a_conversation():
         ("", 0.0),
     ],
 )
-def test_format_is_paid_in_quarters(text, share):
+def test_format_is_rewarded_in_quarters(text, share):
     assert format_tags([text]) == [share]
 
 

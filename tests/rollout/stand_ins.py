@@ -13,7 +13,7 @@ from nemorl.trajectories import Action, Message, Step, StopReason, Task
 def completion(
     request: GenerationRequest, tokens: Sequence[int], stop: StopReason = StopReason.STOP, version: int = 0
 ) -> Completion:
-    """An answer whose logprobs tell the token they belong to: -token / 1000."""
+    """An answer whose logprobs identify the token they belong to: -token / 1000."""
     ids = np.array(tokens, dtype=np.int32)
     return Completion(
         id=request.id,

@@ -79,7 +79,7 @@ def test_synchronous_steps_start_their_groups_and_get_them_in_order():
     assert [a.num_texts for a in workers[0].assignments[:2] + workers[1].assignments[:2]] == [2, 1, 1, 1]
 
 
-def test_a_resumed_run_goes_on_at_its_position_whatever_the_size_of_earlier_steps():
+def test_a_resumed_run_continues_at_its_position_whatever_the_size_of_earlier_steps():
     async def main():
         sampling = collector([StandInWorker()], position=11, version=2)
         sampling.advance(2)

@@ -41,7 +41,7 @@ class AsksAgain:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """A random model that ends turns often, so that conversations go on."""
+    """A random model that ends turns often, so that conversations continue."""
     folder = tmp_path_factory.mktemp("chat_model")
     torch.manual_seed(3)
     model = LlamaForCausalLM(
@@ -106,7 +106,7 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
     assert trajectory.error is None
     assert len(trajectory.turns) == TURNS
 
-    # The mask is where the turns lie, and there lie the very tokens that the environment was told of.
+    # The mask is where the turns lie, and there lie the very tokens that the environment received.
     mask = np.zeros(trajectory.num_tokens, dtype=bool)
     for turn, action in zip(trajectory.turns, environment.heard, strict=True):
         mask[turn.start : turn.end] = True

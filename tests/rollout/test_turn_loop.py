@@ -53,7 +53,7 @@ class TestTokens:
         assert generator.requests[0].prompt.tolist() == opening
         assert generator.requests[1].prompt.tolist() == opening + trap + between
 
-    def test_mask_logprobs_and_versions_stand_at_their_tokens(self, tokenizer):
+    def test_mask_logprobs_and_versions_are_at_their_tokens(self, tokenizer):
         generator = ScriptedGenerator([[50, IM_END], [60, 61, IM_END]])
         trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE])).trajectory
         first, second = trajectory.turns
@@ -88,7 +88,7 @@ class TestTokens:
 
 
 class RoutingGenerator(ScriptedGenerator):
-    """Tells for what it read the number of its turn, from the position that is asked for."""
+    """Returns, for what it read, the number of its turn, from the position that is asked for."""
 
     async def generate(self, request):
         answer = await super().generate(request)
@@ -98,7 +98,7 @@ class RoutingGenerator(ScriptedGenerator):
 
 
 class TestExperts:
-    def test_each_turn_tells_those_of_what_it_read_first(self, tokenizer):
+    def test_each_turn_reports_those_of_what_it_read_first(self, tokenizer):
         generator = RoutingGenerator([[50, IM_END], [60, 61, IM_END]])
         trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE])).trajectory
         first, second = trajectory.turns
@@ -109,7 +109,7 @@ class TestExperts:
         assert trajectory.routed_experts[:, 1, 1].tolist() == expected
         assert [asked.routed_experts_from for asked in generator.requests] == [0, first.end - 1]
 
-    def test_an_engine_that_tells_none_leaves_none(self, tokenizer):
+    def test_an_engine_that_reports_none_leaves_none(self, tokenizer):
         trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]]), ScriptedEnvironment([DONE])).trajectory
         assert trajectory.routed_experts is None
 

@@ -61,7 +61,7 @@ def sample(worker, assignments):
     return asyncio.run(main())
 
 
-def test_groups_are_sampled_paid_stored_and_summarised(model_folder, tokenizer):
+def test_groups_are_sampled_rewarded_stored_and_summarised(model_folder, tokenizer):
     engine = EchoEngine(adds(tokenizer))
     stored = []
     config = experiment(model_folder)
@@ -97,7 +97,7 @@ def test_groups_are_sampled_paid_stored_and_summarised(model_folder, tokenizer):
     assert second.texts == ()
 
 
-def test_a_greedy_sample_beside_a_group_is_paid_and_not_stored(model_folder, tokenizer):
+def test_a_greedy_sample_next_to_a_group_is_rewarded_and_not_stored(model_folder, tokenizer):
     requests, stored = [], []
 
     def keep(request):

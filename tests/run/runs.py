@@ -41,7 +41,7 @@ def write_experiment(folder: Path, model: Path, name: str, **changes: Any) -> Pa
             "train": {"name": "arithmetic", "digits": 1, "size": 60, "offset": 20},
             "validation": {"name": "arithmetic", "digits": 1, "size": 20},
         },
-        # Paid for the first digit, so that an untrained model has something to learn from.
+        # Rewarded for the first digit, so that an untrained model has something to learn from.
         "rewards": [{"function": "tests.run.rewards:starts_right"}],
         "algorithm": {
             "name": "grpo",

@@ -65,7 +65,7 @@ def metrics(step: int) -> StepMetrics:
 
 
 @in_a_loop
-async def test_training_goes_on_while_the_disk_is_slow(store: CheckpointStore) -> None:
+async def test_training_continues_while_the_disk_is_slow(store: CheckpointStore) -> None:
     policy = SlowPolicy()
     async with checkpoints(policy, store) as saving:
         await saving.save(Progress(step=1), metrics(1))
@@ -128,7 +128,7 @@ async def save_and_check(saving: Checkpoints) -> None:
 
 @in_a_loop
 @pytest.mark.parametrize("asynchronous", [True, False])
-async def test_a_failure_is_told_once_and_leaves_no_folder(
+async def test_a_failure_is_reported_once_and_leaves_no_folder(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
     policy = SlowPolicy()

@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ppo(folder: Path, name: str, num_steps: int, **sections: object) -> Path:
-    """A critic under TP2 beside a policy under DP2; in the first step the critic learns alone."""
+    """A critic under TP2 next to a policy under DP2; in the first step the critic learns alone."""
     model = folder / "model"
     path = write_experiment(folder, model if model.exists() else tiny_model(model), name)
     tree = yaml.safe_load(path.read_text())
@@ -47,7 +47,7 @@ def run(path: Path, *arguments: str) -> list[StepMetrics]:
     return lines(path.with_suffix(""))
 
 
-def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: Path) -> None:
+def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(folder: Path) -> None:
     parts = {"likelihood": {"coefficient": 0.1, "min_reward": 0.0}, "loss": {"top_entropy_quantile": 0.5}}
     path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3}, algorithm=parts)
     alone, *later = run(path)
@@ -57,7 +57,7 @@ def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: P
     assert alone.values["critic/value"] == 0  # a head of zeros expects nothing
     assert alone.values["kl/penalty"] == pytest.approx(0, abs=1e-5)  # the reference is what samples
     assert [step.values["kl/penalty"] for step in later] == pytest.approx([0, 0], abs=0.1)
-    assert later[0].values["kl/penalty"] == pytest.approx(0, abs=1e-5)  # nor has the policy learnt before it
+    assert later[0].values["kl/penalty"] == pytest.approx(0, abs=1e-5)  # nor has the policy learned before it
     assert abs(later[1].values["kl/penalty"]) > 1e-5
     assert all(step.values["critic/value"] != 0 for step in later)
     assert all(step.values["grad_norm"] > 0 for step in later)
@@ -73,7 +73,7 @@ def test_a_critic_learns_beside_the_policy_and_lies_in_its_checkpoints(folder: P
 
 
 @pytest.mark.slow
-def test_a_run_with_a_critic_on_the_policys_devices_goes_on_as_it_would_have(folder: Path) -> None:
+def test_a_run_with_a_critic_on_the_policys_devices_continues_as_it_would_have(folder: Path) -> None:
     away = {"offload": {"weights": True, "optimizer": True}}
     sections = {"policy": away, "critic": {**away, "devices": "policy"}}
     whole = run(ppo(folder, "whole", 4, **sections))

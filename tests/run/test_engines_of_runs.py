@@ -1,4 +1,4 @@
-"""Whole runs whose engines die, or are somebody else's."""
+"""Whole runs whose engines die, or are another user's."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def model(folder: Path) -> Path:
 
 
 def ask(port: int, model: Path) -> list[int]:
-    """The versions of the weights that sample a few tokens for whoever asks over HTTP."""
+    """The versions of the weights that sample a few tokens for any client over HTTP."""
     body = {"model": model.name, "prompt": "1+2=", "max_tokens": 4, "return_token_ids": True}
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
@@ -44,7 +44,7 @@ def ask(port: int, model: Path) -> list[int]:
     return versions
 
 
-def test_a_run_goes_on_when_an_engine_dies_and_answers_beside_it(
+def test_a_run_continues_when_an_engine_dies_and_answers_during_it(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMORL_TEST_KEY", "for-tests-only")
@@ -79,7 +79,7 @@ def test_a_run_goes_on_when_an_engine_dies_and_answers_beside_it(
     assert "generation replica 1 is lost: generation rank 1 died" in output
     assert f"the engines answer at http://127.0.0.1:{port}/v1" in output
     assert "for-tests-only" not in output
-    # Every batch is what the policy of its step says, whoever sampled it.
+    # Every batch is what the policy of its step says, whichever engine sampled it.
     assert max(s.values["logprob_gap/max"] for s in steps) < 1e-4
     assert all(s.values["errors"] == 0 for s in steps)
 
@@ -128,7 +128,7 @@ def test_a_server_of_the_same_model_trains(folder: Path, model: Path, server: di
     assert "refit/gigabytes" not in steps[1].values
 
 
-def test_a_server_of_another_model_is_stopped_before_anything_is_learnt(
+def test_a_server_of_another_model_is_stopped_before_anything_is_learned(
     model: Path, server: dict[str, Any], tmp_path: Path
 ) -> None:
     other = tmp_path / "other"

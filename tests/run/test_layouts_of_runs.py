@@ -1,4 +1,4 @@
-"""A layout is a line of YAML, and the figures of a whole run do not notice it."""
+"""A layout is a line of YAML, and the metrics of a whole run do not notice it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A policy that samples by itself: whole runs beside one with an engine, and where no engine could sample."""
+"""A policy that samples its own tokens: runs against one with an engine, and where none could sample."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def experiment(folder: Path, model: Path, backend: str, **changes: object) -> Pa
 
 
 def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> None:
-    """The same samples by the same seeds, so the same figures; weights go nowhere and the gap is rounding."""
+    """The same samples by the same seeds, so the same metrics; weights go nowhere and the gap is rounding."""
     paths = [experiment(folder, dense, backend) for backend in ("torch", "megatron")]
     for process in [start("train", path) for path in paths]:
         status, output = finish(process)

@@ -18,7 +18,7 @@ def test_an_origin_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"run": "a", "step": null}'])
-def test_a_folder_of_somebody_else_has_none(tmp_path: Path, text: str | None) -> None:
+def test_a_folder_of_another_program_has_none(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / ORIGIN_FILE).write_text(text)
 

@@ -105,7 +105,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     assert not list(RunRecorder(experiment, nobody, observer, checkpoints, progress).steps())
 
 
-def test_a_run_that_is_told_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
+def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path), ["checkpointing.period=3"])
     observer: Any = SimpleNamespace(
         stage=Stages([]).stage, step=lambda step, version, values: StepMetrics(step, version, values)

@@ -1,4 +1,4 @@
-"""A run that is paid by a reward model, which has the policy's devices by turns."""
+"""A run that is rewarded by a reward model, which has the policy's devices by turns."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def reward_model(folder: Path, model: Path) -> Path:
     return folder
 
 
-def test_a_policy_is_paid_by_a_reward_model_of_the_run(tmp_path: Path) -> None:
+def test_a_policy_is_rewarded_by_a_reward_model_of_the_run(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     taste = reward_model(tmp_path / "taste", model)
     path = write_experiment(

@@ -93,7 +93,7 @@ def test_the_policy_moves_away_from_its_reference(uninterrupted: Path) -> None:
 def test_a_killed_driver_resumes_to_the_run_that_would_have_been(
     folder: Path, model: Path, uninterrupted: Path
 ) -> None:
-    # The device is left while it generates, which must not be seen in the figures either.
+    # The device is left while it generates, which must not be seen in the metrics either.
     away = {"weights": True, "optimizer": True}
     config = write_experiment(folder, model, "killed", policy={"offload": away})
     driver = start("train", config)
@@ -214,7 +214,7 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
     assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
-def test_a_run_that_is_told_to_stop_keeps_its_last_step_and_goes_on_as_if_nothing_had_been(
+def test_a_run_that_is_asked_to_stop_keeps_its_last_step_and_continues_as_if_nothing_had_been(
     folder: Path, model: Path, uninterrupted: Path
 ) -> None:
     config = write_experiment(folder, model, "stopped", checkpointing={"period": 100})

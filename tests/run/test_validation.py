@@ -1,4 +1,4 @@
-"""Figures of a validation against values worked out by hand, by enumeration or by a second formula."""
+"""Metrics of a validation against values worked out by hand, by enumeration or by a second formula."""
 
 import random
 from itertools import combinations
@@ -66,7 +66,7 @@ def test_wilson_of_single_samples() -> None:
 
 
 def test_wilson_counts_tasks_and_not_their_samples() -> None:
-    """Samples that are all alike in a task say no more than one; what varies within tasks says more."""
+    """Samples that are all equal in a task say no more than one; what varies within tasks says more."""
     one_each = wilson_interval([1.0] * 5 + [0.0] * 5)
     assert wilson_interval([0.5] * 4 + [0.75, 0.25] * 3).high < one_each.high
     assert wilson_interval([1.0] * 10 + [0.0] * 10).high < one_each.high
@@ -96,7 +96,7 @@ def test_normal_interval() -> None:
     assert normal_interval([1.0]) is None
 
 
-def test_validation_figures() -> None:
+def test_validation_metrics() -> None:
     groups = [
         group(0, *said("42", "42", "7")),
         group(1, *said("7", "7", "42")),

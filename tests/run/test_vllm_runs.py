@@ -122,8 +122,8 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("uvicorn") is None, reason="vLLM is here without its server's packages")
-def test_samples_of_a_vllm_server_are_learnt_from(tmp_path: Path, model: Path) -> None:
-    """At a temperature, of whose distribution the server tells the logprobs."""
+def test_samples_of_a_vllm_server_are_learned_from(tmp_path: Path, model: Path) -> None:
+    """At a temperature, of whose distribution the server reports the logprobs."""
     with vllm_server(model, tmp_path / "server.log") as address:
         engine = {
             "backend": "openai",

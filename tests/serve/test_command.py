@@ -114,11 +114,11 @@ def test_who_asks_does_not_notice_that_an_engine_dies(server):
             streamed.setdefault(choice.index, []).extend(choice.token_ids)
     expected = {c.index: c.token_ids for c in whole.choices}
     assert streamed.keys() == expected.keys()
-    # A prompt that is read anew rounds differently, so here and there a draw falls on the other side.
+    # A prompt that is read again rounds differently, so here and there a draw falls on the other side.
     assert sum(streamed[i] != expected[i] for i in range(32)) <= 4
 
 
-def test_it_ends_in_order_when_it_is_told_to(server):
+def test_it_ends_in_order_when_it_is_asked_to(server):
     said: list[str] = []
     reader = threading.Thread(target=lambda: said.append(server.process.communicate()[0]))
     server.process.terminate()

@@ -1,4 +1,4 @@
-"""The endpoint over a torch engine, spoken to as any client does."""
+"""The endpoint over a torch engine, called as any client does."""
 
 import asyncio
 import json
@@ -205,13 +205,13 @@ def test_tool_calls_are_read(endpoint, served_tokenizer):
     first, second = choice["message"]["tool_calls"]
     assert first["function"] == {"name": "add", "arguments": '{"a": 1, "b": "x"}'}
     assert first["id"] != second["id"]
-    # What cannot be read is text, and so is a call where tools were not wanted.
+    # What cannot be read is text, and so is a call where tools were not enabled.
     assert garbled["choices"][0]["message"]["content"] == "<tool_call>{oops"
     assert off["choices"][0]["message"]["content"] == CALL
     assert "Tools:" not in served_tokenizer.decode(off["prompt_token_ids"])
 
 
-def test_tool_calls_in_a_stream_come_whole(endpoint, served_tokenizer):
+def test_tool_calls_in_a_stream_are_complete(endpoint, served_tokenizer):
     async def talk(e):
         body = {**CHAT, "tools": [TOOL], "stream": True}
         return await events(e, "/chat/completions", body), await events(e, "/chat/completions", body)
@@ -274,7 +274,7 @@ def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
         ("/nowhere", {}, 404, "POST /v1/nowhere: Not Found."),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_told_what_is_wrong(endpoint, path, body, status, says):
+def test_a_wrong_request_gets_what_is_wrong(endpoint, path, body, status, says):
     answered, answer = run(endpoint, lambda e: e.post(path, body))
     assert answered == status
     assert says in answer["error"]["message"]
@@ -314,7 +314,7 @@ def test_a_stream_whose_request_fails_ends():
         asyncio.run(asyncio.wait_for(follow(), 60))
 
 
-def test_the_key_is_wanted_everywhere_but_for_health(endpoint, served_tokenizer):
+def test_the_key_is_required_everywhere_but_for_health(endpoint, served_tokenizer):
     async def talk(e):
         for key in ("", "wrong", e.at.api_key + "x", "ключ"):
             status, answer = await e.post("/completions", BODY, key=key)

@@ -116,7 +116,7 @@ def test_what_is_asked_together_is_scored_together():
         (b"{", 400, "The body is not JSON"),
     ],
 )
-def test_a_request_that_is_wrong_is_told_so(served_tokenizer, body, status, message):
+def test_a_request_that_is_wrong_is_refused(served_tokenizer, body, status, message):
     async def client(endpoint):
         return await endpoint.post("/rewards", body)
 
@@ -125,7 +125,7 @@ def test_a_request_that_is_wrong_is_told_so(served_tokenizer, body, status, mess
     assert message in told["error"]["message"]
 
 
-def test_a_key_is_wanted_and_failures_are_told(served_tokenizer):
+def test_a_key_is_required_and_failures_are_reported(served_tokenizer):
     async def fails(examples):
         raise RuntimeError("secret of the machine")
 

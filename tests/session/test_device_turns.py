@@ -6,7 +6,7 @@ from nemorl.session.devices import DeviceScheduler
 
 
 class Group:
-    """Leaves and returns, and tells of it."""
+    """Leaves and returns, and reports it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.there = name, log, True
@@ -61,7 +61,7 @@ def test_a_reward_model_answers_in_generations_turn_and_keeps_it_until_then() ->
 
     async def steps() -> None:
         await turns.give_to(policy)
-        early = asyncio.create_task(score(1))  # asked for by somebody who went away in the step before
+        early = asyncio.create_task(score(1))  # asked for by a client that went away in the step before
         await asyncio.sleep(0)
         log.append("training")
         await turns.give_to(None)

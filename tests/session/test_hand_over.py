@@ -17,7 +17,7 @@ from nemorl.weights.messages import RefitFailed
 
 @dataclass
 class Exchange:
-    """Fails as often as it is told."""
+    """Fails as often as it is set."""
 
     failures: int
     error: Exception = RefitFailed("generation rank 1 died")
@@ -75,7 +75,7 @@ def test_where_no_engine_is_left_the_refit_says_what_it_failed_of() -> None:
     assert caught.value.__notes__ == ["The refit to version 3 ended with: generation rank 1 died"]
 
 
-def test_a_death_that_the_error_tells_of_is_not_told_again_in_its_note() -> None:
+def test_a_death_that_the_error_reports_is_not_reported_again_in_its_note() -> None:
     class Bereft(Pool):
         async def lost_in_refit(self) -> bool:
             raise NoReplicaLeft({"generation replica 1": str(death)})

@@ -30,7 +30,7 @@ DEADLINES = DeadlineConfig(health=3.0, start=120.0)
 
 @dataclass
 class RouterHere:
-    """Stands in for the group of rollout workers: one router, in this process."""
+    """A stand-in for the group of rollout workers: one router, in this process."""
 
     router: Router
     came: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ def process_of(worker: Worker) -> int:
 
 
 def differing(left: list[list[int]], right: list[list[int]]) -> int:
-    """Samples that differ, as rarely they do: a prompt that is read anew rounds differently."""
+    """Samples that differ, as rarely they do: a prompt that is read again rounds differently."""
     assert [len(tokens) for tokens in left] == [len(tokens) for tokens in right]
     return sum(a != b for a, b in zip(left, right, strict=True))
 
@@ -111,7 +111,7 @@ class Scene:
         return disturbed
 
     async def one_is_killed(self) -> None:
-        """Nobody has asked the pool yet: the router sees it by itself."""
+        """No one has asked the pool yet: the router sees it on its own."""
         disturbed = await self.signal_amid_work(self.group.workers[0], signal.SIGKILL)
         assert differing(await disturbed, self.expected) <= 1
         assert self.router.living == ["generation replica 1"]
@@ -126,7 +126,7 @@ class Scene:
         assert (await self.pool.metrics())["generation/replicas_restarted"] == 1
 
     async def one_is_stopped(self) -> None:
-        """It answers nothing: the pool gives it up, and the router goes on from what it has."""
+        """It answers nothing: the pool gives it up, and the router continues from what it has."""
         disturbed = await self.signal_amid_work(self.group.workers[1], signal.SIGSTOP)
         assert await self.pool.check() == 1
         assert differing(await disturbed, self.expected) <= 1
@@ -143,7 +143,7 @@ class Scene:
         assert differing(await self.sample("whole again"), self.expected) <= 1
 
     async def a_router_gives_one_up(self) -> None:
-        """It does not stand idle, however well it feels."""
+        """It is not idle, however well it feels."""
         self.router.lose("generation replica 0", "the router's own reason")
         assert await self.pool.check() == 1
         assert self.pool.losses[2] == ("generation replica 0", "the router's own reason")
@@ -182,7 +182,7 @@ def test_engines_die_hang_and_come_back(tmp_path):
 
 @dataclass(eq=False)
 class Engine:
-    """Stands in for the process of an engine."""
+    """A stand-in for the process of an engine."""
 
     rank: int
     dead: bool = False
@@ -208,7 +208,7 @@ class Engine:
 
 
 class Engines:
-    """Stands in for their group; whoever was dropped comes back at once, but for so many failures."""
+    """A stand-in for their group; a dropped one comes back at once, but for that number of failures."""
 
     def __init__(self, *workers: Engine, failures: int = 0) -> None:
         self.workers = workers
@@ -269,7 +269,7 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_loss_is_told_once_and_the_last_one_by_the_error(caplog):
+def test_a_loss_is_reported_once_and_the_last_one_by_the_error(caplog):
     def told() -> list[str]:
         messages = [record.message for record in caplog.records if " is lost: " in record.message]
         caplog.clear()
@@ -295,7 +295,7 @@ def test_a_loss_is_told_once_and_the_last_one_by_the_error(caplog):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_last_engine_that_comes_back_is_told_to_have_been_lost(caplog):
+def test_a_last_engine_that_comes_back_is_reported_as_lost(caplog):
     async def main() -> None:
         pool = pool_of(Engines(Engine(0, dead=True)))
         pool.connect(RouterHere(Router([])))
@@ -347,7 +347,7 @@ def test_engines_that_share_their_devices_have_them_by_turns():
             assert group.started == [1]
         back = pool._in(State.READY)[0].engine.worker
         assert first.told[1:] == ["wake ()", "sleep 1"]
-        assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or nothing but its weights
+        assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or only its weights
         first.told.clear()
         async with pool.refitting():
             assert [w.rank for w in group.workers] == [0, 1]

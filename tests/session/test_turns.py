@@ -22,7 +22,7 @@ from tests.plan.models import write_model
 
 @dataclass
 class Group:
-    """Tells of every call; of a policy it names a GPU for each of four ranks."""
+    """Records every call; of a policy it names a GPU for each of four ranks."""
 
     name: str
     told: list[str]
@@ -112,7 +112,7 @@ def experiment(folder: Path) -> Experiment:
 
 @asynccontextmanager
 async def answering(*_: Any) -> AsyncIterator[Listening]:
-    """Nobody asks over HTTP here."""
+    """No client asks over HTTP here."""
     yield Listening("http://127.0.0.1:1/v1", "key", generated=True)
 
 
@@ -152,7 +152,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
                 samples = ["sampling", "reward_0: onload", "scoring"]
                 assert _since(told) == [*leaves, "engine: wake ()", *samples, "engine: sleep 1"]
                 await session.update_weights(version)
-                # The engine's weights have room beside the policy, its cache has not.
+                # The engine's weights have room next to the policy, its cache has not.
                 refit = ["policy: onload", "engine: wake ('weights',)", f"refit {version}"]
                 assert _since(told) == ["reward_0: offload", *refit]
 
@@ -160,7 +160,7 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
 
 
 def _since(told: list[str]) -> list[str]:
-    """What was told since the last time."""
+    """What was reported since the last time."""
     new = told.copy()
     told.clear()
     return new

@@ -22,7 +22,7 @@ Features: n1 has `n1,domain0`, n2 `n2,domain1`.
 What Slurm does, as seen here (22.05):
 - Pre-emption with a GraceTime sends SIGTERM to the steps, not to the batch script. A job that ends
   within GraceTime is FAILED or COMPLETED and is *not* requeued: Slurm requeues only what it had to kill.
-  While it runs, `scontrol show job` tells it from a cancelled one by `PreemptTime=<a time>`.
+  While it runs, `scontrol show job` distinguishes it from a cancelled one by `PreemptTime=<a time>`.
 - scancel sends SIGTERM to steps and script at once, and the job's state is CANCELLED from then on.
 """
 

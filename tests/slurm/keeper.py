@@ -1,6 +1,6 @@
 """The process that keeps a test cluster: it starts Slurm's daemons, and ends all that came of them.
 
-It adopts what its descendants leave behind (a job's steps are nobody's children by design), so that at its
+It adopts what its descendants leave behind (a job's steps have no parent by design), so that at its
 end every process of the cluster is below it in the tree, and none outside the cluster is.
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "environment.sh"
 
-# Makes "environments" that are copies of itself; says that torch is there once it was "installed".
+# Makes "environments" that are copies of this file; says that torch is there once it was "installed".
 PYTHON = """#!/bin/bash
 case "$*" in
   --version) echo "Python 3.11.99" ;;
@@ -86,7 +86,7 @@ def test_what_is_there_is_not_made_again(machine):
     assert machine.installed == ["torch==2.13.0", ".[dev]", *VLLM, ".[bench]", *VLLM]
 
 
-def test_a_machine_with_a_gpu_gets_its_build_unless_told_otherwise(machine):
+def test_a_machine_with_a_gpu_gets_its_build_unless_configured_otherwise(machine):
     machine.add("python3.12", PYTHON)
     machine.add("nvidia-smi", "#!/bin/bash\n")
     machine.run()

@@ -67,7 +67,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Senders that together hold every element, some in overlapping boxes; receivers that want any boxes."""
+    """Senders that together hold every element, some in overlapping boxes; receivers that request any."""
     shapes: Tensors = draw(tensors)
     return Case(
         shapes,

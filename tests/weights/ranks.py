@@ -98,7 +98,7 @@ class PolicySide:
             local_view(self._parameters, part).copy_(tensors[part.name][box(part)])
 
     def step(self, size: float) -> None:
-        """Move every weight by `size`, up or down; copies alike."""
+        """Move every weight by `size`, up or down; copies too."""
         directions = model(seed=99)
         for part in self._slices:
             local_view(self._parameters, part).add_(directions[part.name][box(part)].sign(), alpha=size)
@@ -135,7 +135,7 @@ class EngineSide:
         self.version = version
 
     def die_at_bucket(self, number: int, by: signal.Signals = signal.SIGKILL) -> None:
-        """From now on, be killed when this many buckets have come, before their sender hears of that.
+        """From now on, be killed when this many buckets have come, before their sender learns of that.
 
         Or be stopped; of files, when this many slices have been read.
         """
@@ -269,7 +269,7 @@ def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable
 
 
 def _before_read(number: int, act: Callable[[], None]) -> None:
-    """Have the receiver act when it has read so many slices from files, before the next one."""
+    """Have the receiver act when it has read that number of slices from files, before the next one."""
     pieces, slices = VersionFolder.pieces, itertools.count()
 
     def acting(self: VersionFolder, need: TensorSlice, dtype: torch.dtype) -> Iterator[Piece]:

@@ -90,7 +90,7 @@ def test_changes_that_were_cut_are_refused() -> None:
 
 
 def test_changes_find_their_places_in_strided_parameters() -> None:
-    """A column shard that lies transposed with a gap, beside a plain one, out of one bucket."""
+    """A column shard that lies transposed with a gap, next to a plain one, out of one bucket."""
     old, new = torch.zeros(108, dtype=torch.bfloat16), torch.zeros(108, dtype=torch.bfloat16)
     new[3], new[8], new[12] = 1.5, -2.0, 7.0
     encoded = encode(bits(old), bits(new), 2)
@@ -150,7 +150,7 @@ def test_in_float32_everything_changes_and_goes_whole() -> None:
     assert stats.num_bytes == stats.num_bytes_whole
 
 
-def test_after_a_failure_a_full_refit_mends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_a_full_refit_repairs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     asyncio.run(setup.exchange.refit(1))
 
@@ -170,7 +170,7 @@ def test_after_a_failure_a_full_refit_mends_everything(monkeypatch: pytest.Monke
 
 
 def test_a_receiver_without_the_base_refuses_changes() -> None:
-    """An engine that was restarted, of which the driver was not told."""
+    """An engine that was restarted, of which the driver received no report."""
     setup = Setup()
     asyncio.run(setup.exchange.refit(1))
     setup.engines[0].exchange._held = None

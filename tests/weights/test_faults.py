@@ -122,7 +122,7 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)
-def test_a_sender_stands_still(setup: Setup) -> None:
+def test_a_sender_stops(setup: Setup) -> None:
     """Stopped, its process neither answers nor closes anything; all others end with the deadline."""
     assert setup.exchange._route is not None
     venue: Any = setup.exchange._route.venue
@@ -140,7 +140,7 @@ def test_a_sender_stands_still(setup: Setup) -> None:
 
 @pytest.mark.parametrize("setup", ["files"], indirect=True)
 @pytest.mark.parametrize("side", ["policy", "engines"])
-def test_a_rank_stands_still_over_files(setup: Setup, tmp_path: Path, side: str) -> None:
+def test_a_rank_stops_over_files(setup: Setup, tmp_path: Path, side: str) -> None:
     """Ranks do not wait for each other there: the deadline of the group's call names the rank."""
     ranks, group = (setup.policy, setup.senders) if side == "policy" else (setup.engines, setup.receivers)
     group.deadline_seconds = 2.0
@@ -149,5 +149,5 @@ def test_a_rank_stands_still_over_files(setup: Setup, tmp_path: Path, side: str)
         asyncio.run(setup.exchange.refit(2))
     assert caught.value.stage == ("send" if side == "policy" else "receive")
     setup.assert_holds(0, version=1)
-    left = ["v00000001"] if side == "policy" else ["v00000001", "v00000002"]  # which nobody uses
+    left = ["v00000001"] if side == "policy" else ["v00000001", "v00000002"]  # which are unused
     assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -50,7 +50,7 @@ def shared_files() -> set[str]:
 
 def shared_kilobytes(rank: Remote) -> int:
     """Memory of refits that the kernel still keeps for a process, once its last call is answered."""
-    rank.describe()  # the driver goes on with the first rank that fails; this waits for the others
+    rank.describe()  # the driver continues with the first rank that fails; this waits for the others
     kilobytes, counting = 0, False
     for line in Path(f"/proc/{rank.process.pid}/smaps").read_text().splitlines():
         if line.split()[0].count("-") == 1:  # `7f6e7edba000-7f6e7edbc000 rw-s ... /memfd:nemorl-refit-2-0`

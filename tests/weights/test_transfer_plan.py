@@ -108,7 +108,7 @@ def test_hundreds_of_ranks_get_every_element_once_and_from_their_own_machine(
 
 
 def test_holders_without_a_choice_are_spared() -> None:
-    """Sender 0 alone holds `a`; so `b`, which both hold, comes from sender 1, though it was wanted first."""
+    """Sender 0 alone holds `a`; so `b`, which both hold, comes from sender 1, though requested first."""
     a, b = whole("a", (10,)), whole("b", (10,))
     plan = plan_of([[b, a], [b]], [[b, a]], bucket_bytes=1000)
     assert {source.name: bucket.sender for bucket in plan.buckets for source in bucket.sources} == {
@@ -133,7 +133,7 @@ def test_both_sides_see_the_same_buckets_in_the_same_order(case: Case, bucket_el
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), bucket_elements=st.integers(1, 20))
 def test_two_slots_per_rank_never_deadlock(passed_on: bool, case: Case, bucket_elements: int) -> None:
-    """Play both protocols: a rank is at most two buckets ahead; whoever can move moves, until all is done."""
+    """Play both protocols: a rank is at most two buckets ahead; all that can move do, until the end."""
     plan = plan_of(case.senders, case.receivers, 4 * bucket_elements)
     ways = [[("sender", b.sender), *(("receiver", r) for r in b.receivers)] for b in plan.buckets]
     todo: dict[tuple[str, int], list[int]] = {}
@@ -224,7 +224,7 @@ def test_a_policy_of_any_layout_serves_whole_tensors_and_another_layout() -> Non
     assert max(sent) - min(sent) <= 4096
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_what_no_rank_holds_is_named() -> None:
     top = part("w", (4, 6), start=(0, 0), size=(2, 6), param="p")
     message = r"no sender holds w\[2:4, 0:6\], which receiver 1 needs"
     with pytest.raises(UnservedBox, match=message):

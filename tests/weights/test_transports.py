@@ -97,7 +97,7 @@ def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_p
     setup.assert_holds(3)
 
 
-def test_a_member_that_gives_up_waits_for_nobody_though_another_has_gone_before() -> None:
+def test_a_member_that_gives_up_waits_for_no_other_though_another_has_gone_before() -> None:
     """gloo ends all waits of a member when one of them times out, and none does for who is gone."""
     with GroupVenue("gloo", LOOPBACK, 30.0).session(1, 1, 2) as session, ThreadPoolExecutor(3) as pool:
         first, second, third = pool.map(lambda rank: Group.join(session, rank), range(3))
@@ -325,7 +325,7 @@ def test_a_version_that_is_not_there_is_said(tmp_path: Path) -> None:
         engine.exchange.receive(RefitSession(4, "files", str(tmp_path), 30.0))
 
 
-def test_conversion_goes_on_while_a_bucket_is_written(
+def test_conversion_continues_while_a_bucket_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first bucket's write waits until the second is filled."""

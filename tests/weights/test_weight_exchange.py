@@ -305,7 +305,7 @@ def test_a_type_that_does_not_travel_is_refused() -> None:
         mixed.exchange.describe()
 
 
-def test_weights_written_in_place_are_torn_until_a_whole_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_written_in_place_are_partial_until_a_whole_refit(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     setup.engines = [EngineSide(torch.float32, in_place=True), EngineSide(torch.float32)]
     setup.receivers.ranks = setup.engines

@@ -59,7 +59,7 @@ class Setup:
         return asyncio.run(self.exchange.refit(version))
 
 
-def test_every_tensor_comes_whole_and_once() -> None:
+def test_every_tensor_arrives_complete_and_once() -> None:
     setup = Setup()
     for version in (1, 2):
         expected = model(version)
@@ -89,7 +89,7 @@ def test_types_may_differ() -> None:
         assert torch.equal(setup.engine.loader.tensors[name], tensor.to(kind)), name
 
 
-def test_a_loader_that_fails_leaves_torn_weights_until_a_whole_refit() -> None:
+def test_a_loader_that_fails_leaves_partial_weights_until_a_whole_refit() -> None:
     setup = Setup()
     setup.refit(1, seed=1)
     setup.engine.loader.fails_at = len(setup.engine.loader.batches) + 3

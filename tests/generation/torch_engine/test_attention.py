@@ -76,13 +76,13 @@ def _two_threads():
     torch.set_num_threads(1)
 
 
-# On the processors tried the rows are equal to the bit; kernels of another one may round the last digit anew.
+# On the processors tried the rows are equal to the bit; kernels of another one may round differently.
 ROUNDING = {"rtol": 0.0, "atol": 2e-6}
 
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("length", [40, 150, 190, 250, 330, 500, 700])
-def test_a_row_rounds_alike_whoever_shares_its_step(length):
+def test_a_row_rounds_the_same_no_matter_who_shares_its_step(length):
     cache = filled_cache(16, 1400)
     query, key, value = new_tokens(16)
 
@@ -101,7 +101,7 @@ def test_a_row_rounds_alike_whoever_shares_its_step(length):
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (576, 1536), (97, 32)])
-def test_a_row_of_a_product_rounds_alike_whatever_the_number_of_rows(outputs, inputs):
+def test_a_row_of_a_product_rounds_the_same_whatever_the_number_of_rows(outputs, inputs):
     generator = torch.Generator().manual_seed(0)
     linear = Linear(
         torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)

@@ -1,4 +1,4 @@
-"""Continuous batching: what is sampled, whoever shares the batch."""
+"""Continuous batching: what is sampled, no matter who shares the batch."""
 
 import itertools
 from collections import Counter
@@ -60,7 +60,7 @@ def assert_same(left, right):
     assert left.keys() == right.keys()
     for name, completion in left.items():
         assert completion.tokens.tolist() == right[name].tokens.tolist(), name
-        # Other neighbours in a batch mean other kernels: float32 rounding of logits of size 10.
+        # Other neighbors in a batch mean other kernels: float32 rounding of logits of size 10.
         np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=5e-5)
         assert completion.stop == right[name].stop
 
@@ -133,7 +133,7 @@ def test_logprobs_do_not_depend_on_who_shares_the_batch(longest):
     large = small_engine(max_batch_size=24, max_sequence_length=500)
     left, right = serve(small, requests), serve(large, requests[::-1])
     for name, completion in left.items():
-        # Equal to the bit on the processors tried; another one's kernels may round the last digit anew.
+        # Equal to the bit on the processors tried; another one's kernels may round the last digit again.
         np.testing.assert_allclose(completion.logprobs, right[name].logprobs, rtol=0, atol=2e-6, err_msg=name)
 
 
@@ -316,7 +316,7 @@ def test_stats_count_since_they_were_last_taken():
     assert (again.tokens_generated, again.prompt_tokens, again.seconds_busy, again.peak_batch) == (0, 0, 0, 0)
 
 
-def test_a_request_that_goes_on_elsewhere_draws_what_it_would_have_drawn():
+def test_a_request_that_continues_elsewhere_draws_what_it_would_have_drawn():
     # At temperature 1 with random weights every draw depends on its uniform number.
     whole = request(Prompts(3).one(7), max_new_tokens=12, seed=9)
     (drawn,) = serve(small_engine(), [whole]).values()

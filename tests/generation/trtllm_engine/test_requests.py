@@ -120,7 +120,7 @@ def test_progress_comes_before_the_end(replica):
 
 
 async def first_progress(stream):
-    """Tokens of the first report of a stream that goes on."""
+    """Tokens of the first report of a stream that continues."""
     async for batch in stream:
         return len(batch[0].tokens)
 
@@ -147,7 +147,7 @@ def test_a_deadline_ends_a_request(replica):
     assert len(answer.tokens) < 200
 
 
-def test_a_frozen_engine_samples_nothing_and_goes_on_where_it_was(replica):
+def test_a_frozen_engine_samples_nothing_and_continues_where_it_was(replica):
     one = replace(group("frozen", count=1, max_new_tokens=120)[0], progress_tokens=1)
 
     async def freeze():
@@ -189,7 +189,7 @@ def test_a_pause_that_waits_lets_what_runs_end_and_holds_what_comes(replica):
     assert answer.stop is StopReason.LENGTH
 
 
-def test_figures(replica):
+def test_metrics(replica):
     async def take():
         return await replica.host.stats()
 

@@ -1,4 +1,4 @@
-"""The stand-in is as strict as what it stands for, where a mistake of ours would show."""
+"""The stand-in is as strict as what it is for, where a mistake of ours would show."""
 
 import pytest
 

@@ -261,7 +261,7 @@ def test_a_missing_final_none_is_noticed(replica, network_of, monkeypatch, way):
     async def without_the_end(method, *args):
         if method in ("nemorl_finish", "nemorl_commit"):
             return [None, None]
-        if method == "nemorl_give_up":  # nor does anybody tell that there was no end
+        if method == "nemorl_give_up":  # nor does anybody report that there was no end
             return [None, None]
         return await call(method, *args)
 
@@ -276,7 +276,7 @@ def test_a_missing_final_none_is_noticed(replica, network_of, monkeypatch, way):
     assert_samples_with(replica, network_of(tensors), replica.version, f"after-{way}")
 
 
-def test_an_engine_that_does_not_come_to_a_stand_is_named(replica):
+def test_an_engine_that_does_not_pause_is_named(replica):
     replica.configure(weight_delivery="handles", in_flight_updates=False)
     (long,) = group("endless", count=1, max_new_tokens=200)
     replica.host._commit_seconds = 0.05

@@ -83,7 +83,7 @@ class Running:
 
 @pytest.fixture(scope="session")
 def one(dense: tuple[Path, Any]) -> Iterator[Running]:
-    """A dense model on one process, updated beside the weights in use."""
+    """A dense model on one process, updated next to the weights in use."""
     engine = Running(dense[0], max_num_batched_tokens=200)
     yield engine
     engine.close()

@@ -4,7 +4,7 @@
 
 For every model folder it learns the layout while vLLM loads the model, writes zeros over everything, brings
 the weights back by the layout, and says in a line of JSON what came of it: rank 0 first for itself, in
-float32, then both beside each other, in bfloat16, where they are then refitted by a policy that is sharded
+float32, then both next to each other, in bfloat16, where they are then refitted by a policy that is sharded
 too. For itself rank 0 also asks heads of packed layers what they compute with weights that were reloaded.
 """
 
@@ -155,7 +155,7 @@ def refit_report(
     learned: Any,
     transports: Sequence[str],
 ) -> dict[str, Any]:
-    """What becomes of refits of the first model to the second's weights and back, beside and in place."""
+    """What becomes of refits of the first model to the second's weights and back, next to and in place."""
     from nemorl.generation.vllm_engine.weights import WorkerWeights, layout_of
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape

@@ -53,7 +53,7 @@ class Policy(Threads):
 
 
 def other_layouts(folder: Path) -> dict[str, LayoutConfig]:
-    """Of a policy of this model, by name: those that `Policy` has not by itself."""
+    """Of a policy of this model, by name: those that `Policy` has not on its own."""
     return _OF_ALL if load_shape(folder).moe is None else _OF_ALL | _OF_MIXTURES
 
 

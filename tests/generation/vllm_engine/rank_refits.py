@@ -32,7 +32,7 @@ def refits(
 ) -> dict[str, Any]:
     """By transport: what share of a full refit each of three took, and what then was not as loaded directly.
 
-    The second folder is the first with a few changes, and comes first and last. Then, beside the weights in
+    The second folder is the first with a few changes, and comes first and last. Then, next to the weights in
     use, policies of other layouts bring one or the other.
     """
     policy = Policy(folders[0])

@@ -1,4 +1,4 @@
-"""An engine that is sent a policy's adapters, and computes them beside the weights it loaded."""
+"""An engine that is sent a policy's adapters, and computes them next to the weights it loaded."""
 
 import asyncio
 import copy

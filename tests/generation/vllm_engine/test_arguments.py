@@ -93,7 +93,7 @@ def test_adapters_have_room_of_a_size_that_vllm_takes() -> None:
     assert config(adapters="separate").update_on("cuda") == "staged"
 
 
-def test_auto_is_staged_on_a_cpu_in_place_on_a_gpu_and_reload_where_weights_are_quantised() -> None:
+def test_auto_is_staged_on_a_cpu_in_place_on_a_gpu_and_reload_where_weights_are_quantized() -> None:
     assert config().update_on("cpu") == "staged"
     assert config().update_on("cuda") == "in_place"
     assert config(quantization="fp8").update_on("cuda") == "reload"
@@ -104,7 +104,7 @@ def test_a_turn_ends_where_the_sequence_is_full() -> None:
     assert sampling_arguments(asked, 64)["max_tokens"] == 4
 
 
-def test_what_goes_on_elsewhere_draws_other_numbers() -> None:
+def test_what_continues_elsewhere_draws_other_numbers() -> None:
     first = sampling_arguments(request(Prompts().one(6), seed=5), 64)["seed"]
     later = sampling_arguments(request(Prompts().one(6), seed=5, sampled_before=2), 64)["seed"]
     assert (first, later == first, 0 <= later < 2**63) == (5, False, True)

@@ -1,4 +1,4 @@
-"""What changed, from a policy of two ranks into an engine that goes on sampling. Float32 travels alike."""
+"""Changes from a policy of two ranks into an engine that continues sampling. Float32 travels the same."""
 
 import asyncio
 import copy

@@ -8,7 +8,7 @@ from nemorl.generation.vllm_engine.backend import VllmBackend
 
 
 class Engine:
-    """vLLM's front with the task that takes outputs, which must hear nothing of the processes' end."""
+    """vLLM's front with the task that takes outputs, which must receive nothing of the processes' end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The protocol of all engines, over vLLM, and refits of an engine that goes on sampling."""
+"""The protocol of all engines, over vLLM, and refits of an engine that continues sampling."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -171,7 +171,7 @@ def test_a_deadline_keeps_what_was_sampled(one: Any) -> None:
 
 
 async def until_sampled(host: Any, tokens: int) -> int:
-    """Return once so many tokens were sampled."""
+    """Return once that number of tokens were sampled."""
     sampled = 0
     while sampled < tokens:
         await asyncio.sleep(0.01)
@@ -224,7 +224,7 @@ def test_pausing(one: Any, mode: str) -> None:
         assert all(0 < length < 60 for length in lengths)
 
 
-def test_sleeping_lets_nobody_sample_until_it_wakes(one: Any) -> None:
+def test_sleeping_lets_no_one_sample_until_it_wakes(one: Any) -> None:
     async def main() -> dict[str, Completion]:
         await one.host.sleep(1)
         waiting = asyncio.create_task(collect(one.host, group("", 2, 4)))
@@ -247,7 +247,7 @@ def test_every_parameter_of_a_dense_model_comes_as_its_shard(one: Any, dense: An
 
 
 def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> None:
-    """Tokens before it are of the old weights, those after it of the new ones, keys and values read anew."""
+    """Tokens before it are of the old weights, those after it of the new ones, keys and values read again."""
     folder, network = dense
     exchange = exchange_of(one, folder, of_network(folder, network))
     before = one.host.version
@@ -280,7 +280,7 @@ def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> No
             assert gap[~own].max() > 1e-2, "the other version's logprobs are others"
 
 
-def test_new_weights_read_a_cached_prompt_anew(one: Any, dense: Any) -> None:
+def test_new_weights_read_a_cached_prompt_again(one: Any, dense: Any) -> None:
     folder, network = dense
     prompt = Prompts(13).one(180)  # longer than a block of the cache
     asked = [request(prompt, "a", PLAIN, 8, seed=1)]

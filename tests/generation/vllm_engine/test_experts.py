@@ -20,7 +20,7 @@ PROMPT, NEW = 5, 6
 
 
 def rows(first: int, end: int) -> np.ndarray[Any, Any]:
-    """[end - first, LAYERS, TOP_K] as vLLM has them: a byte each, which tells position, layer and place."""
+    """[end - first, LAYERS, TOP_K] as vLLM has them: a byte each, which reports position, layer and place."""
     position = np.arange(first, end).reshape(-1, 1, 1) * 10
     found = position + np.arange(LAYERS).reshape(-1, 1) * 2 + np.arange(TOP_K)
     found[:, 0] = 0
@@ -106,7 +106,7 @@ def answers(merged: int, decode: Any = None, **fields: Any) -> tuple[Completion,
 
 @pytest.mark.parametrize("merged", [1, 4])
 @pytest.mark.parametrize("first", [0, 3])
-def test_a_row_stands_at_the_token_that_was_taken_in(merged: int, first: int) -> None:
+def test_a_row_is_at_the_token_that_was_taken_in(merged: int, first: int) -> None:
     completion, progress = answers(merged, routed_experts_from=first)
     assert (completion.tokens.tolist(), completion.stop) == ([1, 2, 3, 4, 5, 6], StopReason.LENGTH)
     assert completion.routed_experts is not None

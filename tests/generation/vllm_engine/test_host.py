@@ -172,7 +172,7 @@ async def sample(host: VllmHost, name: str, tokens: int = 4) -> Completion:
 
 
 def test_a_long_request_is_no_hindrance_to_sleep(folder: Path) -> None:
-    """As a caller of the endpoint may have one: it stands meanwhile, whatever the weights become."""
+    """As a caller of the endpoint may have one: it is paused meanwhile, whatever the weights become."""
 
     async def main() -> None:
         host = await start(folder, 0, device="cuda", gpus=("3", "1"))
@@ -245,7 +245,7 @@ class Replica:
 
 
 class Group:
-    """Stands in for the group of engines. Nobody comes back."""
+    """A stand-in for the group of engines. No one comes back."""
 
     def __init__(self, hosts: Sequence[VllmHost]) -> None:
         self.workers = tuple(Replica(rank, host) for rank, host in enumerate(hosts))
@@ -277,7 +277,7 @@ class Group:
         )
 
 
-def test_engines_that_a_dead_one_left_torn_take_the_repeated_refit(
+def test_engines_that_a_dead_one_left_partial_take_the_repeated_refit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are written in place; only the one that was killed is lost."""

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def reports(model_folder: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """By family, number of ranks and rank; what heads of packed layers compute is told with rank 0 of one."""
+    """By family, number of ranks and rank; results of heads of packed layers come with rank 0 of one."""
     folders = [model_folder / "layouts" / family for family in FAMILIES]
     for folder in folders:
         make(folder.name, folder)
@@ -49,7 +49,7 @@ def test_dense_models_need_no_whole_tensor(reports: Any) -> None:
     assert all(reports[case]["whole"] == [] for case in CASES if case[0] in ("llama", "qwen3"))
 
 
-def test_experts_that_the_kernels_repack_come_whole(reports: Any) -> None:
+def test_experts_that_the_kernels_repack_are_complete(reports: Any) -> None:
     for family, names in (("qwen3_moe", 2 * 4 * 3), ("mixtral", 2 * 4 * 3)):
         report = reports[family, 2, 0]
         assert len(report["whole"]) == names  # layers, experts, matrices
@@ -58,7 +58,7 @@ def test_experts_that_the_kernels_repack_come_whole(reports: Any) -> None:
 
 
 UPDATES = ("staged", "in_place")
-MOST = next(iter(FAMILIES))  # refitted over every transport: it has whole tensors beside shards
+MOST = next(iter(FAMILIES))  # refitted over every transport: it has whole tensors next to shards
 SHARDED = [(family, rank, update) for family in FAMILIES for rank in range(2) for update in UPDATES]
 
 

@@ -1,4 +1,4 @@
-"""What is told of an engine that has ended."""
+"""What is reported of an engine that has ended."""
 
 import os
 from pathlib import Path

@@ -63,7 +63,7 @@ def test_a_tensor_is_traced_back_from_its_parameters() -> None:
     assert trace.sources(["qk"]) == ("q", "k")
 
 
-def test_what_the_loader_computes_is_told() -> None:
+def test_what_the_loader_computes_is_reported() -> None:
     class Scaling(Fused):
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
             super().load_weights((name, tensor * 2 if name == "norm" else tensor) for name, tensor in weights)

@@ -43,7 +43,7 @@ def test_two_ranks_sample_what_one_network_does(two: Any, mixture: Any) -> None:
     check_against(two, mixture[1], 0)
 
 
-def test_nobody_else_reaches_its_processes(two: Any) -> None:
+def test_no_one_else_reaches_its_processes(two: Any) -> None:
     hosts = {host for process in two.processes.values() for host in _listening(process)}
     assert hosts == {"127.0.0.1"}
 
@@ -96,7 +96,7 @@ def test_a_sharded_policy_reaches_both_ranks(two: Any, mixture: Any, tmp_path: P
     check_against(two, network, version + 2)
 
 
-def test_a_torn_engine_answers_nothing_until_a_whole_update(two: Any, mixture: Any) -> None:
+def test_a_partial_engine_answers_nothing_until_a_whole_update(two: Any, mixture: Any) -> None:
     folder, network = mixture
     parameters = checkpoint(folder, 0.9)
     exchange = exchange_of(two, folder, parameters, 20.0)

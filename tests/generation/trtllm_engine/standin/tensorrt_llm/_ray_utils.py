@@ -1,4 +1,4 @@
-"""The decorator of worker methods that want the engine to stand still."""
+"""The decorator of worker methods that require the engine to be still."""
 
 import functools
 

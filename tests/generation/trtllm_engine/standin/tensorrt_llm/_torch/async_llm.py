@@ -109,7 +109,7 @@ class AsyncLLM:
             ray.kill(worker)
 
     async def _fetch(self):
-        """Responses of all requests; where the worker is gone nothing comes any more, and nobody is told."""
+        """Responses of all requests; when the worker is gone nothing comes, and no one is notified."""
         while True:
             try:
                 responses = await self.workers[0].fetch_responses.remote()

@@ -36,7 +36,7 @@ class LlmRequest:
 
 
 class Model(torch.nn.Module):
-    """The network, which wants to be prepared after every loading."""
+    """The network, which has to be prepared after every loading."""
 
     def __init__(self, folder):
         super().__init__()
@@ -74,7 +74,7 @@ class PyExecutor:
         self._changed = threading.Condition()
         self._control_lock = threading.Lock()
         self._owner = None
-        self._control = None  # a request to stand: whether it drains
+        self._control = None  # a request to pause: whether it drains
         self._barrier, self._done = threading.Event(), threading.Event()
         self._stopped = False
         threading.Thread(target=self._loop, name="executor", daemon=True).start()
