@@ -67,7 +67,7 @@ CHOSEN = {
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
-    "a process that died": ("ReplicaSupervisor", "_death"),
+    "a process that died": ("ReplicaSupervisor", "resolve_error", "describe_activity"),
     "models that share devices": ("DeviceScheduler",),
     "a critic": (
         "PolicyWorker.estimate",

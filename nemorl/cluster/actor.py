@@ -15,59 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import ray
 
 from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
-from .placement import own_gpus
-
-
-def references_in(tree: Any) -> list[ray.ObjectRef]:
-    """All references in nested lists, tuples, dicts and dataclasses, each once, in order."""
-    references: dict[ray.ObjectRef, None] = {}
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ray.ObjectRef):
-            references[node] = None
-        else:
-            nodes.extend(reversed([child for _, child in _children(node)]))
-    return list(references)
-
-
-def with_values(tree: Any, values: Mapping[ray.ObjectRef, Any]) -> Any:
-    """The same structure with every reference replaced by its value; the rest is kept as it is."""
-    if isinstance(tree, ray.ObjectRef):
-        return values[tree]
-    replaced = {key: with_values(child, values) for key, child in _children(tree)}
-    if all(replaced[key] is child for key, child in _children(tree)):
-        return tree
-    if isinstance(tree, dict):
-        return replaced
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return replace(tree, **replaced)
-    return tuple(replaced.values()) if isinstance(tree, tuple) else list(replaced.values())
-
-
-def _children(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys and values of a container; nothing for a leaf."""
-    if isinstance(node, dict):
-        return node.items()
-    if isinstance(node, list) or type(node) is tuple:
-        return enumerate(node)
-    if is_dataclass(node) and not isinstance(node, type):
-        return [(f.name, getattr(node, f.name)) for f in fields(node) if f.init]
-    return ()
-
 
 logger = logging.getLogger(__name__)
 
@@ -94,53 +53,16 @@ class Invocation:
     keep: str = ""  # store the answer under this name until the next one, and return a reference to it
 
 
-@runtime_checkable
-class Closable(Protocol):
-    """A target that releases something before its process ends; `close` may be a coroutine."""
-
-    def close(self) -> Any:
-        """Called once, after the last call."""
-        ...
-
-
-@runtime_checkable
-class Startable(Protocol):
-    """A concurrent target with a part that can only be started inside a coroutine."""
-
-    async def start(self) -> None:
-        """Called once, before the first call."""
-        ...
-
-
+@dataclass(eq=False)
 class _Running:
-    """One invocation while it runs. What it raises is logged and leaves as `WorkerFailed`."""
-
-    def __init__(self, actor: "Actor", invocation: Invocation) -> None:
-        self._actor, self._invocation = actor, invocation
-        self.thread: int | None = None  # the one that runs this invocation
-
-    def __enter__(self) -> "_Running":
-        self._since = time.monotonic()
-        self._actor.running.append(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._actor.running.remove(self)
-        if not isinstance(error, Exception):
-            return
-        identity, stage = self._actor.identity, self._invocation.stage
-        logger.error("%s failed in stage '%s'", self._invocation.method, stage, exc_info=error)
-        if isinstance(error, ClusterError):  # a worker of another group is the cause, and the error names it
-            return
-        name = f"{type(error).__module__}.{type(error).__qualname__}"
-        raise WorkerFailed(identity.group, identity.rank, stage, name, str(error), identity.log) from error
+    method: str
+    thread: str = ""  # name of the thread that runs it; empty: it waits for its turn, or is a coroutine
+    since: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        seconds = time.monotonic() - self._since
-        activity = f"in {self._invocation.method} for {seconds:.1f} s"
-        frame = sys._current_frames().get(self.thread) if self.thread is not None else None
+        activity = f"in {self.method} for {time.monotonic() - self.since:.1f} s"
+        threads = {thread.name: thread.ident for thread in threading.enumerate()}
+        frame = sys._current_frames().get(threads.get(self.thread) or 0)
         if frame is None:
             return activity
         line = traceback.extract_stack(frame)[-1]
@@ -152,15 +74,14 @@ class Actor:
     """See the module."""
 
     def __init__(self, identity: Identity, *, concurrent: bool) -> None:
-        self.identity = identity
-        self.running: list[_Running] = []
+        self._identity = identity
         self._concurrent = concurrent
-        self._target: Any = None
+        self._running: list[_Running] = []
+        self._target: Any = self  # until it is constructed
         self._kept: dict[str, ray.ObjectRef] = {}  # answers that other workers read
         self._unshared = [folder for folder in (identity.folder, identity.log.parent) if not folder.is_dir()]
         self._turn = asyncio.Lock()  # of the thread: first come, first served
-        self._thread = ThreadPoolExecutor(1, "methods")
-        self._background = ThreadPoolExecutor(1, "background")
+        self._threads = {name: ThreadPoolExecutor(1, name) for name in ("methods", "background")}
         send_output_to(identity.log, identity.group, identity.rank)
         ray._private.worker._changeproctitle = lambda *_: nullcontext()  # by which each call is a new title
 
@@ -169,29 +90,41 @@ class Actor:
 
         Returns the process's GPUs, as CUDA_VISIBLE_DEVICES names them.
         """
-        ray._raylet.setproctitle(f"nemorl {self.identity.group} {self.identity.rank}")
-        with _Running(self, invocation) as running:
-            if self._concurrent:
-                self._make_target(path, kwargs)
-                if isinstance(self._target, Startable):
-                    await self._target.start()
-            else:
-                await self._in_thread(self._thread, running, self._make_target, (path, kwargs), {})
-        return own_gpus()
+        ray._raylet.setproctitle(f"nemorl {self._identity.group} {self._identity.rank}")
+        self._target = await self.call(replace(invocation, method="construct"), path, kwargs)
+        if self._concurrent and hasattr(self._target, "start"):  # which requires a running event loop
+            await self.call(replace(invocation, method="start"))
+        return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+    def construct(self, path: str, kwargs: dict[str, Any]) -> Any:
+        if self._unshared:
+            raise NotShared(
+                f"{self._identity.group} rank {self._identity.rank} runs on {os.uname().nodename}, which has "
+                f"no {' and no '.join(map(str, self._unshared))}: put the working directory and run_dir on a "
+                "file system that all nodes share"
+            )
+        os.chdir(self._identity.folder)
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(module), name)(**kwargs)
 
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the target."""
-        with _Running(self, invocation) as running:
+        with self._reporting(invocation) as running:
             method = attrgetter(invocation.method)(self._target)
-            if self._concurrent or inspect.iscoroutinefunction(method):
+            in_loop = self._concurrent or inspect.iscoroutinefunction(method)
+            async with nullcontext() if in_loop or invocation.background else self._turn:
                 args, kwargs = await _resolved(invocation, args, kwargs)
-                answer = method(*args, **kwargs)
-                return await answer if inspect.isawaitable(answer) else answer
-            if invocation.background:
-                return await self._in_thread(self._background, running, method, args, kwargs)
-            async with self._turn:
-                args, kwargs = await _resolved(invocation, args, kwargs)
-                answer = await self._in_thread(self._thread, running, method, args, kwargs)
+                if in_loop:
+                    answer = method(*args, **kwargs)
+                    return await answer if inspect.isawaitable(answer) else answer
+                thread = "background" if invocation.background else "methods"
+                running.thread = f"{thread}_0"  # as its executor names it
+                # A future of asyncio could not hold a StopIteration.
+                future, done = self._threads[thread].submit(method, *args, **kwargs), asyncio.Event()
+                wake = asyncio.get_running_loop().call_soon_threadsafe
+                future.add_done_callback(lambda _: wake(done.set))
+                await done.wait()
+                answer = future.result()
             if not invocation.keep or answer is None:
                 return answer
             self._kept[invocation.keep] = ray.put(answer)
@@ -199,59 +132,65 @@ class Actor:
 
     async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Run an async generator of the target and yield each item as it comes."""
-        with _Running(self, invocation):
-            args, kwargs = await _resolved(invocation, args, kwargs)
+        with self._reporting(invocation):
             async for item in attrgetter(invocation.method)(self._target)(*args, **kwargs):
                 yield item
 
     async def close(self, invocation: Invocation) -> None:
-        """Let the target release what it holds."""
-        with _Running(self, invocation) as running:
-            if not isinstance(self._target, Closable):
-                return
-            if self._concurrent or inspect.iscoroutinefunction(self._target.close):
-                answer = self._target.close()
-                if inspect.isawaitable(answer):
-                    await answer
-            else:
-                await self._in_thread(self._thread, running, self._target.close, (), {})
+        if self._target is not self and hasattr(self._target, "close"):
+            await self.call(invocation)
 
     @ray.method(concurrency_group="control")
     async def describe_activity(self) -> str:
         """What runs now; the stacks of all threads go to the log. Answered from a thread of its own."""
         faulthandler.dump_traceback(file=2, all_threads=True)
-        return "; ".join(map(str, self.running)) or "idle"
+        return "; ".join(map(str, self._running)) or "idle"
 
-    def _make_target(self, path: str, kwargs: dict[str, Any]) -> None:
-        if self._unshared:
-            raise NotShared(
-                f"{self.identity.group} rank {self.identity.rank} runs on {os.uname().nodename}, which has "
-                f"no {' and no '.join(map(str, self._unshared))}: put the working directory and run_dir on a "
-                "file system that all nodes share"
-            )
-        os.chdir(self.identity.folder)
-        module, _, name = path.partition(":")
-        self._target = getattr(importlib.import_module(module), name)(**kwargs)
-
-    @staticmethod
-    async def _in_thread(
-        thread: ThreadPoolExecutor, running: _Running, method: Any, args: Any, kwargs: Any
-    ) -> Any:
-        def run() -> Any:
-            running.thread = threading.get_ident()
-            try:
-                return method(*args, **kwargs)
-            except StopIteration as error:  # which no future can hold
-                raise RuntimeError("StopIteration was raised") from error
-
-        return await asyncio.get_running_loop().run_in_executor(thread, run)
+    @contextmanager
+    def _reporting(self, invocation: Invocation) -> Iterator[_Running]:
+        """Inside, the invocation runs. What it raises is logged and leaves as `WorkerFailed`."""
+        running = _Running(invocation.method)
+        self._running.append(running)
+        try:
+            yield running
+        except Exception as error:
+            logger.exception("%s failed in stage '%s'", invocation.method, invocation.stage)
+            if isinstance(error, ClusterError):  # the error names its cause, a worker of another group
+                raise
+            kind = f"{type(error).__module__}.{type(error).__qualname__}"
+            group, rank, log = self._identity.group, self._identity.rank, self._identity.log
+            raise WorkerFailed(group, rank, invocation.stage, kind, str(error), log) from error
+        finally:
+            self._running.remove(running)
 
 
 async def _resolved(invocation: Invocation, args: Any, kwargs: Any) -> Any:
     """The arguments, if the invocation says so with every reference inside them replaced by its value."""
     if not invocation.resolve:
         return args, kwargs
-    references = references_in((args, kwargs))
+    references: dict[ray.ObjectRef, ray.ObjectRef] = {}
+    _mapped((args, kwargs), lambda reference: references.setdefault(reference, reference))
     async with asyncio.timeout(invocation.deadline_seconds):
         values = await asyncio.gather(*references)
-    return with_values((args, kwargs), dict(zip(references, values, strict=True)))
+    return _mapped((args, kwargs), dict(zip(references, values, strict=True)).__getitem__)
+
+
+def _mapped(tree: Any, value_of: Callable[[ray.ObjectRef], Any]) -> Any:
+    """Nested lists, tuples, dicts and dataclasses with every reference replaced; the rest is as it is."""
+    if isinstance(tree, ray.ObjectRef):
+        return value_of(tree)
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, list) or type(tree) is tuple:
+        children = enumerate(tree)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        children = [(f.name, getattr(tree, f.name)) for f in fields(tree) if f.init]
+    changed = {key: value for key, child in children if (value := _mapped(child, value_of)) is not child}
+    if not changed:
+        return tree
+    if isinstance(tree, dict):
+        return tree | changed
+    if is_dataclass(tree):
+        return replace(tree, **changed)  # type: ignore[type-var]
+    return type(tree)(changed.get(index, child) for index, child in enumerate(tree))

@@ -1,5 +1,9 @@
-"""Errors between the driver and its workers. Each names group, rank and stage."""
+"""Errors between the driver and its workers. Each names group, rank and stage.
 
+They travel between processes: pickling calls a class again with the arguments, all given by position.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.errors import RunError
@@ -21,14 +25,16 @@ class NotShared(ClusterError):
     """A node cannot access a folder of the driver."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerFailed(ClusterError):
     """A method of a worker raised. The traceback is in the worker's log."""
 
-    def __init__(self, group: str, rank: int, stage: str, kind: str, message: str, log: Path) -> None:
-        """`kind` is the full name of the exception's class, such as `builtins.ValueError`."""
-        super().__init__(group, rank, stage, kind, message, log)
-        self.group, self.rank, self.stage = group, rank, stage
-        self.kind, self.message, self.log = kind, message, log
+    group: str
+    rank: int
+    stage: str
+    kind: str  # full name of the exception's class, such as `builtins.ValueError`
+    message: str
+    log: Path
 
     def __str__(self) -> str:
         return (
@@ -37,27 +43,17 @@ class WorkerFailed(ClusterError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class WorkerDied(ClusterError):
     """The process of a worker ended unexpectedly."""
 
-    def __init__(
-        self,
-        group: str,
-        rank: int,
-        stage: str,
-        reason: str,
-        log: Path,
-        last_lines: tuple[str, ...],
-        node: str = "",
-    ) -> None:
-        """`reason` is Ray's description of the exit; `last_lines` is the end of the worker's log.
-
-        `node` is the worker's node in a run over several nodes.
-        """
-        super().__init__(group, rank, stage, reason, log, last_lines, node)
-        self.group, self.rank, self.stage = group, rank, stage
-        self.reason, self.log, self.last_lines = reason, log, last_lines
-        self.node = node
+    group: str
+    rank: int
+    stage: str
+    reason: str  # Ray's description of the exit
+    log: Path
+    last_lines: tuple[str, ...]  # of the log
+    node: str = ""  # of the worker, in a run over several nodes
 
     def is_reported_in(self, error: BaseException | None) -> bool:
         """True if an error reports this death, directly or as its cause."""
@@ -77,9 +73,7 @@ class NodeLost(WorkerDied):
 
     def __init__(self, group: str, rank: int, stage: str, node: str, tenants: str, log: Path) -> None:
         """`tenants` lists the ranks on the node."""
-        reason = f"node {node} was lost"
-        WorkerDied.__init__(self, group, rank, stage, reason, log, (), node)
-        self.args = (group, rank, stage, node, tenants, log)
+        super().__init__(group, rank, stage, f"node {node} was lost", log, (), node)
         self.tenants = tenants
 
     def is_reported_in(self, error: BaseException | None) -> bool:
@@ -93,22 +87,20 @@ class NodeLost(WorkerDied):
         )
 
 
+@dataclass(eq=False, repr=False)
 class DeadlineExceeded(ClusterError):
     """Some ranks did not answer in time."""
 
-    def __init__(
-        self, group: str, ranks: tuple[int, ...], stage: str, seconds: float, where: tuple[str, ...]
-    ) -> None:
-        """`ranks` have not answered; `where` describes the activity of each of them."""
-        super().__init__(group, ranks, stage, seconds, where)
-        self.group, self.ranks, self.stage = group, ranks, stage
-        self.seconds, self.where = seconds, where
+    group: str
+    ranks: tuple[int, ...]  # that have not answered
+    stage: str
+    seconds: float
+    where: tuple[str, ...]  # the activity of each of them
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        doing = "".join(
-            f"\n  | rank {rank}: {where}" for rank, where in zip(self.ranks, self.where, strict=True)
-        )
+        activities = zip(self.ranks, self.where, strict=True)
+        doing = "".join(f"\n  | rank {rank}: {where}" for rank, where in activities)
         return (
             f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s; "
             f"no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"

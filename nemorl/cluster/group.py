@@ -1,18 +1,18 @@
-"""Groups of worker processes that are called as one, and handles on single processes of them.
+"""Groups of worker processes that are called as one.
 
-Coordinates of ranks in the parallel layout. Pure arithmetic.
+    WorkerGroup ─▶ Worker of each rank ─▶ [Ray] Actor ─▶ its target
 
-Waiting for workers, with a stage, a deadline, and errors that name the rank and the cause.
+A `Mesh` has the coordinates of ranks in the parallel layout. Each call has a stage and a deadline, and its
+errors name the rank and the cause.
 """
 
 import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import ray
@@ -26,7 +26,20 @@ from .logs import last_lines, log_path
 from .nodes import Home
 from .placement import Placement
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+Pending = Mapping[ray.ObjectRef, "Worker"]  # answers that are awaited
+
+# After the first failure of a call the other ranks get this long to answer. The peers of a dead rank see
+# their connection break and raise before Ray reports the death, which is the cause and has to be reported.
+GRACE_SECONDS = 2.0
+# Across nodes: Ray reports a broken connection to a lost node only after this time.
+GRACE_SECONDS_APART = 8.0
+# Ray then needs about 15 s to decide that the node is lost and not only the connection.
+VERDICT_SECONDS = 40.0
+_POLL_SECONDS = 0.5
+ACTIVITY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,6 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: LayoutConfig) -> "Mesh":
-        """The mesh of a policy's layout."""
         return cls(
             layout.tensor_parallel_size,
             layout.pipeline_parallel_size,
@@ -50,7 +62,6 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self._copy * self.data * self.pipeline
 
     @property
@@ -58,21 +69,9 @@ class Mesh:
         """Ranks of a stage that are given the same share of the batch."""
         return self.tensor * self.context
 
-    def tp_rank(self, rank: int) -> int:
-        """Position among the ranks that share each matrix."""
-        return rank % self.tensor
-
-    def cp_rank(self, rank: int) -> int:
-        """Position among the ranks that share each sequence."""
-        return rank // self.tensor % self.context
-
     def dp_rank(self, rank: int) -> int:
         """Which share of the batch the rank trains on."""
         return rank // self._copy % self.data
-
-    def pp_rank(self, rank: int) -> int:
-        """Which stage of the pipeline the rank holds."""
-        return rank // (self._copy * self.data)
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
@@ -98,116 +97,53 @@ class Worker:
     home: Home | None = None  # in a run over several nodes
     prefix: str = ""  # of the methods: `attribute.` for those of an attribute of the target
 
-    async def call(
-        self,
-        method: str,
-        *args: Any,
-        stage: str,
-        deadline_seconds: float,
-        resolve: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
         """Run a method on this worker alone.
 
-        `resolve` replaces object references inside the arguments by their values. Raises `WorkerFailed`,
-        `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
+        Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
         """
-        invocation = Invocation(self.prefix + method, stage, deadline_seconds, resolve)
-        reference = self.actor.call.remote(invocation, *args, **kwargs)
-        return (await answers({reference: self}, stage, deadline_seconds))[0]
+        invocation = Invocation(self.prefix + method, stage, seconds)
+        return (await answers({self.actor.call.remote(invocation, *args): self}, invocation))[0]
 
     async def stream(
-        self,
-        method: str,
-        *args: Any,
-        stage: str,
-        deadline_seconds: float,
-        resolve: bool = False,
-        pairs: bool = False,
-        **kwargs: Any,
+        self, method: str, *args: Any, stage: str, seconds: float, pairs: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Items of an async generator of the worker as they come; `deadline_seconds` is for all of them.
+        """Items of an async generator of the worker as they come; `seconds` are for all of them.
 
         With `pairs` its items are taken two by two: the first, which may be large, stays where it is and
-        comes as a reference that this process owns, the second comes as it is.
-        The worker has to be asynchronous. Raises like `call`. A consumer that leaves early should close
-        the iterator (`contextlib.aclosing`): this cancels the generator in the worker.
+        comes as a reference that this process owns, the second comes as it is. Raises like `call`. A consumer
+        that leaves early should close the iterator (`contextlib.aclosing`): this cancels the generator in the
+        worker.
         """
-        invocation = Invocation(self.prefix + method, stage, deadline_seconds, resolve)
-        items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args, **kwargs)
-        end = time.monotonic() + deadline_seconds
+        invocation = Invocation(self.prefix + method, stage, seconds)
+        items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args)
+        end = time.monotonic() + seconds
         running = True
         try:
             while True:
                 async with asyncio.timeout(end - time.monotonic()):
-                    item = await (_next_pair(items) if pairs else _next(items))
+                    reference = await anext(items)
+                    try:
+                        item = (reference, await (await anext(items))) if pairs else await reference
+                    except StopAsyncIteration:
+                        await reference  # a generator that fails ends with its error as the last item
+                        raise
                 yield item
         except StopAsyncIteration:
             running = False
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             running = False
             raise await resolve_error(self, stage, error) from None
         except TimeoutError:
             where = await describe_activity([self])
-            raise DeadlineExceeded(self.group, (self.rank,), stage, deadline_seconds, where) from None
+            raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, where) from None
         finally:
             if running:
                 ray.cancel(items)
 
 
-async def _next(items: Any) -> Any:
-    return await (await anext(items))
-
-
-async def _next_pair(items: Any) -> tuple[Any, Any]:
-    reference = await anext(items)
-    try:
-        return reference, await _next(items)
-    except StopAsyncIteration:
-        await reference  # a generator that fails ends with its error as the last item
-        raise
-
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What every process of a group is started with."""
-
-    name: str
-    target: str
-    concurrent: bool
-    kwargs: tuple[Mapping[str, Any], ...]  # of each rank
-    placement: Placement
-    variables: Mapping[str, str]
-    run_dir: Path
-
-    def process(self, rank: int) -> Worker:
-        """An actor at the rank's placement, without a target yet."""
-        log = log_path(self.run_dir, self.name, rank)
-        actor_class: Any = Actor  # which Ray has wrapped
-        actor = actor_class.options(
-            runtime_env={"env_vars": dict(self.variables)},
-            max_restarts=0,
-            **self.placement.options(self.name, rank),
-        )
-        identity = Identity(self.name, rank, log, Path.cwd())
-        home = self.placement.home(self.name, rank)
-        return Worker(self.name, rank, log, actor.remote(identity, concurrent=self.concurrent), home=home)
-
-    def make(self, worker: Worker, invocation: Invocation) -> Any:
-        """Have a process make its target; a reference to the answer."""
-        return worker.actor.make.remote(invocation, self.target, **self.kwargs[worker.rank])
-
-
-def thread_environment(threads: int) -> dict[str, str]:
-    """Set before the process imports anything, since the libraries read it when they are loaded."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return dict.fromkeys(names, str(threads)) | {"PYTHONFAULTHANDLER": "1"}
-
-
-logger = logging.getLogger(__name__)
+# Starts the process of a rank and has it make its target; returns it with a reference to its GPUs.
+Launch = Callable[[int, Invocation], tuple[Worker, ray.ObjectRef]]
 
 
 class WorkerGroup:
@@ -222,10 +158,10 @@ class WorkerGroup:
     ) -> None:
         """Use `start`."""
         self.name = name
-        self._launch = launch
         self.workers = tuple(workers)
         self.mesh = mesh
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
+        self._launch = launch
         self._ended: str | None = None
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
@@ -242,7 +178,7 @@ class WorkerGroup:
         deadline_seconds: float,
         mesh: Mesh | None = None,
         concurrent: bool = False,
-        environment: Mapping[str, str] = NOTHING,
+        environment: Mapping[str, str] | None = None,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
@@ -256,14 +192,29 @@ class WorkerGroup:
         mesh = mesh or Mesh(data=ranks)
         if mesh.world_size != ranks:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
-        variables = {**thread_environment(threads), **placement.environment, **environment}
-        launch = Launch(
-            name, target, concurrent, tuple(per_rank_kwargs), placement, variables, run_dir.absolute()
-        )
-        log_path(launch.run_dir, name, 0).parent.mkdir(parents=True, exist_ok=True)
-        group = cls(name, [launch.process(rank) for rank in range(ranks)], mesh, launch)
-        invocation = Invocation("__init__", f"start {name}", deadline_seconds)
-        group.gpus = await group._answers({launch.make(w, invocation): w for w in group.workers}, invocation)
+        # Set before the process imports anything: the libraries read them when they are loaded.
+        libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        variables = {
+            **dict.fromkeys(libraries, str(threads)),
+            "PYTHONFAULTHANDLER": "1",
+            **placement.environment,
+            **(environment or {}),
+        }
+
+        def launch(rank: int, invocation: Invocation) -> tuple[Worker, ray.ObjectRef]:
+            log = log_path(run_dir.absolute(), name, rank)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            actor_class: Any = Actor  # which Ray has wrapped
+            actor = actor_class.options(
+                runtime_env={"env_vars": dict(variables)}, max_restarts=0, **placement.options(name, rank)
+            ).remote(Identity(name, rank, log, Path.cwd()), concurrent=concurrent)
+            worker = Worker(name, rank, log, actor, placement.home(name, rank))
+            return worker, actor.make.remote(invocation, target, **per_rank_kwargs[rank])
+
+        invocation = Invocation("make", f"start {name}", deadline_seconds)
+        launched = [launch(rank, invocation) for rank in range(ranks)]
+        group = cls(name, [worker for worker, _ in launched], mesh, launch)
+        group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
 
     def kill(self, worker: Worker) -> None:
@@ -284,12 +235,12 @@ class WorkerGroup:
         Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and the new process is gone again.
         """
         assert self._launch is not None, "a group of given workers has nothing to start more with"
-        worker = self._launch.process(rank)
-        invocation = Invocation("__init__", f"restart {self.name}", deadline_seconds)
+        invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
+        worker, reference = self._launch(rank, invocation)
         try:
-            await answers({self._launch.make(worker, invocation): worker}, invocation.stage, deadline_seconds)
+            await answers({reference: worker}, invocation)
         except BaseException:
-            ray.kill(worker.actor)
+            self.kill(worker)
             raise
         return worker
 
@@ -303,65 +254,46 @@ class WorkerGroup:
         method: str,
         *args: Any,
         stage: str,
-        deadline_seconds: float,
-        resolve: bool = False,
-        outputs: Literal["all", "output_ranks"] = "all",
-        ends_group: bool = True,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Run a method with the same arguments on every rank and wait for all.
-
-        `resolve` replaces object references inside the arguments by their values (those that are arguments
-        themselves always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
-        data-parallel rank (first tensor-parallel rank of the last pipeline stage). Raises `WorkerFailed`,
-        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
-        method whose failure leaves every rank usable.
-        """
-        invocation = Invocation(method, stage, deadline_seconds, resolve)
-        return await self._call(invocation, [args] * len(self.workers), kwargs, outputs, ends_group)
-
-    async def call_sharded(
-        self,
-        method: str,
-        shards: Sequence[Any],
-        *args: Any,
-        stage: str,
-        deadline_seconds: float,
+        seconds: float,
+        shards: Sequence[Any] | None = None,
         axis: Literal["dp", "rank"] = "dp",
         resolve: bool = False,
         outputs: Literal["all", "output_ranks"] = "all",
-        ends_group: bool = True,
         keep: str = "",
+        background: bool = False,
+        ends_group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Like `call`, with a separate first argument for each data-parallel rank, or for each rank.
+        """Run a method on every rank and wait for all.
 
-        With `axis="dp"` all tensor- and pipeline-parallel ranks of a data-parallel rank get the same shard.
-        With `keep` the answers stay in the workers' object stores, until the next ones under this name, and
-        references to them are returned; an answer that is None is returned itself.
+        `shards` are separate first arguments: one for each data-parallel rank, whose tensor- and
+        pipeline-parallel ranks all get it, or with `axis="rank"` one for each rank. `resolve` replaces object
+        references inside the arguments by their values (those that are arguments themselves always are).
+        `outputs` chooses whose answers are returned: of all ranks, or of one for each data-parallel rank
+        (first tensor-parallel rank of the last pipeline stage). With `keep` the answers stay in the workers'
+        object stores, until the next ones under this name, and references to them are returned; an answer
+        that is None is returned itself. A method in the `background` runs while other calls run. Raises
+        `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them;
+        `ends_group=False` is for a method whose failure leaves every rank usable.
         """
-        if axis == "dp":
-            # One copy in the object store for all ranks that share the shard.
-            shards = self.mesh.spread([ray.put(shard) for shard in shards])
-        elif len(shards) != len(self.workers):
-            raise ValueError(
-                f"{len(shards)} shards for {len(self.workers)} ranks of {self.name}: give as many."
-            )
-        invocation = Invocation(method, stage, deadline_seconds, resolve, keep=keep)
-        own = [(shard, *args) for shard in shards]
-        return await self._call(invocation, own, kwargs, outputs, ends_group)
-
-    async def call_background(
-        self, method: str, *args: Any, stage: str, deadline_seconds: float
-    ) -> list[Any]:
-        """Run a method on every rank while its other calls run, and wait for all.
-
-        The method has to be one that waits for no other rank: a failure leaves the group as it is. Raises
-        `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`.
-        """
-        invocation = Invocation(method, stage, deadline_seconds, background=True)
-        pending = {worker.actor.call.remote(invocation, *args): worker for worker in self.workers}
-        return await answers(pending, stage, deadline_seconds)
+        if self._ended is not None:
+            raise GroupEnded(f"{self.name} cannot run '{method}' in stage '{stage}': {self._ended}.")
+        if shards is None:
+            of_ranks = [args] * len(self.workers)
+        else:
+            if axis == "dp":  # one copy in the object store for all ranks that share the shard
+                shards = self.mesh.spread([ray.put(shard) for shard in shards])
+            elif len(shards) != len(self.workers):
+                ranks = f"{len(self.workers)} ranks of {self.name}"
+                raise ValueError(f"{len(shards)} shards for {ranks}: give as many.")
+            of_ranks = [(shard, *args) for shard in shards]
+        invocation = Invocation(method, stage, seconds, resolve, background, keep)
+        pending = {
+            worker.actor.call.remote(invocation, *own, **kwargs): worker
+            for worker, own in zip(self.workers, of_ranks, strict=True)
+        }
+        everything = await self._answers(pending, invocation, ends_group)
+        return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
         """End the processes after calling `close` on every worker that has it. May be called again.
@@ -371,7 +303,11 @@ class WorkerGroup:
         """
         if self._ended is not None:
             return
-        if self._all_at_rest():
+        # After the failure of one rank the others may have answered long ago.
+        if calls := list(self._unanswered):
+            _, running = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
+            self._unanswered = set(running)
+        if not self._unanswered:
             invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
             try:
                 await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
@@ -380,31 +316,12 @@ class WorkerGroup:
                     logger.warning("%s", error)
         self._end("it was shut down")
 
-    async def _call(
-        self,
-        invocation: Invocation,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        outputs: str,
-        ends_group: bool = True,
-    ) -> list[Any]:
-        if self._ended is not None:
-            raise GroupEnded(
-                f"{self.name} cannot run '{invocation.method}' in stage '{invocation.stage}': {self._ended}."
-            )
-        pending = {
-            worker.actor.call.remote(invocation, *own, **kwargs): worker
-            for worker, own in zip(self.workers, args, strict=True)
-        }
-        everything = await self._answers(pending, invocation, ends_group)
-        return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
-
-    async def _answers(
-        self, pending: Mapping[ray.ObjectRef, Worker], invocation: Invocation, ends_group: bool = True
-    ) -> list[Any]:
+    async def _answers(self, pending: Pending, invocation: Invocation, ends_group: bool = True) -> list[Any]:
+        if invocation.background:  # of methods that wait for no other rank
+            return await answers(pending, invocation)
         self._unanswered |= pending.keys()
         try:
-            everything = await answers(pending, invocation.stage, invocation.deadline_seconds)
+            everything = await answers(pending, invocation)
         except ClusterError as error:
             if ends_group:
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
@@ -412,42 +329,21 @@ class WorkerGroup:
         self._unanswered -= pending.keys()
         return everything
 
-    def _all_at_rest(self) -> bool:
-        """Whether no rank is at a call any more. After a failure of one the others may have been for long."""
-        calls = list(self._unanswered)
-        if not calls:
-            return True
-        _, running = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
-        self._unanswered = set(running)
-        return not running
-
     def _end(self, reason: str) -> None:
         self._ended = reason
         for worker in self.workers:
-            ray.kill(worker.actor)
+            self.kill(worker)
 
 
-# After the first failure of a call the other ranks get this long to answer. The peers of a dead rank see
-# their connection break and raise before Ray reports the death, which is the cause and has to be reported.
-GRACE_SECONDS = 2.0
-# Across nodes: Ray reports a broken connection to a lost node only after this time.
-GRACE_SECONDS_APART = 8.0
-# Ray then needs about 15 s to decide that the node is lost and not only the connection.
-VERDICT_SECONDS = 40.0
-_POLL_SECONDS = 0.5
-ACTIVITY_SECONDS = 3.0
-
-Answers = Mapping[ray.ObjectRef, "Worker"]
-
-
-async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list[Any]:
+async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
     """Return the answers of all workers, in the order of `pending`.
 
     The first failure ends the wait and is raised as `WorkerFailed`, `WorkerDied` or the `ClusterError` that
     the worker raised. Raises `DeadlineExceeded` if some have not answered in time.
     """
+    stage, seconds = invocation.stage, invocation.deadline_seconds
     futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
-    end = time.monotonic() + deadline_seconds
+    end = time.monotonic() + seconds
     waiting: set[asyncio.Future[Any]] = set(futures)
     failed: list[asyncio.Future[Any]] = []
     try:
@@ -466,15 +362,18 @@ async def answers(pending: Answers, stage: str, deadline_seconds: float) -> list
         for future in waiting:
             future.cancel()
     if failed:
-        raise _cause([await resolve_error(futures[future], stage, future.exception()) for future in failed])
+        errors = [await resolve_error(futures[future], stage, future.exception()) for future in failed]
+        # A lost node explains the deaths of its processes, which may be reported earlier, and a death the
+        # errors of its peers.
+        raise next(e for kind in (NodeLost, WorkerDied, ClusterError) for e in errors if isinstance(e, kind))
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]
         where = await describe_activity(late)
-        raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, deadline_seconds, where)
+        raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, seconds, where)
     return [future.result() for future in futures]
 
 
-async def describe_activity(workers: Sequence["Worker"]) -> tuple[str, ...]:
+async def describe_activity(workers: Sequence[Worker]) -> tuple[str, ...]:
     """Describe the current activity of each worker; the stacks of its threads are written to its log."""
     asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
     await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
@@ -490,7 +389,7 @@ async def describe_activity(workers: Sequence["Worker"]) -> tuple[str, ...]:
     return tuple(activities)
 
 
-async def resolve_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
+async def resolve_error(worker: Worker, stage: str, error: BaseException | None) -> ClusterError:
     """Return `typed_error`; for an unreachable worker, first wait for Ray to decide if its node is lost."""
     if isinstance(error, ActorUnavailableError) and worker.home is not None:
         end = time.monotonic() + VERDICT_SECONDS
@@ -499,26 +398,21 @@ async def resolve_error(worker: "Worker", stage: str, error: BaseException | Non
     return typed_error(worker, stage, error)
 
 
-def typed_error(worker: "Worker", stage: str, error: BaseException | None) -> ClusterError:
+def typed_error(worker: Worker, stage: str, error: BaseException | None) -> ClusterError:
     """Convert an error of Ray to a `ClusterError`, without Ray's traceback."""
+    who, log, home = (worker.group, worker.rank, stage), worker.log, worker.home
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, ClusterError):
             return error.cause
         kind = f"{type(error.cause).__module__}.{type(error.cause).__qualname__}"
-        return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error.cause)), worker.log)
+        return WorkerFailed(*who, kind, _one_line(str(error.cause)), log)
     if isinstance(error, RayActorError):
-        return _death(worker, stage, exit_reason(str(error)))
+        if home is not None and home.is_lost():
+            return NodeLost(*who, home.name, str(home), log)
+        return WorkerDied(*who, exit_reason(str(error)), log, last_lines(log), home.name if home else "")
     if isinstance(error, RayError):
-        kind = f"ray.{type(error).__qualname__}"
-        return WorkerFailed(worker.group, worker.rank, stage, kind, _one_line(str(error)), worker.log)
+        return WorkerFailed(*who, f"ray.{type(error).__qualname__}", _one_line(str(error)), log)
     raise TypeError(f"not an error of Ray: {error!r}")
-
-
-def _death(worker: "Worker", stage: str, reason: str) -> WorkerDied:
-    who, home = (worker.group, worker.rank, stage), worker.home
-    if home is not None and home.is_lost():
-        return NodeLost(*who, home.name, str(home), worker.log)
-    return WorkerDied(*who, reason, worker.log, last_lines(worker.log), home.name if home else "")
 
 
 def exit_reason(account: str) -> str:
@@ -530,15 +424,6 @@ def exit_reason(account: str) -> str:
     if "killed by `ray.kill`" in detail:
         return "the driver ended its process and reports the reason"
     return detail
-
-
-def _cause(errors: Sequence[ClusterError]) -> ClusterError:
-    """Return the error that explains the others: a death before the errors of its peers, else the first.
-
-    A lost node comes before the deaths of its processes, which may be reported earlier.
-    """
-    deaths = [error for error in errors if isinstance(error, WorkerDied)]
-    return next((death for death in deaths if isinstance(death, NodeLost)), [*deaths, errors[0]][0])
 
 
 def _one_line(text: str) -> str:

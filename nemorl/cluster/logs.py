@@ -1,11 +1,10 @@
-"""A worker's log: everything the process says, native code included, and what it said last."""
+"""A worker's log: all output of the process, native code included, and its last lines."""
 
 import faulthandler
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -16,17 +15,15 @@ PYTHON_WARNING = re.compile(r"\S.*:\d+: (\w+\.)*\w*Warning: ")
 
 
 def log_path(run_dir: Path, group: str, rank: int) -> Path:
-    """The log of one worker."""
     return run_dir / "logs" / f"{group}-{rank}.log"
 
 
 def send_output_to(path: Path, group: str, rank: int) -> None:
     """Let file descriptors 1 and 2, `sys.stdout`, `sys.stderr` and logging of this process end in `path`.
 
-    Logging means warnings, and our own notes.
-
-    The descriptors themselves are replaced, so that native libraries and the fault handler write there too;
-    every line is handed to the kernel at once, so that none is lost when the process dies.
+    Of logging, warnings and our own messages. The descriptors themselves are replaced, so that native
+    libraries and the fault handler write there too; every line is passed to the kernel at once, so that none
+    is lost when the process dies.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -61,14 +58,10 @@ def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
     except OSError as error:
         return (f"({path} cannot be read on this machine: {error.strerror})",)
     starts = [i for i, line in enumerate(lines) if line.startswith(START_OF_LOG)]
-    said = lines[starts[-1] + 1 if starts else 0 :]
-    return tuple(_without_warnings(said))[-count:]
-
-
-def _without_warnings(lines: Sequence[str]) -> Iterator[str]:
-    warned = False
-    for line in lines:
-        source = warned and line.startswith("  ")
+    kept, warned = [], False
+    for line in lines[starts[-1] + 1 if starts else 0 :]:
+        is_source = warned and line.startswith("  ")
         warned = PYTHON_WARNING.match(line) is not None
-        if not (warned or source):
-            yield line
+        if not (warned or is_source):
+            kept.append(line)
+    return tuple(kept[-count:])

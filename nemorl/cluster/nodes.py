@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 
@@ -40,7 +41,6 @@ class Home:
     tenants: tuple[tuple[str, tuple[int, ...]], ...]  # groups with their ranks
 
     def is_lost(self) -> bool:
-        """True if the node is no longer part of the cluster."""
         return all(node.id != self.node for node in alive_nodes())
 
     def __str__(self) -> str:
@@ -56,7 +56,6 @@ def alive_nodes() -> list[Node]:
 
 
 def driver_node() -> str:
-    """Return the ID of the node on which this process runs."""
     return str(ray.get_runtime_context().get_node_id())
 
 
@@ -82,27 +81,21 @@ def shared_cores(nodes: Sequence[Node]) -> int:
 
 def labels_in_use(nodes: Sequence[Node]) -> str:
     """Describe the labels of the nodes for a message, without the node ID that Ray sets."""
-    described = [
-        f"{node.name} ({', '.join(f'{k}={v}' for k, v in sorted(_own_labels(node).items())) or 'none'})"
-        for node in nodes
-    ]
+    described = []
+    for node in nodes:
+        labels = (f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_LABEL)
+        described.append(f"{node.name} ({', '.join(labels) or 'none'})")
     return ", ".join(described)
 
 
-def _own_labels(node: Node) -> dict[str, str]:
-    return {key: value for key, value in node.labels.items() if key != NODE_LABEL}
-
-
-def _node(entry: Mapping[str, object]) -> Node:
+def _node(entry: Mapping[str, Any]) -> Node:
     """Convert an entry of `ray.nodes()`. Ray uses the address as the name of a node without one."""
-    address, named = str(entry["NodeManagerAddress"]), str(entry.get("NodeName", ""))
-    resources, labels = entry["Resources"], entry.get("Labels")
-    assert isinstance(resources, Mapping)
+    address, name, resources = entry["NodeManagerAddress"], entry.get("NodeName", ""), entry["Resources"]
     return Node(
-        str(entry["NodeID"]),
-        str(entry["NodeManagerHostname"]) if named in ("", address) else named,
+        entry["NodeID"],
+        entry["NodeManagerHostname"] if name in ("", address) else name,
         address,
         int(resources.get("CPU", 0)),
         int(resources.get("GPU", 0)),
-        labels if isinstance(labels, Mapping) else {},
+        entry.get("Labels") or {},
     )

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,9 @@ from .nodes import (
     shared_cores,
 )
 
+_WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
+_PLAIN = re.compile(r"[\w./-]*")  # a label's value without selector operators
+
 
 @dataclass(frozen=True)
 class WorkerRequest:
@@ -54,11 +57,6 @@ class WorkerRequest:
     labels: Mapping[str, str] = field(default_factory=dict)  # of its nodes, in Ray's label selector syntax
     topology: str | None = None  # a label that must have the same value on all its nodes
     at_driver: bool = False  # on the driver's node
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """Ray resources of one process, and of its bundle if it does not share one."""
-        return {"CPU": 1.0, "GPU": float(self.gpus)} if self.gpus else {"CPU": 1.0}
 
     def host_ranks(self, rank: int) -> range:
         """Ranks of the host group whose bundles and GPUs a rank shares."""
@@ -82,8 +80,7 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """
     cluster, generation = experiment.cluster, experiment.generation
     gpus = 1 if cluster.gpus_per_node else 0
-    policy, *others = models_of(experiment)
-    models = [
+    requests = [
         WorkerRequest(
             model.name,
             model.config.layout.world_size,
@@ -91,23 +88,15 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
             host_group="policy" if model.on_policy_devices else None,
             fractional_gpu=model.on_policy_devices,
         )
-        for model in others
+        for model in models_of(experiment)
     ]
-    engines = WorkerRequest(
-        "generation",
-        generation.replicas,
-        gpus * generation.ranks_per_replica,
-        for_children=generation.workers_hold_gpus,
-        host_group="policy" if generation.shares_devices and gpus else None,
-    )
-    requests = (
-        WorkerRequest("policy", policy.config.layout.world_size, gpus),
-        *models,
-        *([engines] if generation.has_engines else []),
-        WorkerRequest("rollout", cluster.rollout_workers),
-        # The endpoint's address belongs to the driver's node.
-        *([WorkerRequest("endpoint", 1, at_driver=True)] if generation.endpoint is not None else []),
-    )
+    if generation.has_engines:
+        host = "policy" if generation.shares_devices and gpus else None
+        ranks, holds = generation.ranks_per_replica, generation.workers_hold_gpus
+        requests.append(WorkerRequest("generation", generation.replicas, gpus * ranks, holds, host))
+    requests.append(WorkerRequest("rollout", cluster.rollout_workers))
+    if generation.endpoint is not None:  # its address belongs to the driver's node
+        requests.append(WorkerRequest("endpoint", 1, at_driver=True))
     return tuple(
         replace(r, labels=cluster.labels.get(r.group, {}), topology=cluster.topology.get(r.group))
         for r in requests
@@ -124,15 +113,10 @@ def required_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]
     """Bundles to reserve, group by group. A hosted group adds a CPU to each bundle of its host group."""
     hosted = Counter(request.host_group for request in requests)
     return [
-        {**request.bundle, "CPU": request.bundle["CPU"] + hosted[request.group]}
+        {"CPU": 1.0 + hosted[request.group], **({"GPU": float(request.gpus)} if request.gpus else {})}
         for request in with_places(requests)
         for _ in range(request.count)
     ]
-
-
-def own_gpus() -> tuple[str, ...]:
-    """GPUs of the calling worker, as named in CUDA_VISIBLE_DEVICES."""
-    return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 @dataclass(frozen=True)
@@ -185,22 +169,18 @@ class Placement:
         return LOOPBACK if node_ids <= {self.driver} else str(ray.util.get_node_ip_address())
 
     def options(self, group: str, rank: int) -> dict[str, Any]:
-        """Ray options for the actor of one rank."""
+        """Ray options for the actor of one rank; processes that share a device get equal fractions of it."""
+        request = self.requests[group]
+        is_hosted = request.host_group in self.requests
+        host = request.host_group if is_hosted else group
+        guests = sum(other.fractional_gpu and other.host_group == host for other in self.requests.values())
+        gpus = request.gpus / (1 + guests)
+        if request.for_children or (is_hosted and not request.fractional_gpu):
+            gpus = 0
         strategy = PlacementGroupSchedulingStrategy(
             self.places[group], placement_group_bundle_index=self.bundles[group][rank]
         )
-        return {"num_cpus": 1, "num_gpus": self._gpus(self.requests[group]), "scheduling_strategy": strategy}
-
-    def _gpus(self, request: WorkerRequest) -> float:
-        """GPUs that Ray assigns to a process; processes that share a device get equal fractions of it."""
-        is_hosted = request.host_group in self.requests
-        if request.for_children or (is_hosted and not request.fractional_gpu):
-            return 0
-        host = request.host_group if is_hosted else request.group
-        shared_with = sum(
-            other.fractional_gpu and other.host_group == host for other in self.requests.values()
-        )
-        return request.gpus / (1 + shared_with)
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def release(self) -> None:
         """Remove the reservations; Ray kills workers that still run in them."""
@@ -229,25 +209,17 @@ def assigned_bundles(
             places = [[host_bundles[n] for n in request.host_ranks(rank)] for rank in range(request.count)]
             for rank, local_positions in enumerate(places):
                 if len({node_of[bundle] for bundle in local_positions}) > 1:
-                    raise _divided(request, rank)
+                    ranks = request.host_ranks(rank)
+                    raise PlacementFailed(
+                        f"{request.group} rank {rank} uses the GPUs of {request.host_group} ranks {ranks[0]} "
+                        f"to {ranks[-1]}, which are on several machines. Use engines of fewer ranks or set "
+                        "cluster.placement to STRICT_PACK."
+                    )
             bundles[request.group] = tuple(local_positions[0] for local_positions in places)
     return bundles
 
 
-def _divided(request: WorkerRequest, rank: int) -> PlacementFailed:
-    ranks = request.host_ranks(rank)
-    return PlacementFailed(
-        f"{request.group} rank {rank} uses the GPUs of {request.host_group} ranks {ranks[0]} to {ranks[-1]}, "
-        "which are on several machines. Use engines of fewer ranks or set cluster.placement to STRICT_PACK."
-    )
-
-
-_WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
-_PLAIN = re.compile(r"[\w./-]*")  # a label's value without selector operators
-
-
 def available_cores() -> int:
-    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -262,41 +234,63 @@ async def reserve(
     """Reserve bundles for all workers at once, or none.
 
     `strategy` is a placement strategy of Ray. A cluster that cannot grow is this machine alone and is refused
-    immediately if its total is too small; otherwise nodes may join until the deadline. A group with a
-    topology gets a separate reservation, because a topology applies to all bundles of one. Raises
+    immediately if its total is too small; otherwise nodes may join until the deadline. Raises
     `PlacementFailed`.
     """
-    if not can_grow and (lacking := _lacking(requests)):
-        raise _failure(requests, strategy, f"{lacking} more than its total")
+    if not can_grow:
+        total, required = ray.cluster_resources(), required_bundles(requests)
+        lacking = {
+            name: sum(b.get(name, 0.0) for b in required) - total.get(name, 0.0) for name in ("CPU", "GPU")
+        }
+        if lacks := [f"{number:g} {name}" for name, number in lacking.items() if number > 0]:
+            raise _failure(requests, strategy, f"{' and '.join(lacks)} more than its total")
     if unknown := _unknown_label(requests):
         raise _failure(requests, strategy, f"no node has {unknown}")
-    parts = [part for part in _parts(requests) if part]
+    # A topology applies to all bundles of a reservation: a group with one has its own, with those it hosts.
+    apart = [request for request in with_places(requests) if request.topology is not None]
+    parts = [[r, *(other for other in requests if other.host_group == r.group)] for r in apart]
+    names = {request.group for request in apart}
+    parts.append([r for r in requests if r.group not in names and r.host_group not in names])
+    parts = [part for part in parts if part]
     groups: list[PlacementGroup] = []
     try:
         groups += [_placed(part, strategy) for part in parts]
-        if not await _ready(groups, deadline_seconds):
-            raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
+        # A thread polls, because Ray's wait blocks.
+        end, missing = time.monotonic() + deadline_seconds, groups.copy()
+        while missing:
+            if (left := end - time.monotonic()) <= 0:
+                raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
+            if await asyncio.to_thread(missing[0].wait, min(_WAIT_SECONDS, left)):
+                missing.pop(0)
         nodes = {node.id: node for node in alive_nodes()}
         if not can_grow:  # Ray was started with as many CPUs as there are workers
             nodes = {name: replace(node, cores=available_cores()) for name, node in nodes.items()}
-        return _placement(parts, groups, nodes, environment)
+        places, bundles, rank_nodes = {}, {}, {}
+        for part, group in zip(parts, groups, strict=True):
+            node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+            domain = part[0].topology or DOMAIN_LABEL  # ranks fill the nodes of one before those of the next
+            order = {
+                bundle: (nodes[node].labels.get(domain, ""), nodes[node].name, node)
+                for bundle, node in node_ids.items()
+            }
+            for name, own in assigned_bundles(part, order).items():
+                places[name], bundles[name] = group, own
+                rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
+        of_groups = {request.group: request for request in requests}
+        return Placement(places, bundles, of_groups, rank_nodes, driver_node(), environment)
     except BaseException:  # also when the wait was cancelled
         for group in groups:
             remove_placement_group(group)
         raise
 
 
-def _parts(requests: Sequence[WorkerRequest]) -> Iterator[list[WorkerRequest]]:
-    """Yield what is reserved together: a group with a topology and the groups it hosts; then all others."""
-    apart = [request for request in with_places(requests) if request.topology is not None]
-    for request in apart:
-        yield [request, *(other for other in requests if other.host_group == request.group)]
-    names = {request.group for request in apart}
-    yield [r for r in requests if r.group not in names and r.host_group not in names]
-
-
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
-    selectors = [_selector(request) for request in with_places(part) for _ in range(request.count)]
+    at_driver = {NODE_LABEL: driver_node()}
+    selectors = [
+        {**request.labels, **(at_driver if request.at_driver else {})}
+        for request in with_places(part)
+        for _ in range(request.count)
+    ]
     topology = part[0].topology
     where: dict[str, Any] = {"strategy": strategy}
     if topology is not None:
@@ -306,51 +300,8 @@ def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
             required_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
         )
     except ValueError as error:  # Ray's own rules for labels
-        groups = ", ".join(request.group for request in part)
-        raise PlacementFailed(f"cluster.labels and cluster.topology of {groups}: {error}") from error
-
-
-def _selector(request: WorkerRequest) -> dict[str, str]:
-    return {**request.labels, **({NODE_LABEL: driver_node()} if request.at_driver else {})}
-
-
-async def _ready(groups: Sequence[PlacementGroup], seconds: float) -> bool:
-    """True if all reservations are ready before the deadline. A thread polls, because Ray's wait blocks."""
-    end, missing = time.monotonic() + seconds, list(groups)
-    while missing and (left := end - time.monotonic()) > 0:
-        if await asyncio.to_thread(missing[0].wait, min(_WAIT_SECONDS, left)):
-            missing.pop(0)
-    return not missing
-
-
-def _placement(
-    parts: Sequence[Sequence[WorkerRequest]],
-    groups: Sequence[PlacementGroup],
-    nodes: Mapping[str, Node],
-    environment: Mapping[str, str],
-) -> Placement:
-    """Assign ranks to bundles. Ranks fill the nodes of one fast-link domain before those of the next."""
-    places, bundles, rank_nodes = {}, {}, {}
-    for part, group in zip(parts, groups, strict=True):
-        node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        domain = part[0].topology or DOMAIN_LABEL
-        order = {
-            bundle: (nodes[node].labels.get(domain, ""), nodes[node].name, node)
-            for bundle, node in node_ids.items()
-        }
-        for name, own in assigned_bundles(part, order).items():
-            places[name], bundles[name] = group, own
-            rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
-    requests = {request.group: request for part in parts for request in part}
-    return Placement(places, bundles, requests, rank_nodes, driver_node(), environment)
-
-
-def _lacking(requests: Sequence[WorkerRequest]) -> str:
-    has = ray.cluster_resources()
-    required = required_bundles(requests)
-    cpus = sum(bundle["CPU"] for bundle in required) - has.get("CPU", 0.0)
-    gpus = sum(bundle.get("GPU", 0.0) for bundle in required) - has.get("GPU", 0.0)
-    return " and ".join(f"{lack:g} {name}" for lack, name in ((cpus, "CPU"), (gpus, "GPU")) if lack > 0)
+        names = ", ".join(request.group for request in part)
+        raise PlacementFailed(f"cluster.labels and cluster.topology of {names}: {error}") from error
 
 
 def _unknown_label(requests: Sequence[WorkerRequest]) -> str | None:

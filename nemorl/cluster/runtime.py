@@ -16,8 +16,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -34,6 +34,11 @@ from .placement import Placement, WorkerRequest, available_cores, required_bundl
 logger = logging.getLogger(__name__)
 
 TRIES = 2
+FOLDERS = "nemorl-ray-"  # how their names begin
+LOCK = "driver.lock"
+# A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
+MAX_TEMP_DIR_CHARACTERS = 20
+CONNECT_SECONDS = 10.0
 
 
 def start_apart(deadline_seconds: float, **options: Any) -> None:
@@ -43,63 +48,39 @@ def start_apart(deadline_seconds: float, **options: Any) -> None:
     containers send SIGTERM, would else end Ray before us, and we could end nothing in order. The kernel ends
     them with us all the same. After `deadline_seconds` no new try begins. Raises `ClusterUnavailable`.
     """
-    began = time.monotonic()
+    popen, began = services.ConsolePopen, time.monotonic()
     for attempt in range(1, TRIES + 1):
-        with _apart() as processes:
-            try:
-                ray.init(**options)
-                return
-            except Exception as error:  # Ray raises the bare class where it is late
-                ray.shutdown()
-                _end(processes)
-                if not _late(error):
-                    raise ClusterUnavailable(f"Ray does not start: {' '.join(str(error).split())}") from error
-                seconds = time.monotonic() - began
-                if attempt == TRIES or seconds >= deadline_seconds:
-                    raise ClusterUnavailable(_too_slow(attempt, seconds, deadline_seconds)) from error
+        processes: list[subprocess.Popen[bytes]] = []
+
+        class Apart(popen):  # type: ignore[misc, valid-type]
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, process_group=0, **options)
+                processes.append(self)  # noqa: B023 - of this attempt
+
+        services.ConsolePopen = Apart
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:  # Ray raises the bare class where it is late
+            ray.shutdown()
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if not (isinstance(error, TimeoutError) or "timed out" in str(error)):
+                raise ClusterUnavailable(f"Ray does not start: {' '.join(str(error).split())}") from error
+            seconds = time.monotonic() - began
+            if attempt == TRIES or seconds >= deadline_seconds:
+                times, load = "once" if attempt == 1 else f"{attempt} times", os.getloadavg()[0]
+                raise ClusterUnavailable(
+                    f"Ray did not come up in stage 'start': tried {times} in {seconds:.0f} s "
+                    f"(cluster.deadlines.start = {deadline_seconds:g}), with a load of {load:.0f} on "
+                    f"{os.cpu_count()} cores. Start again when the machine is less busy, or raise "
+                    "cluster.deadlines.start where it ended the tries."
+                ) from error
+        finally:
+            services.ConsolePopen = popen
         logger.warning("Ray did not come up in %.0f s (try %d of %d); trying again", seconds, attempt, TRIES)
-
-
-@contextmanager
-def _apart() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """What Ray starts in the block, each in a process group of its own that its children share."""
-    started: list[subprocess.Popen[bytes]] = []
-    popen = services.ConsolePopen
-
-    class Apart(popen):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, process_group=0, **options)
-            started.append(self)
-
-    services.ConsolePopen = Apart
-    try:
-        yield started
-    finally:
-        services.ConsolePopen = popen
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _late(error: Exception) -> bool:
-    return isinstance(error, TimeoutError) or "timed out" in str(error)
-
-
-def _too_slow(tries: int, seconds: float, deadline_seconds: float) -> str:
-    times = "once" if tries == 1 else f"{tries} times"
-    return (
-        f"Ray did not come up in stage 'start': tried {times} in {seconds:.0f} s (cluster.deadlines.start = "
-        f"{deadline_seconds:g}), with a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores. Start "
-        "again when the machine is less busy, or raise cluster.deadlines.start where it ended the tries."
-    )
-
-
-FOLDERS = "nemorl-ray-"  # how their names begin
-LOCK = "driver.lock"
 
 
 def hold(folder: Path) -> IO[bytes]:
@@ -121,11 +102,6 @@ def remove_abandoned(parent: Path) -> None:
         logger.info("removed %s, the folder of a run that has ended", path.parent)
 
 
-# A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
-MAX_TEMP_DIR_CHARACTERS = 20
-CONNECT_SECONDS = 10.0
-
-
 class ClusterRuntime:
     """Ray while the `with` block runs.
 
@@ -134,9 +110,8 @@ class ClusterRuntime:
     """
 
     def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest]) -> None:
-        """`requests` are the workers of the run."""
         self.config = config
-        self.requests = tuple(requests)
+        self.requests = tuple(requests)  # the workers of the run
         self.local = False  # whether this object started a Ray of its own
         self._joined = False
         self._temp_dir: Path | None = None
@@ -153,11 +128,9 @@ class ClusterRuntime:
             else:
                 self._start()
         except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-            what = (
-                f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
-                if address
-                else "Ray does not start"
-            )
+            what = "Ray does not start"
+            if address:
+                what = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
             raise ClusterUnavailable(f"{what}: {' '.join(str(error).split())}") from error
         return self
 
@@ -205,7 +178,15 @@ class ClusterRuntime:
         self._joined = True
 
     def _start(self) -> None:
-        _stay_on_this_machine()
+        """Start a Ray that listens on the loopback interface only and requires our token."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
+        # address. The switch exists for laptops with a firewall.
+        os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+            # Otherwise Ray writes a token into the home folder, readable by all users.
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         parent = Path(tempfile.gettempdir())
         parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
         remove_abandoned(parent)
@@ -229,15 +210,3 @@ class ClusterRuntime:
             },
         )
         self.local = True
-
-
-def _stay_on_this_machine() -> None:
-    """Make the next Ray listen on the loopback interface only and require our token."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
-    # address. The switch exists for laptops with a firewall.
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        # Otherwise Ray writes a token into the home folder, readable by all users.
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -31,6 +31,9 @@ from nemorl.observe.run_folder import RunPaths
 from nemorl.session.handles import TrainedModels, folder_of
 
 ORIGIN_FILE = "nemorl.json"
+PROGRESS_FILE = "driver.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Origin:
             return None
 
     def write(self, model: Path) -> None:
-        """Write it into a model folder."""
         (model / ORIGIN_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -68,21 +70,11 @@ def full_disk_named(what: str, folder: Path, fix: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        raise WriteError(
-            f"{what} could not be written to {folder}: {_reason(error)}; {room_left(folder)}. {fix}"
-        ) from error
-
-
-def _reason(error: OSError | SafetensorError) -> str:
-    if not isinstance(error, OSError):
-        return str(error)
-    named = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{named}"
-
-
-logger = logging.getLogger(__name__)
-
-PROGRESS_FILE = "driver.json"
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        room = room_left(folder)
+        raise WriteError(f"{what} could not be written to {folder}: {reason}; {room}. {fix}") from error
 
 
 @dataclass(frozen=True)
@@ -168,25 +160,21 @@ class Checkpoints:
         save: Callable[[Path], Awaitable[Sequence[FileRecord]]],
     ) -> None:
         """Write and commit a checkpoint; a failed one leaves nothing on the disk."""
-        folder = self._store.begin(progress.step)
+        config, store = self._config, self._store
+        folder = store.begin(progress.step)
         try:
             progress.write(folder)
-            await self._commit(await save(folder), metrics)
+            records = await save(folder)
+            if config.export_hf:
+                fix = "Make room, or set checkpointing.export_hf to false, and continue with --resume."
+                with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
+                    hf_dir, run = folder / "hf", self._experiment.run_dir.absolute()
+                    await asyncio.to_thread(export_hf, folder, hf_dir, self._experiment.policy)
+                    Origin(str(run), progress.step).write(hf_dir)
+            await asyncio.to_thread(store.commit, progress.step, metrics.values, records)
+            await asyncio.to_thread(store.prune, config.keep, config.metric, config.higher_is_better)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # not there once it has its name
-
-    async def _commit(self, records: Sequence[FileRecord], metrics: StepMetrics) -> None:
-        if self._config.export_hf:
-            await asyncio.to_thread(self._export, self._store.temporary(metrics.step), metrics.step)
-        await asyncio.to_thread(self._store.commit, metrics.step, metrics.values, records)
-        config = self._config
-        await asyncio.to_thread(self._store.prune, config.keep, config.metric, config.higher_is_better)
-
-    def _export(self, folder: Path, step: int) -> None:
-        fix = "Make room, or set checkpointing.export_hf to false, and continue with --resume."
-        with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
-            export_hf(folder, folder / "hf", self._experiment.policy)
-            Origin(str(self._experiment.run_dir.absolute()), step).write(folder / "hf")
 
 
 def export_checkpoint(
@@ -207,44 +195,23 @@ def export_checkpoint(
             f"{checkpoint} is not in the `checkpoints` of a run folder: {config}, which has the "
             "model, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
-    section = _model_of_run(config, model)
-    with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
-        _exporter(form)(folder_of(checkpoint, model), out, section)
-        Origin(str(run_dir), step).write(out)
-
-
-def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
-    """Replace `hf_dir`; the old folder stays until the new one is complete."""
-    fix = f"All checkpoints are complete: make room, then `nemorl models export {checkpoint} {hf_dir}`."
-    fresh = hf_dir.with_name(".hf.new")
-    with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, fix):
-        shutil.rmtree(fresh, ignore_errors=True)
-        export_hf(checkpoint, fresh, experiment.policy)
-        Origin(str(experiment.run_dir.absolute()), step).write(fresh)
-        shutil.rmtree(hf_dir, ignore_errors=True)
-        fresh.rename(hf_dir)
-
-
-def _model_of_run(config: Path, name: str) -> PolicyConfig:
-    """A model that learns by a run's config.yaml, which an older version may have written."""
-    try:
-        models = {model.name: model.config for model in models_of(load_experiment(config)) if model.trains}
+    try:  # an older version may have written it
+        models = {spec.name: spec.config for spec in models_of(load_experiment(config)) if spec.trains}
     except ConfigError as error:
         raise RunError(
             f"{error}\nIt says which model the checkpoint is of, in the fields of the version that wrote it. "
             "Keep a copy of it, correct these fields in it (remove those that are no more) and export again."
         ) from error
-    if name not in models:
-        raise RunError(f"no {name} learns in the run of {config}: take --model {' or '.join(models)}")
-    return models[name]
-
-
-def _exporter(form: str) -> Callable[[Path, Path, PolicyConfig], None]:
+    if model not in models:
+        raise RunError(f"no {model} learns in the run of {config}: take --model {' or '.join(models)}")
+    export: Callable[[Path, Path, PolicyConfig], None] = export_adapter if form == "adapter" else export_hf
     if form == "megatron":
         from nemorl.megatron.checkpoint import export_megatron  # imports Megatron, which takes seconds
 
-        return export_megatron
-    return export_adapter if form == "adapter" else export_hf
+        export = export_megatron
+    with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
+        export(folder_of(checkpoint, model), out, models[model])
+        Origin(str(run_dir), step).write(out)
 
 
 def _require_checkpoint(folder: Path) -> None:
@@ -263,3 +230,15 @@ def _require_checkpoint(folder: Path) -> None:
             )
     if RunPaths(folder).holds_run:
         raise RunError(f"{folder} is a run without a checkpoint yet: there are no weights to export")
+
+
+def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
+    """Replace `hf_dir`; the old folder stays until the new one is complete."""
+    fix = f"All checkpoints are complete: make room, then `nemorl models export {checkpoint} {hf_dir}`."
+    fresh = hf_dir.with_name(".hf.new")
+    with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, fix):
+        shutil.rmtree(fresh, ignore_errors=True)
+        export_hf(checkpoint, fresh, experiment.policy)
+        Origin(str(experiment.run_dir.absolute()), step).write(fresh)
+        shutil.rmtree(hf_dir, ignore_errors=True)
+        fresh.rename(hf_dir)

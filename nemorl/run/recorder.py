@@ -1,13 +1,12 @@
 """The steps around a run's steps: validate, write metrics and samples, save checkpoints, stop."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 from nemorl.algorithms.metrics import samples_of
 from nemorl.algorithms.objective import EntropyWeight
-from nemorl.config.algorithm import EntropyBonusConfig, OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
@@ -32,25 +31,21 @@ class RunRecorder:
         start: Progress,
         stop: StopRequest | None = None,
     ) -> None:
-        self._experiment = experiment
-        self._session = session
-        self._observer = observer
-        self._checkpoints = checkpoints
+        self._experiment, self._algorithm = experiment, experiment.algorithm
+        self._session, self._observer, self._checkpoints = session, observer, checkpoints
         self.stop = stop or StopRequest()
-        self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
-        algorithm = experiment.algorithm
-        bonus = algorithm.entropy if isinstance(algorithm, OnlineConfig) else EntropyBonusConfig()
-        self._early_stop = EarlyStop(algorithm.early_stop, start.best_value, start.waited)
-        # The algorithm changes it, and every checkpoint has its state.
-        self.entropy = EntropyWeight.of(bonus, start.entropy_coefficient, start.entropy)
+        self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
+        self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
+        # Of an algorithm that has one and changes it. Every checkpoint has its state.
+        self.entropy: EntropyWeight | None = None
         # Metrics of the validation data that need no sampling, of algorithms that have any.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def steps(self) -> Iterator[int]:
         """Numbers of the remaining steps, from 1, until an early stop or a stop request."""
-        for number in range(self.done + 1, self._experiment.algorithm.num_steps + 1):
+        for number in range(self.done + 1, self._algorithm.num_steps + 1):
             if self._early_stop.over or self.stop.requested:
                 return
             yield number
@@ -58,24 +53,24 @@ class RunRecorder:
     @property
     def finished(self) -> bool:
         """True if no step is left."""
-        return self._early_stop.over or self.done == self._experiment.algorithm.num_steps
+        return self._early_stop.over or self.done == self._algorithm.num_steps
 
     async def start(self) -> None:
         """Write line 0 of a new run: the validation before the first step, if the config requests it."""
-        if self.done == 0 and self._experiment.algorithm.validation.at_start:
+        if self.done == 0 and self._algorithm.validation.at_start:
             values = await self.stop.cancellable(self._validate(0))
             self._observer.step(0, version=0, values=values)
 
     async def finish(self, number: int, values: dict[str, float], position: int) -> None:
         """Validate if it is due, write the step's line, then its checkpoint; `position` is in the data."""
-        validation = self._experiment.algorithm.validation
+        validation = self._algorithm.validation
         if "updates/skipped" in values:
             self._skipped += int(values["updates/skipped"])
             values = values | {"skipped_updates": float(self._skipped)}
         periodic = validation.period is not None and number % validation.period == 0
         if periodic:
             values = values | await self._validate(number)
-        last = self._early_stop.update(values) or number == self._experiment.algorithm.num_steps
+        last = self._early_stop.update(values) or number == self._algorithm.num_steps
         values = values | self._early_stop.metrics
         if last and validation.at_end and not periodic:
             values = values | await self._validate(number)
@@ -83,7 +78,9 @@ class RunRecorder:
             logger.warning("%s", self._early_stop)
         metrics = self._observer.step(number, version=number, values=values)
         self.done = number
-        entropy = self.entropy.coefficient, self.entropy.entropy
+        entropy: tuple[float | None, float | None] = None, None
+        if self.entropy is not None:
+            entropy = self.entropy.coefficient, self.entropy.entropy
         stop = self._early_stop.best, self._early_stop.waited
         self._unsaved = Progress(number, position, self._skipped, *entropy, *stop), metrics
         self._checkpoints.check()
@@ -105,8 +102,6 @@ class RunRecorder:
     def summarize(self) -> Path | None:
         """Show what changed over the run and write the report; returns its path, None on a full disk."""
         steps = read_metrics(self._observer.folder.paths.metrics)
-        names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
-        names += ["rewards/accuracy", "accuracy"]
         updates, skipped, empty = (
             int(sum(step.values.get(f"updates/{which}", 0) for step in steps))
             for which in ("all", "skipped", "empty")
@@ -119,7 +114,12 @@ class RunRecorder:
             if count:
                 effect = "the run has learned nothing" if count == updates else "they changed no weight"
                 logger.warning("%d of %d updates %s; %s.", count, updates, why, effect)
-        return self._observer.summary([c for name in names if (c := _change(name, steps)) is not None])
+        names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
+        names += ["rewards/accuracy", "accuracy"]
+        measured = {name: [step.values[name] for step in steps if name in step.values] for name in names}
+        return self._observer.summary(
+            [Change(name, values[0], values[-1]) for name, values in measured.items() if len(values) > 1]
+        )
 
     @cached_property
     def _validation_sets(self) -> list[ValidationSet]:
@@ -127,11 +127,8 @@ class RunRecorder:
 
     async def _validate(self, number: int) -> dict[str, float]:
         measured = await self.measure() if self.measure is not None else {}
-        if not self._experiment.algorithm.generates:
+        if not self._algorithm.generates:
             return measured
-        return measured | await self._sample_validation(number)
-
-    async def _sample_validation(self, number: int) -> dict[str, float]:
         await self._session.update_weights(number)
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
@@ -139,9 +136,4 @@ class RunRecorder:
                     self._session, self._experiment, self._validation_sets, stage.advance
                 )
         self._observer.samples(list(samples_of(number, groups, "validation")))
-        return values
-
-
-def _change(name: str, steps: Sequence[StepMetrics]) -> Change | None:
-    values = [step.values[name] for step in steps if name in step.values]
-    return Change(name, values[0], values[-1]) if len(values) > 1 else None
+        return measured | values

@@ -1,8 +1,8 @@
 """When a run ends before its last step: a signal, or a metric that no longer improves.
 
-A scheduler sends a signal before a time limit or for another job. The first signal ends
-the run where its state is complete: sampling is cancelled, since a resumed run samples the same again, and
-the rest of a step is finished. The second one ends the run immediately.
+A scheduler sends a signal before a time limit or for another job. The first signal ends the run where its
+state is complete: sampling is cancelled, since a resumed run samples the same again, and the rest of a step
+is finished. The second one ends the run immediately.
 """
 
 import asyncio
@@ -104,10 +104,12 @@ class EarlyStop:
         if self.config is None or self.config.metric not in metrics:
             return self.over
         value = metrics[self.config.metric]
-        if self._is_better(value):
-            self.best, self.waited = value, 0
+        if self.best is None:
+            better = value == value
         else:
-            self.waited += 1
+            gain = value - self.best if self.config.higher_is_better else self.best - value
+            better = gain > self.config.min_delta
+        self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)
         return self.over
 
     @property
@@ -126,10 +128,3 @@ class EarlyStop:
             f"early stop: {self.config.metric} has not improved on {self.best} in {self.waited} measurements "
             "(algorithm.early_stop)"
         )
-
-    def _is_better(self, value: float) -> bool:
-        assert self.config is not None
-        if self.best is None:
-            return value == value
-        gain = value - self.best if self.config.higher_is_better else self.best - value
-        return gain > self.config.min_delta

@@ -1,18 +1,14 @@
-"""What `nemorl train` calls: a run from a checked experiment to its end.
+"""A run of `nemorl train` from a checked experiment to its end, and the measurement of `nemorl eval`.
 
 data ─▶ session ─▶ [reference sums] ─▶ [restore] ─▶ { step ─▶ recorder } ─▶ export ─▶ report
-
-Start the processes of a run, and run its coroutine to the end.
-
-What `nemorl eval` calls: measure a model on the validation tasks, without training it.
 """
 
 import asyncio
 import json
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +18,12 @@ from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
 from nemorl.algorithms.metrics import LogprobGate, samples_of
+from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
-from nemorl.cluster.placement import worker_requests
-from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import (
     DistillationConfig,
     IterativePreferenceConfig,
@@ -39,7 +34,7 @@ from nemorl.config.algorithm import (
 )
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import models_of, reward_weights
+from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped
@@ -57,29 +52,18 @@ from .recorder import RunRecorder
 from .stop import EarlyStop, StepCancelled, StopRequest
 from .validation import validate, validation_sets
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
-@asynccontextmanager
-async def started_session(
-    experiment: Experiment, *, policy: bool, sampling: bool, install_signals: Callable[[], None]
-) -> AsyncIterator[Session]:
-    """Open a session in a new Ray cluster, or in the one that RAY_ADDRESS names.
+@dataclass(frozen=True)
+class RunResult:
+    """Files of a finished run."""
 
-    `install_signals` is called once Ray runs, because Ray replaces signal handlers when it starts.
-    """
-    models = {model.name: sampling if model.scores else policy for model in models_of(experiment)}
-    policy = policy or not experiment.generation.has_engines  # the policy itself samples then
-    groups = {**models, "policy": policy, "generation": sampling, "rollout": sampling, "endpoint": sampling}
-    requests = [request for request in worker_requests(experiment) if groups[request.group]]
-    with ClusterRuntime(experiment.cluster, requests) as runtime:
-        install_signals()
-        placement = await runtime.reserve()
-        try:
-            async with open_session(experiment, placement, policy=policy, sampling=sampling) as session:
-                yield session
-        finally:
-            placement.release()
+    run_dir: Path
+    report: Path | None  # None if the disk was full
+    hf_dir: Path | None  # the final weights, with `checkpointing.save_hf`
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -93,22 +77,6 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         ) from None
 
 
-logger = logging.getLogger(__name__)
-
-SamplingConfig = (
-    OnlineConfig | OnPolicyDistillationConfig | IterativePreferenceConfig | RejectionSamplingConfig
-)
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Files of a finished run."""
-
-    run_dir: Path
-    report: Path | None  # None if the disk was full
-    hf_dir: Path | None  # the final weights, with `checkpointing.save_hf`
-
-
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
     """Run an experiment to its end, or from its newest complete checkpoint on. Raises NemorlError."""
     check_trackers(experiment.logger)
@@ -119,7 +87,7 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
             f"No complete checkpoint in {store.folder} (corrupt: {', '.join(store.corrupt())}). "
             "To start over, delete the run folder or set another run_dir."
         )
-    if found is not None and (fix := _fix_if_complete(experiment, found)):
+    if found is not None and (fix := fix_if_complete(experiment, found)):
         return _finish_complete_run(experiment, found, fix)
     yaml = to_yaml(experiment)
     if resume:
@@ -128,6 +96,26 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
         folder = RunFolder.create(experiment.run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
         return run_to_end(_train(experiment, observer, store, found))
+
+
+def fix_if_complete(experiment: Experiment, found: Found) -> str:
+    """How to train further if no step is left after a checkpoint; empty if one is."""
+    num_steps = experiment.algorithm.num_steps
+    if found.step >= num_steps:
+        return f"To train further, raise algorithm.num_steps, {num_steps}"
+    progress = Progress.read(found.path)
+    stop = EarlyStop(experiment.algorithm.early_stop, progress.best_value, progress.waited)
+    return f"To train further, raise algorithm.early_stop.patience; {stop}" if stop.over else ""
+
+
+def _finish_complete_run(experiment: Experiment, found: Found, fix: str) -> RunResult:
+    """Start nothing; write the files for which the disk may have been full at the end of the run."""
+    run_dir, step = experiment.run_dir, found.step
+    logger.warning("%s is already complete (checkpoint at step %d); nothing to do. %s.", run_dir, step, fix)
+    hf_dir = run_dir / "hf" if experiment.checkpointing.save_hf else None
+    if hf_dir is not None and ((origin := Origin.read(hf_dir)) is None or origin.step != step):
+        replace_hf(found.path, step, hf_dir, experiment)
+    return RunResult(run_dir, write_report(run_dir), hf_dir)
 
 
 async def _train(
@@ -153,23 +141,44 @@ async def _train(
 async def _train_session(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None, stop: StopRequest
 ) -> RunResult:
+    config = experiment.algorithm
     progress = Progress.read(found.path) if found else Progress()
-    data = load_data(experiment, progress)  # before any process starts, so that its errors come early
+    data = load_data(experiment)  # before any process starts, so that its errors come early
     async with AsyncExitStack() as stack:
         with observer.stage("start", outside_step=True):
-            started = started_session(
-                experiment, policy=True, sampling=experiment.algorithm.generates, install_signals=stop.install
+            started = open_session(
+                experiment, policy=True, sampling=config.generates, install_signals=stop.install
             )
             session = await stack.enter_async_context(started)
-        observer.header({**_header(experiment, await session.learner.header(), progress), **session.nodes})
-        references = await _reference_sums(experiment, data, session, observer)
+        done = f"{progress.step} of {config.num_steps} done" if progress.step else str(config.num_steps)
+        observer.header(
+            {
+                "run": str(experiment.run_dir),
+                "algorithm": config.name,
+                "model": str(experiment.policy.model_path),
+                "steps": done,
+                **{f"policy {name}": value for name, value in (await session.learner.header()).items()},
+                **session.nodes,
+            }
+        )
+        references = ReferenceSums()
+        if isinstance(config, OfflineBase) and config.precomputes_reference:
+            assert data.offline is not None
+            left = config.num_steps - progress.step
+            # Of all that is left to train on.
+            examples = partial(data.offline.compared, data.order, config, progress.position, left)
+            model, multiple = experiment.policy.model_path, experiment.policy.layout.fewest_units
+            references = await reference_sums(
+                examples, experiment.run_dir, model, session, observer, multiple
+            )
         if found is not None:
             with observer.stage("restore", outside_step=True):
                 await session.trained.restore(found.path)
         async with Checkpoints(experiment, session.trained, store) as checkpoints:
             recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
             with stop.stepping(), suppress(StepCancelled):
-                await _steps(experiment, data, references, session, observer, recorder)
+                algorithm = _algorithm(experiment, data, references, session, observer, recorder, progress)
+                await _steps(algorithm, session, recorder)
             if stop.requested and not recorder.finished:
                 await recorder.save(last=True)
                 await checkpoints.settle()
@@ -182,25 +191,15 @@ async def _train_session(
 
 
 async def _steps(
-    experiment: Experiment,
-    data: "TrainingData",
-    references: ReferenceSums,
-    session: Session,
-    observer: Observer,
-    recorder: RunRecorder,
+    algorithm: OnlineAlgorithm | OfflineAlgorithm, session: Session, recorder: RunRecorder
 ) -> None:
     """All steps that are left. Raises StepCancelled on a stop request."""
-    config = experiment.algorithm
-    algorithm: OnlineAlgorithm | OfflineAlgorithm
     async with AsyncExitStack() as stack:
-        if isinstance(config, OfflineBase):
-            algorithm = _offline(experiment, config, data, references, session, observer)
-            if algorithm.held_out:
-                recorder.measure = algorithm.validation_metrics
-        else:
-            algorithm = _online(experiment, config, data, session, observer, recorder)
+        if isinstance(algorithm, OnlineAlgorithm):
             stack.push_async_callback(algorithm.collector.close)
             await session.update_weights(recorder.done)
+        elif algorithm.held_out:
+            recorder.measure = algorithm.validation_metrics
         await recorder.start()
         for number in recorder.steps():
             metrics = await algorithm.step(number)
@@ -209,76 +208,57 @@ async def _steps(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training data in their order, and the position of the run in it."""
+    """The training data in their order."""
 
     order: TaskOrder
-    position: int
-    done: int  # steps that the run has finished
-    offline: OfflineData | None  # of a run that does not sample
+    offline: OfflineData | None = None  # of a run that does not sample
     task_teachers: Sequence[str] = ()  # the teacher of each task, for on-policy distillation
 
 
-def load_data(experiment: Experiment, progress: Progress) -> TrainingData:
-    """Read the training data; `progress` has the position. Raises NemorlError."""
-    algorithm, offline, teachers = experiment.algorithm, None, []
-    if isinstance(algorithm, OfflineBase):
-        offline = load_offline_data(experiment, algorithm)
-        size = len(offline.units)
-    else:
-        tasks = load_tasks(experiment.data.train, experiment.data)
-        size = len(tasks)
-        if isinstance(algorithm, OnPolicyDistillationConfig):
-            teachers = teachers_of_tasks(tasks, algorithm.teacher_key, list(experiment.teachers))
-    order = TaskOrder(size, experiment.seed, experiment.data.shuffle)
-    return TrainingData(order, progress.position, progress.step, offline, teachers)
+def load_data(experiment: Experiment) -> TrainingData:
+    """Read the training data. Raises NemorlError."""
+    config, data, teachers = experiment.algorithm, experiment.data, list(experiment.teachers)
+    if isinstance(config, OfflineBase):
+        offline = load_offline_data(experiment, config)
+        return TrainingData(TaskOrder(len(offline.units), experiment.seed, data.shuffle), offline)
+    tasks = load_tasks(data.train, data)
+    order = TaskOrder(len(tasks), experiment.seed, data.shuffle)
+    if isinstance(config, OnPolicyDistillationConfig):
+        return TrainingData(order, task_teachers=teachers_of_tasks(tasks, config.teacher_key, teachers))
+    return TrainingData(order)
 
 
-async def _reference_sums(
-    experiment: Experiment, data: TrainingData, session: Session, observer: Observer
-) -> ReferenceSums:
-    """The reference's logprobs of all that is left to train on, if the algorithm precomputes them."""
-    algorithm = experiment.algorithm
-    if data.offline is None or not isinstance(algorithm, OfflineBase) or not algorithm.precomputes_reference:
-        return ReferenceSums()
-    left = algorithm.num_steps - data.done
-    examples = partial(data.offline.compared, data.order, algorithm, data.position, left)
-    multiple = experiment.policy.layout.fewest_units
-    model = experiment.policy.model_path
-    return await reference_sums(examples, experiment.run_dir, model, session, observer, multiple)
-
-
-def _offline(
+def _algorithm(
     experiment: Experiment,
-    config: OfflineBase,
     data: TrainingData,
     references: ReferenceSums,
     session: Session,
     observer: Observer,
-) -> OfflineAlgorithm:
-    assert data.offline is not None
-    return OfflineAlgorithm(
-        config,
-        objective_of(config),
-        session,
-        data.offline.units,
-        data.offline.held_out,
-        references,
-        data.order,
-        data.position,
-        observer,
-        experiment.policy.layout.fewest_units,
-        _teachers(experiment, config, session) if isinstance(config, DistillationConfig) else None,
-    )
-
-
-def _online(
-    experiment: Experiment,
-    config: SamplingConfig,
-    data: TrainingData,
-    session: Session,
-    observer: Observer,
     recorder: RunRecorder,
-) -> OnlineAlgorithm:
+    start: Progress,
+) -> OnlineAlgorithm | OfflineAlgorithm:
+    config, multiple, teachers = experiment.algorithm, experiment.policy.layout.fewest_units, None
+    if isinstance(config, DistillationConfig | OnPolicyDistillationConfig):
+        multiples = {
+            name: teacher.worker_config(experiment.policy).layout.fewest_units
+            for name, teacher in teachers_held(experiment.teachers).items()
+        }
+        teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
+    if isinstance(config, OfflineBase):
+        assert data.offline is not None
+        units, held_out = data.offline.units, data.offline.held_out
+        of_data = (units, held_out, references, data.order, start.position)
+        return OfflineAlgorithm(config, objective_of(config), session, *of_data, observer, multiple, teachers)
+    update: Update
+    match config:
+        case OnPolicyDistillationConfig():
+            update = DistillationUpdate(config, data.task_teachers, multiple)
+        case IterativePreferenceConfig() | RejectionSamplingConfig():
+            update = BestOfNUpdate(config, multiple)
+        case OnlineConfig():
+            recorder.entropy = EntropyWeight.of(config.entropy, start.entropy_coefficient, start.entropy)
+            weights = reward_weights(experiment.env, experiment.rewards)
+            update = PolicyGradientUpdate(config, recorder.entropy, weights)
     plan = CollectorPlan(
         groups_per_step=config.num_prompts_per_step,
         samples_per_group=config.num_generations_per_prompt,
@@ -289,56 +269,11 @@ def _online(
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)
-    collector = Collector(session.rollout, data.order, plan, seconds, data.position, recorder.done, replacing)
-    multiple, teachers = experiment.policy.layout.fewest_units, None
-    update: Update
-    if isinstance(config, IterativePreferenceConfig | RejectionSamplingConfig):
-        update = BestOfNUpdate(config, multiple)
-    elif isinstance(config, OnPolicyDistillationConfig):
-        teachers = _teachers(experiment, config, session)
-        update = DistillationUpdate(config, data.task_teachers, multiple)
-    else:
-        weights = reward_weights(experiment.env, experiment.rewards)
-        update = PolicyGradientUpdate(config, recorder.entropy, weights)
-    gate = LogprobGate(config, experiment.generation)
-    cancellable = recorder.stop.cancellable
-    return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)
-
-
-def _teachers(
-    experiment: Experiment, config: DistillationConfig | OnPolicyDistillationConfig, session: Session
-) -> Teachers:
-    multiples = {
-        name: teacher.worker_config(experiment.policy).layout.fewest_units
-        for name, teacher in teachers_held(experiment.teachers).items()
-    }
-    return Teachers(session, experiment.teachers, multiples, config.loss.top_k)
-
-
-def _fix_if_complete(experiment: Experiment, found: Found) -> str:
-    """How to train further if no step is left after a checkpoint; empty if one is."""
-    num_steps = experiment.algorithm.num_steps
-    if found.step >= num_steps:
-        return f"To train further, raise algorithm.num_steps, {num_steps}"
-    progress = Progress.read(found.path)
-    stop = EarlyStop(experiment.algorithm.early_stop, progress.best_value, progress.waited)
-    return f"To train further, raise algorithm.early_stop.patience; {stop}" if stop.over else ""
-
-
-def _finish_complete_run(experiment: Experiment, found: Found, fix: str) -> RunResult:
-    """Start nothing; write the files for which the disk may have been full at the end of the run."""
-    logger.warning(
-        "%s is already complete (checkpoint at step %d); nothing to do. %s.",
-        experiment.run_dir,
-        found.step,
-        fix,
+    collector = Collector(
+        session.rollout, data.order, plan, seconds, start.position, recorder.done, replacing
     )
-    hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
-    if hf_dir is not None:
-        origin = Origin.read(hf_dir)
-        if origin is None or origin.step != found.step:
-            replace_hf(found.path, found.step, hf_dir, experiment)
-    return RunResult(experiment.run_dir, write_report(experiment.run_dir), hf_dir)
+    gate, cancellable = LogprobGate(config, experiment.generation), recorder.stop.cancellable
+    return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)
 
 
 def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None) -> str:
@@ -350,19 +285,6 @@ def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None)
         fix = "Continue with --resume" if newest == done else f"Continue from step {newest} with --resume"
     when = "outside of its steps" if done is None else f"after step {done}"
     return f"Stopped by {stop.signal.name} {when}. {fix}."
-
-
-def _header(experiment: Experiment, policy: dict[str, str], progress: Progress) -> dict[str, str]:
-    algorithm = experiment.algorithm
-    return {
-        "run": str(experiment.run_dir),
-        "algorithm": algorithm.name,
-        "model": str(experiment.policy.model_path),
-        "steps": f"{progress.step} of {algorithm.num_steps} done"
-        if progress.step
-        else str(algorithm.num_steps),
-        **{f"policy {name}": value for name, value in policy.items()},
-    }
 
 
 @dataclass(frozen=True)
@@ -381,27 +303,23 @@ def evaluate(experiment: Experiment) -> Evaluation:
 
 
 async def _evaluate(experiment: Experiment) -> Evaluation:
-    folder = experiment.run_dir / "eval"
+    model, folder = experiment.policy.model_path, experiment.run_dir / "eval"
     evaluated = experiment.model_copy(update={"run_dir": folder})
     samples = folder / "samples.jsonl"
     with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or set another run_dir."):
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
-    started = started_session(evaluated, policy=False, sampling=True, install_signals=_cancel_at_sigterm)
+    work, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert work is not None
+    cancel_at_sigterm = partial(loop.add_signal_handler, signal.SIGTERM, work.cancel)
+    started = open_session(evaluated, policy=False, sampling=True, install_signals=cancel_at_sigterm)
     async with started as session, session.generating():
         metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
     writer = JsonLinesWriter(samples)
     for sample in samples_of(0, groups, "validation"):
         writer.append(asdict(sample))
     writer.close()
-    model = experiment.policy.model_path
     origin = Origin.read(model)
     content = {"model": str(model), "origin": asdict(origin) if origin else None, "metrics": metrics}
     write_atomically(folder / "metrics.json", json.dumps(content, indent=2) + "\n")
     return Evaluation(model, origin, metrics, samples)
-
-
-def _cancel_at_sigterm() -> None:
-    work = asyncio.current_task()
-    assert work is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)

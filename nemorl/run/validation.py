@@ -21,7 +21,7 @@ _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the mean over all tasks of this kind lies, with 95 % confidence."""
+    """Bounds of the mean over all tasks of this kind, with 95 % confidence."""
 
     low: float
     high: float
@@ -37,16 +37,11 @@ def validation_metrics(
     members = [t for group in groups for t in group.trajectories]
     passed = [[t.reward >= config.pass_reward for t in group.trajectories] for group in groups]
     shares: dict[str, list[float]] = {"accuracy": [fmean(of_task) for of_task in passed]}
-    shares |= {
-        f"pass@{k}": [pass_at_k(len(of_task), sum(of_task), k) for of_task in passed]
-        for k in config.pass_at_k
-    }
-    shares |= {
-        f"cons@{k}": [
-            cons_at_k(group.trajectories, of_task, k) for group, of_task in zip(groups, passed, strict=True)
-        ]
-        for k in config.cons_at_k
-    }
+    for k in config.pass_at_k:
+        shares[f"pass@{k}"] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in passed]
+    for k in config.cons_at_k:
+        tasks = zip(groups, passed, strict=True)
+        shares[f"cons@{k}"] = [cons_at_k(group.trajectories, of_task, k) for group, of_task in tasks]
     rewards = [fmean(t.reward for t in group.trajectories) for group in groups]
     metrics = {
         "reward": fmean(rewards),
@@ -68,7 +63,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def cons_at_k(samples: Sequence[TrajectorySummary], passed: Sequence[bool], k: int) -> float:
-    """Whether the answer that most of the first k samples give is right (Wang et al. 2022, arXiv 2203.11171).
+    """1 if the answer that most of the first k samples give is right (Wang et al. 2022, arXiv 2203.11171).
 
     What has no answer does not vote. Of answers with equally many votes, the share of right ones counts; an
     answer is right where the first sample that gives it passes. 0 without a vote.
@@ -115,14 +110,10 @@ def normal_interval(values: Sequence[float]) -> Interval | None:
 def with_intervals(metrics: Mapping[str, float]) -> Iterable[tuple[str, float, Interval | None]]:
     """Metrics without the bounds, each with its interval if it has one."""
     for name, value in metrics.items():
-        if name.removesuffix("_low").removesuffix("_high") != name and _has_bounds(name, metrics):
-            continue
-        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-        yield name, value, Interval(low, high) if low is not None and high is not None else None
-
-
-def _has_bounds(name: str, metrics: Mapping[str, float]) -> bool:
-    return name.removesuffix("_low").removesuffix("_high") in metrics
+        measured = name.removesuffix("_low").removesuffix("_high")
+        if measured == name or measured not in metrics:
+            low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+            yield name, value, Interval(low, high) if low is not None and high is not None else None
 
 
 def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
@@ -138,7 +129,6 @@ class ValidationSet:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of its metrics."""
         return f"validation/{self.name}" if self.name else "validation"
 
 

@@ -8,11 +8,10 @@ has no optimizer.
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 
 from nemorl.cluster.errors import ClusterError
-from nemorl.cluster.placement import worker_requests
-from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import EndpointConfig
@@ -24,15 +23,14 @@ from nemorl.rollout.worker import PooledRouter
 from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
 
-from .handles import ModelHandle
 from .scoring import RewardScorer, reward_routes
-from .session import Starter, open_engines
+from .session import Starter, open_engines, reserved
 
 _POLL_SECONDS = 1.0  # between two checks whether an engine is left
 
 
 def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> Served:
-    """What an endpoint serves. Raises TokenizerError."""
+    """The model and router that an endpoint serves. Raises TokenizerError."""
     return Served(
         router,
         load_tokenizer(experiment.policy),
@@ -62,20 +60,20 @@ class EndpointHost(PooledRouter):
         await self._open.aclose()
 
 
+@dataclass(frozen=True)
 class _LocalRouter:
     """The router of this process (`Routers`)."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    router: Router
 
-    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
-        return [self._router.take_metrics()]
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
+        return [self.router.take_metrics()]
 
-    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
-        return [dict(self._router.lost)]
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
+        return [dict(self.router.lost)]
 
-    async def add(self, replica: Replica, deadline_seconds: float) -> None:
-        self._router.add(replica)
+    async def add(self, replica: Replica, seconds: float) -> None:
+        self.router.add(replica)
 
 
 def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
@@ -88,32 +86,20 @@ def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None
 
 async def _serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     endpoint = experiment.generation.endpoint or EndpointConfig()
-    engines = [request for request in worker_requests(experiment) if request.group == "generation"]
     async with AsyncExitStack() as stack:
-        runtime = stack.enter_context(ClusterRuntime(experiment.cluster, engines))
-        placement = await runtime.reserve()
-        stack.callback(placement.release)
-        replicas = await stack.enter_async_context(open_engines(experiment, placement))
+        replicas = await stack.enter_async_context(open_engines(experiment))
         router = Router([engine.as_replica() for engine in replicas.engines])
         replicas.connect(_LocalRouter(router))
-        end = asyncio.Event()
-        # After Ray's start, which takes the signals for itself.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, end.set)
+        end = _event_at_signals()
         announce(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
-        while not await _set_within(end, _POLL_SECONDS):
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(end.wait(), _POLL_SECONDS)
+                return
             replicas.check_watch()
             if replicas.exhausted:
                 raise NoReplicaLeft(dict(replicas.losses))
             replicas.log_losses()  # at once: nothing else reports why no engine answers
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            return await event.wait()
-    except TimeoutError:
-        return False
 
 
 def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
@@ -125,10 +111,14 @@ def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None])
 
 
 async def _serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
-    endpoint = experiment.generation.endpoint or EndpointConfig()
+    policy, endpoint = experiment.policy, experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
-        scorer = await _open(experiment, stack)
-        end, failures = asyncio.Event(), []
+        placement = await stack.enter_async_context(reserved(experiment, {"policy"}))
+        model = await Starter(experiment, placement, stack).model(
+            ModelSpec("policy", "policy", policy, trains=False)
+        )
+        scorer = RewardScorer(model, policy.layout.fewest_units)
+        end, failures = _event_at_signals(), []
 
         async def score(examples: Sequence[Example]) -> list[float]:
             try:
@@ -138,26 +128,16 @@ async def _serve_rewards(experiment: Experiment, announce: Callable[[Listening],
                 end.set()
                 raise
 
-        chat = experiment.data.chat
-        routes = reward_routes(experiment.policy, endpoint, chat=chat, score=score)
-        # After Ray's start, which takes the signals for itself.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, end.set)
+        routes = reward_routes(policy, endpoint, chat=experiment.data.chat, score=score)
         announce(await stack.enter_async_context(answering(endpoint, routes)))
         await end.wait()
         if failures:
             raise failures[0]
 
 
-async def _open(experiment: Experiment, stack: AsyncExitStack) -> RewardScorer:
-    """The processes, which end with the stack."""
-    policy, cluster = experiment.policy, experiment.cluster
-    processes = [request for request in worker_requests(experiment) if request.group == "policy"]
-    runtime = stack.enter_context(ClusterRuntime(cluster, processes))
-    placement = await runtime.reserve()
-    stack.callback(placement.release)
-    spec = ModelSpec("policy", "policy", policy, trains=False)
-    group = await stack.enter_async_context(Starter(experiment, placement).model(spec))
-    stack.push_async_callback(group.shutdown)
-    model = ModelHandle(group, policy, cluster.deadlines, trains=False)
-    return RewardScorer(model, policy.layout.fewest_units)
+def _event_at_signals() -> asyncio.Event:
+    """Set by SIGINT and SIGTERM. For after Ray's start, which takes the signals for itself."""
+    event = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.group import Worker, WorkerGroup
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
 from nemorl.generation.router import Replica, RouterMetrics
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
         SendReport,
     )
 
-    from .devices import DeviceScheduler
-
 # Beyond a deadline that the processes keep themselves, and whose error says what did not finish.
 GRACE_SECONDS = 30.0
 _ABORT_SECONDS = 30.0
@@ -64,17 +62,50 @@ _ABANDON_SECONDS = 30.0
 _REFUSED = f"{RequestRefused.__module__}.{RequestRefused.__qualname__}"
 
 
+class DeviceScheduler:
+    """Decides which of the models on the same devices has them. A model gets its turn before it computes.
+
+    Reward models are called by rollout workers, at any time: they get the devices during generation, and keep
+    them until they have answered.
+    """
+
+    def __init__(self, tenants: "Sequence[ModelHandle]") -> None:
+        self.tenants = [*tenants]
+        self._changing = asyncio.Condition()
+        self._generating = False  # it is generation's turn
+
+    async def give_to(self, tenant: "ModelHandle | None") -> None:
+        """Let the others offload, then this one reload; None is generation."""
+        async with self._changing:
+            await self._change_to(tenant)
+            self._generating = tenant is None
+            self._changing.notify_all()
+
+    @asynccontextmanager
+    async def borrow_during_generation(self, tenant: "ModelHandle") -> AsyncIterator[None]:
+        """Inside, this one has the devices. It waits for generation's turn; the next turn waits for it."""
+        async with self._changing:
+            await self._changing.wait_for(lambda: self._generating)
+            await self._change_to(tenant)
+            yield
+
+    async def _change_to(self, tenant: "ModelHandle | None") -> None:
+        for other in self.tenants:
+            if other is not tenant:
+                await other.offload()
+        if tenant is not None:
+            await tenant.reload()
+
+
 class ModelHandle:
     """A model: the policy, a critic, a reference, a teacher or a reward model. Belongs to one event loop."""
 
-    def __init__(
-        self, group: WorkerGroup, config: PolicyConfig, deadlines: DeadlineConfig, *, trains: bool
-    ) -> None:
+    def __init__(self, group: WorkerGroup, spec: ModelSpec, deadlines: DeadlineConfig) -> None:
         self.group = group
-        self.trains = trains
-        self.devices: DeviceScheduler | None = None  # if other groups compute on the same devices
-        self._config = config
-        self._hidden_size = load_shape(config.model_path, config.head).hidden_size
+        self.trains = spec.trains
+        self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
+        self._config = spec.config
+        self._hidden_size = load_shape(spec.config.model_path, spec.config.head).hidden_size
         self._deadlines = deadlines
         self._offloaded = False
         self._batch: LoadedBatch | None = None
@@ -82,39 +113,42 @@ class ModelHandle:
     # Devices
 
     async def offload(self) -> None:
-        """Free device memory as far as the model's `offload` says; calls that need it take it back."""
+        """Free device memory as far as the model's `offload` says; does nothing if that was done."""
         if (self._config.offload.weights or self._config.offload.optimizer) and not self._offloaded:
             self._offloaded = True
-            await self.group.call("offload", stage="offload", deadline_seconds=self._deadlines.refit)
+            await self.group.call("offload", stage="offload", seconds=self._deadlines.refit)
 
     async def reload(self) -> None:
-        """Undo `offload`."""
+        """Undo `offload`; does nothing if nothing is offloaded."""
         if self._offloaded:
-            await self.group.call("onload", stage="onload", deadline_seconds=self._deadlines.refit)
+            await self.group.call("onload", stage="onload", seconds=self._deadlines.refit)
             self._offloaded = False
 
     async def onload(self) -> None:
         """Take the devices; models that share them offload."""
-        if self.devices is None:
-            await self.reload()
-        else:
-            await self.devices.give_to(self)
+        await self.devices.give_to(self)
 
     async def release_devices(self) -> None:
         """Give the devices to generation: all models that share them offload."""
-        if self.devices is None:
-            await self.offload()
-        else:
-            await self.devices.give_to(None)
+        await self.devices.give_to(None)
 
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
-        headers: list[dict[str, str]] = await self.group.call(
-            "header", stage="start", deadline_seconds=self._deadlines.start
-        )
+        headers: list[dict[str, str]]
+        headers = await self.group.call("header", stage="start", seconds=self._deadlines.start)
         return headers[0]
 
     # Batches
+
+    def packing_metrics(self) -> dict[str, float]:
+        """How evenly the loaded batch is spread, and how full its micro-batches are."""
+        return self.batch.packing_metrics()
+
+    @property
+    def batch(self) -> "LoadedBatch":
+        if self._batch is None:
+            raise RuntimeError("no batch is loaded: call load first")
+        return self._batch
 
     async def load(
         self,
@@ -138,14 +172,14 @@ class ModelHandle:
 
     async def share(self, field: "Field") -> "Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""
-        outputs = self.group.mesh.output_ranks
-        stores = await self.group.call_sharded(
+        mesh = self.group.mesh
+        stores = await self.group.call(
             "share",
-            [rank in outputs for rank in range(self.group.mesh.world_size)],
             field,
-            stage=field,
-            deadline_seconds=self._deadlines.logprobs,
+            shards=[rank in mesh.output_ranks for rank in range(mesh.world_size)],
             axis="rank",
+            stage=field,
+            seconds=self._deadlines.logprobs,
             outputs="output_ranks",
             keep=field,
         )
@@ -155,21 +189,23 @@ class ModelHandle:
         """Fill a field of the loaded batch with what another group has shared."""
         await self._to_ranks("take", self.batch.column_shards(column), field, stage=field)
 
+    async def _to_ranks(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
+        seconds = self._deadlines.logprobs
+        await self.group.call(method, *args, shards=shards, stage=stage, seconds=seconds, resolve=True)
+
     async def estimate(self, estimator: "TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""
+        seconds = self._deadlines.logprobs
         metrics: list[dict[str, float]] = await self.group.call(
-            "estimate", estimator, stage="advantages", deadline_seconds=self._deadlines.logprobs
+            "estimate", estimator, stage="advantages", seconds=seconds
         )
         return metrics[0]
 
     async def sequence_metrics(self, metric: "SequenceMetric") -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
+        seconds = self._deadlines.logprobs
         values = await self.group.call(
-            "sequence_metrics",
-            metric,
-            stage="advantages",
-            deadline_seconds=self._deadlines.logprobs,
-            outputs="output_ranks",
+            "sequence_metrics", metric, stage="advantages", seconds=seconds, outputs="output_ranks"
         )
         return self.batch.in_order(values)
 
@@ -184,30 +220,8 @@ class ModelHandle:
         for rank, held in zip(self.group.mesh.output_ranks, self.batch.plan.ranks, strict=True):
             numbers[rank] = [row for row, place in enumerate(held) if place in sequences]
         seconds = self._deadlines.logprobs
-        await self.group.call_sharded(
-            "fill",
-            numbers,
-            partial(compute, seconds=seconds),
-            stage=stage,
-            deadline_seconds=seconds + GRACE_SECONDS,
-            axis="rank",
-        )
-
-    def packing_metrics(self) -> dict[str, float]:
-        """How evenly the loaded batch is spread, and how full its micro-batches are."""
-        return self.batch.packing_metrics()
-
-    @property
-    def batch(self) -> "LoadedBatch":
-        """The loaded batch."""
-        if self._batch is None:
-            raise RuntimeError("no batch is loaded: call load first")
-        return self._batch
-
-    async def _to_ranks(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
-        await self.group.call_sharded(
-            method, shards, *args, stage=stage, deadline_seconds=self._deadlines.logprobs, resolve=True
-        )
+        of_rank, deadline = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
+        await self.group.call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=deadline)
 
     # Computation
 
@@ -216,105 +230,74 @@ class ModelHandle:
 
         With `entropy` also `old_entropies`, which belong to the old logprobs.
         """
-        stats: list[LogprobStats] = await self._compute(
-            "compute_logprobs",
-            self.batch.micro_batches,
-            stage="logprobs",
-            deadline_seconds=self._deadlines.logprobs,
-            old=old,
-            reference=reference,
-            entropy=entropy,
-        )
-        return stats[0]
+        fields = {"old": old, "reference": reference, "entropy": entropy}
+        stats: LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
+        return stats
 
     async def values(self) -> "ValueStats":
         """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
-        stats: list[ValueStats] = await self._compute(
-            "compute_values",
-            self.batch.micro_batches,
-            stage="values",
-            deadline_seconds=self._deadlines.logprobs,
-        )
-        return stats[0]
+        stats: ValueStats = (await self._forward("compute_values", stage="values"))[0]
+        return stats
 
     async def top(self, k: int) -> None:
         """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
-        await self._compute(
-            "compute_top",
-            self.batch.micro_batches,
-            k,
-            stage="logprobs",
-            deadline_seconds=self._deadlines.logprobs,
-        )
-
-    async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
-        """One optimizer step over a minibatch of the loaded batch."""
-        stats: list[TrainStats] = await self._compute(
-            "train",
-            self.batch.plan.minibatches[minibatch],
-            loss,
-            stage="training",
-            deadline_seconds=self._deadlines.training,
-        )
-        return stats[0]
-
-    async def evaluate(self, loss: "Loss") -> "Evaluation":
-        """The loss of the complete loaded batch under the current weights."""
-        evaluations: list[Evaluation] = await self._compute(
-            "evaluate",
-            self.batch.micro_batches,
-            loss,
-            stage="validation",
-            deadline_seconds=self._deadlines.training,
-        )
-        return evaluations[0]
+        await self._forward("compute_top", k, stage="logprobs")
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs of each loaded sequence's trained tokens, in the order of `load`.
 
         Under the current weights, or under the reference's.
         """
-        sums = await self._compute(
-            "sequence_logprobs",
-            self.batch.micro_batches,
-            reference=reference,
-            stage="logprobs",
-            deadline_seconds=self._deadlines.logprobs,
-            outputs="output_ranks",
+        sums = await self._forward(
+            "sequence_logprobs", stage="logprobs", outputs="output_ranks", reference=reference
         )
         return self.batch.in_order(sums)
 
-    async def _compute(self, method: str, *args: Any, **options: Any) -> list[Any]:
+    async def _forward(self, method: str, *args: Any, stage: str, **options: Any) -> list[Any]:
+        """Run a method over all micro-batches of the loaded batch."""
         await self.onload()
-        return await self.group.call_sharded(method, *args, **options)
+        shards, seconds = self.batch.micro_batches, self._deadlines.logprobs
+        return await self.group.call(method, *args, shards=shards, stage=stage, seconds=seconds, **options)
+
+    async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
+        """One optimizer step over a minibatch of the loaded batch."""
+        await self.onload()
+        shards, seconds = self.batch.plan.minibatches[minibatch], self._deadlines.training
+        stats: list[TrainStats] = await self.group.call(
+            "train", loss, shards=shards, stage="training", seconds=seconds
+        )
+        return stats[0]
+
+    async def evaluate(self, loss: "Loss") -> "Evaluation":
+        """The loss of the complete loaded batch under the current weights."""
+        await self.onload()
+        shards, seconds = self.batch.micro_batches, self._deadlines.training
+        evaluations: list[Evaluation] = await self.group.call(
+            "evaluate", loss, shards=shards, stage="validation", seconds=seconds
+        )
+        return evaluations[0]
 
     # Sampling, by a policy without engines
 
     @property
     def samplers(self) -> "list[EngineHandle]":
         """The leader of each data-parallel copy, which answers requests."""
-        workers = self.group.workers
-        return [
-            EngineHandle(replace(workers[rank], prefix="sampler.")) for rank in self.group.mesh.output_ranks
-        ]
+        leaders = (self.group.workers[rank] for rank in self.group.mesh.output_ranks)
+        return [EngineHandle(replace(leader, prefix="sampler.")) for leader in leaders]
 
     @asynccontextmanager
     async def sampling(self, version: int) -> AsyncIterator[None]:
         """Inside, the policy samples; its weights are of `version`. It does nothing else meanwhile."""
         seconds = self._deadlines.generation + GRACE_SECONDS
-        serving = asyncio.ensure_future(
-            self.group.call("serve", version, stage="generation", deadline_seconds=seconds)
-        )
+        call = self.group.call("serve", version, stage="generation", seconds=seconds)
+        serving = asyncio.ensure_future(call)
         try:
             yield
         finally:
             with suppress(ClusterError):  # what ended a rank ended `serve` too, which reports it
-                await asyncio.gather(
-                    *(
-                        sampler.worker.call("stop", stage="generation", deadline_seconds=seconds)
-                        for sampler in self.samplers
-                    )
-                )
+                workers = [sampler.worker for sampler in self.samplers]
+                stops = (w.call("stop", stage="generation", seconds=seconds) for w in workers)
+                await asyncio.gather(*stops)
             await serving
 
     # Checkpoints
@@ -322,7 +305,7 @@ class ModelHandle:
     async def save(self, folder: Path) -> "list[FileRecord]":
         """Write model, optimizer, schedule and random states into a folder."""
         await self.onload()
-        return _flat(await self._checkpoint("save_checkpoint", folder.absolute()))
+        return await self._checkpoint("save_checkpoint", folder.absolute())
 
     async def copy_for_checkpoint(self) -> None:
         """Copy all that `save` writes within the memory of the ranks."""
@@ -331,23 +314,20 @@ class ModelHandle:
 
     async def write_copy(self, folder: Path) -> "list[FileRecord]":
         """Write the copy while the ranks do other work; ends before anything is copied again."""
-        records = await self.group.call_background(
-            "write_copy",
-            folder.absolute(),
-            stage="checkpoint",
-            deadline_seconds=self._deadlines.checkpoint,
-        )
-        return _flat(records)
+        return await self._checkpoint("write_copy", folder.absolute(), background=True)
 
     async def restore(self, folder: Path) -> None:
         """Load what `save` wrote."""
         await self.onload()
         await self._checkpoint("load_checkpoint", folder.absolute())
 
-    async def _checkpoint(self, method: str, *args: Path) -> list[Any]:
-        return await self.group.call(
-            method, *args, stage="checkpoint", deadline_seconds=self._deadlines.checkpoint
+    async def _checkpoint(self, method: str, *args: Path, background: bool = False) -> "list[FileRecord]":
+        """Files that the ranks have written, if any."""
+        seconds = self._deadlines.checkpoint
+        records = await self.group.call(
+            method, *args, stage="checkpoint", seconds=seconds, background=background
         )
+        return [record for of_rank in records for record in of_rank or ()]
 
 
 @dataclass(frozen=True)
@@ -361,23 +341,16 @@ class TrainedModels:
 
     async def save(self, folder: Path) -> "list[FileRecord]":
         """Write all of them, in sequence: they may share devices."""
-        return [
-            record
-            for name, model in self.models.items()
-            for record in _placed(name, await model.save(folder_of(folder, name)))
-        ]
+        return _placed({name: await m.save(folder_of(folder, name)) for name, m in self.models.items()})
 
     async def copy_for_checkpoint(self) -> None:
-        """Copy all of them, in sequence."""
         for model in self.models.values():
             await model.copy_for_checkpoint()
 
     async def write_copy(self, folder: Path) -> "list[FileRecord]":
         """Write the copies at the same time, while training continues."""
-        written = await asyncio.gather(
-            *(model.write_copy(folder_of(folder, name)) for name, model in self.models.items())
-        )
-        return [record for placed in map(_placed, self.models, written) for record in placed]
+        writes = (model.write_copy(folder_of(folder, name)) for name, model in self.models.items())
+        return _placed(dict(zip(self.models, await asyncio.gather(*writes), strict=True)))
 
     async def restore(self, folder: Path) -> None:
         """Load all of them from a checkpoint. Raises RunError where one is not in it."""
@@ -392,19 +365,16 @@ class TrainedModels:
 
 
 def folder_of(checkpoint: Path, name: str) -> Path:
-    """The folder of a model's files in a checkpoint."""
     return checkpoint if name == "policy" else checkpoint / name
 
 
-def _placed(name: str, records: "Sequence[FileRecord]") -> "list[FileRecord]":
-    """Records of files with paths relative to the checkpoint."""
-    if name == "policy":
-        return list(records)
-    return [replace(record, path=f"{name}/{record.path}") for record in records]
-
-
-def _flat(records: "Sequence[tuple[FileRecord, ...]]") -> "list[FileRecord]":
-    return [record for of_rank in records for record in of_rank]
+def _placed(written: "Mapping[str, Sequence[FileRecord]]") -> "list[FileRecord]":
+    """Records of the files of each model, with paths relative to the checkpoint."""
+    return [
+        record if name == "policy" else replace(record, path=f"{name}/{record.path}")
+        for name, records in written.items()
+        for record in records
+    ]
 
 
 @dataclass(frozen=True)
@@ -415,7 +385,6 @@ class EngineHandle:
 
     @property
     def rank(self) -> int:
-        """Its rank in the group."""
         return self.worker.rank
 
     @property
@@ -430,48 +399,39 @@ class EngineHandle:
     async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
         """Reports of these requests as they come. Raises RequestRefused or ReplicaLost."""
         # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
-        batches = self.worker.stream(
-            "generate_batches",
-            requests,
-            stage="generation",
-            deadline_seconds=max(request.deadline_seconds for request in requests) + GRACE_SECONDS,
-        )
+        seconds = max(request.deadline_seconds for request in requests) + GRACE_SECONDS
+        batches = self.worker.stream("generate_batches", requests, stage="generation", seconds=seconds)
         try:
             async with aclosing(batches):
                 async for batch in batches:
                     yield batch
-        except WorkerFailed as error:
-            if error.kind == _REFUSED:
-                raise RequestRefused(error.message) from error
-            raise ReplicaLost(str(error)) from error
         except ClusterError as error:
+            if isinstance(error, WorkerFailed) and error.kind == _REFUSED:
+                raise RequestRefused(error.message) from error
             raise ReplicaLost(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests whose callers no longer wait."""
-        await self.worker.call("abort", request_ids, stage="abort", deadline_seconds=_ABORT_SECONDS)
+        await self.worker.call("abort", request_ids, stage="abort", seconds=_ABORT_SECONDS)
 
-    async def health(self, deadline_seconds: float) -> EngineHealth:
+    async def health(self, seconds: float) -> EngineHealth:
         """State of the engine. Raises what ended it."""
-        health: EngineHealth = await self.worker.call(
-            "health", stage="health check", deadline_seconds=deadline_seconds
-        )
+        health: EngineHealth
+        health = await self.worker.call("health", stage="health check", seconds=seconds)
         return health
 
-    async def stats(self, deadline_seconds: float) -> EngineStats:
+    async def stats(self, seconds: float) -> EngineStats:
         """What was done since the last call."""
-        stats: EngineStats = await self.worker.call(
-            "stats", stage="metrics", deadline_seconds=deadline_seconds
-        )
+        stats: EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
         return stats
 
-    async def sleep(self, level: int, deadline_seconds: float) -> None:
+    async def sleep(self, level: int, seconds: float) -> None:
         """Leave the devices: 1 keeps the weights in host memory, 2 keeps nothing."""
-        await self.worker.call("sleep", level, stage="engines sleep", deadline_seconds=deadline_seconds)
+        await self.worker.call("sleep", level, stage="engines sleep", seconds=seconds)
 
-    async def wake(self, tags: tuple[str, ...], deadline_seconds: float) -> None:
+    async def wake(self, tags: tuple[str, ...], seconds: float) -> None:
         """Take `weights`, `kv_cache` or, without tags, both back onto the devices."""
-        await self.worker.call("wake", tags, stage="engines wake", deadline_seconds=deadline_seconds)
+        await self.worker.call("wake", tags, stage="engines wake", seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -481,24 +441,9 @@ class _WeightSide:
     group: WorkerGroup
     deadline_seconds: float
 
-    async def _call(self, method: str, *args: Any, deadline_seconds: float | None = None) -> list[Any]:
-        return await self.group.call(
-            method,
-            *args,
-            stage="refit",
-            deadline_seconds=deadline_seconds or self.deadline_seconds,
-            ends_group=False,
-        )
-
-    async def _prepare(self, method: str, parts: Sequence[Any]) -> None:
-        await self.group.call_sharded(
-            method,
-            parts,
-            axis="rank",
-            stage="refit",
-            deadline_seconds=self.deadline_seconds,
-            ends_group=False,
-        )
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {"seconds": self.deadline_seconds, "ends_group": False}
 
 
 class PolicySenders(_WeightSide):
@@ -506,15 +451,13 @@ class PolicySenders(_WeightSide):
 
     async def describe(self) -> "Sequence[SenderLayout]":
         """What each rank holds."""
-        return await self._call("sender.describe")
+        return await self.group.call("sender.describe", stage="refit", **self._limits)
 
     async def prepare(self, parts: "Sequence[Part]") -> None:
-        """Give every rank its part of the plan."""
-        await self._prepare("sender.prepare", parts)
+        await self.group.call("sender.prepare", shards=parts, axis="rank", stage="refit", **self._limits)
 
     async def send(self, session: "RefitSession") -> "Sequence[SendReport]":
-        """Send on every rank."""
-        return await self._call("sender.send", session)
+        return await self.group.call("sender.send", session, stage="refit", **self._limits)
 
 
 @dataclass(frozen=True)
@@ -529,7 +472,8 @@ class GenerationReceivers(_WeightSide):
 
     async def describe(self) -> "Sequence[ReceiverLayout]":
         """What each rank needs."""
-        layouts: list[tuple[ReceiverLayout, ...]] = await self._call("describe_weights")
+        layouts: list[tuple[ReceiverLayout, ...]]
+        layouts = await self.group.call("describe_weights", stage="refit", **self._limits)
         self._ranks[:] = map(len, layouts)
         return [layout for of_replica in layouts for layout in of_replica]
 
@@ -537,21 +481,22 @@ class GenerationReceivers(_WeightSide):
         """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
         of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
-        await self._prepare("prepare_refit", of_replicas)
+        await self.group.call("prepare_refit", shards=of_replicas, axis="rank", stage="refit", **self._limits)
 
     async def receive(self, session: "RefitSession") -> "Sequence[ReceiveReport]":
-        """Receive on every rank."""
-        reports: list[tuple[ReceiveReport, ...]] = await self._call("receive_weights", session)
+        reports: list[tuple[ReceiveReport, ...]]
+        reports = await self.group.call("receive_weights", session, stage="refit", **self._limits)
         return [report for of_replica in reports for report in of_replica]
 
     async def commit(self, version: int) -> None:
         """Make what was received the weights in use, on every rank."""
-        await self._call("commit_weights", version)
+        await self.group.call("commit_weights", version, stage="refit", **self._limits)
 
     async def abandon(self) -> None:
         """Have every rank discard an update that did not finish."""
         # An engine that hangs has mostly been waited for already, until the refit's own deadline.
-        await self._call("abandon_refit", deadline_seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
+        seconds = min(self.deadline_seconds, _ABANDON_SECONDS)
+        await self.group.call("abandon_refit", stage="refit", seconds=seconds, ends_group=False)
 
 
 @dataclass(frozen=True)
@@ -560,43 +505,32 @@ class RouterHandle:
 
     group: WorkerGroup
 
-    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
-        """What became of requests since the last call, by router."""
-        return await self.group.call(
-            "take_router_metrics", stage="metrics", deadline_seconds=deadline_seconds
-        )
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
+        return await self.group.call("take_router_metrics", stage="metrics", seconds=seconds)
 
-    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
-        """The cause of each loss by the replica's name, by router."""
-        return await self.group.call("lost_replicas", stage="health check", deadline_seconds=deadline_seconds)
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
+        return await self.group.call("lost_replicas", stage="health check", seconds=seconds)
 
-    async def add(self, replica: Replica, deadline_seconds: float) -> None:
-        """Send requests to this replica too, which takes the place of a lost one."""
-        await self.group.call("add_engine", replica, stage="generation", deadline_seconds=deadline_seconds)
+    async def add(self, replica: Replica, seconds: float) -> None:
+        await self.group.call("add_engine", replica, stage="generation", seconds=seconds)
 
-    async def listen(self, deadline_seconds: float) -> "Listening":
+    async def listen(self, seconds: float) -> "Listening":
         """Have the endpoint answer from now on; its address."""
-        listening: list[Listening] = await self.group.call(
-            "listen", stage="start", deadline_seconds=deadline_seconds
-        )
+        listening: list[Listening]
+        listening = await self.group.call("listen", stage="start", seconds=seconds)
         return listening[0]
 
 
 @dataclass(frozen=True)
 class RolloutHandle:
-    """A rollout worker."""
-
     worker: Worker
     deadline_seconds: float
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
+        seconds = self.deadline_seconds
         pairs = self.worker.stream(
-            "stream_groups",
-            assignments,
-            stage="generation",
-            deadline_seconds=self.deadline_seconds,
-            pairs=True,
+            "stream_groups", assignments, stage="generation", seconds=seconds, pairs=True
         )
         async with aclosing(pairs):
             async for reference, summary in pairs:

@@ -6,36 +6,26 @@ Between them is the endpoint of `nemorl serve reward`: in the driver's process, 
 requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ray
 from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
-from nemorl.config.facts import group_name
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
-from nemorl.serve.app import AddRoutes, Listening
+from nemorl.serve.app import AddRoutes
 from nemorl.serve.requests import ApiError
 from nemorl.serve.rewards import Score, ServedRewards
 
-from .devices import DeviceScheduler
-from .handles import ModelHandle
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """The rewards as rollout workers receive them."""
-
-    rewards: tuple[RewardConfig, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # with the keys of endpoints
+from .handles import DeviceScheduler, ModelHandle
 
 
 @dataclass(frozen=True)
@@ -61,9 +51,8 @@ class RewardScorer:
         sequences = [*examples, *[PLACEHOLDER] * (-len(examples) % self.units)]
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
-        async with (
-            self.devices.borrow_during_generation(self.model) if self.devices is not None else nullcontext()
-        ):
+        turn = nullcontext() if self.devices is None else self.devices.borrow_during_generation(self.model)
+        async with turn:
             await self.model.load(places, kind="examples")
             await self.model.values()
             return (await self.model.sequence_metrics(LastValue()))[: len(examples)]
@@ -94,25 +83,9 @@ def reward_routes(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool,
     ).add_routes
 
 
-def scored_by_url(
-    rewards: Sequence[RewardConfig], listening: Mapping[str, Listening], endpoint: EndpointConfig
-) -> Scoring:
-    """The rewards with an address in place of each group that has an endpoint, and the keys of these."""
-    by_url: list[RewardConfig] = []
-    environment = {}
-    for place, reward in enumerate(rewards):
-        if isinstance(reward, LocalModelRewardConfig):
-            at, variable = listening[group_name(f"rewards.{place}")], f"NEMORL_REWARD_KEY_{place}"
-            environment[variable] = at.api_key
-            by_url.append(_by_url(reward, at.url, variable, endpoint))
-        else:
-            by_url.append(reward)
-    return Scoring(tuple(by_url), environment)
-
-
-def _by_url(
-    reward: LocalModelRewardConfig, url: str, variable: str, endpoint: EndpointConfig
-) -> ModelRewardConfig:
+def reward_by_url(reward: RewardConfig, url: str, key_variable: str) -> ModelRewardConfig:
+    """A reward model as rollout workers call it, at the address of its endpoint."""
+    assert isinstance(reward, LocalModelRewardConfig)
     return ModelRewardConfig(
         kind="model",
         name=reward.metric,
@@ -121,7 +94,7 @@ def _by_url(
         max_concurrent=reward.max_concurrent,
         on_error=reward.on_error,
         url=url,
-        model=endpoint.model_name or reward.model_path.absolute().name,
-        api_key_env=variable,
+        model=reward.model_path.absolute().name,
+        api_key_env=key_variable,
         batch_size=reward.batch_size,
     )

@@ -33,18 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """State of a replica."""
-
     UP = auto()  # in the group, so that it takes part in weight updates
     LOST = auto()  # its process was ended; it is restarted if attempts are left
     STARTING = auto()
     READY = auto()  # started, and not in the group yet
 
 
-@dataclass
-class _Supervised:
-    """One replica of the group."""
-
+@dataclass(eq=False)
+class Supervised:
     engine: EngineHandle  # of its latest process
     state: State = State.UP
     announced: bool = True  # the routers send requests to it
@@ -61,15 +57,15 @@ class _Supervised:
 class Routers(Protocol):
     """The routers of some processes."""
 
-    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
         """What became of requests since the last call, by router."""
         ...
 
-    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
         """The cause of each loss by the replica's name, by router."""
         ...
 
-    async def add(self, replica: Replica, deadline_seconds: float) -> None:
+    async def add(self, replica: Replica, seconds: float) -> None:
         """Send requests to this replica too, which takes the place of a lost one."""
         ...
 
@@ -88,18 +84,16 @@ class ReplicaSupervisor:
         self.group = group
         self._deadlines = deadlines
         self._shares_devices = shares_devices
-        self._replicas = {worker.rank: _Supervised(EngineHandle(worker)) for worker in group.workers}
+        self._replicas = {worker.rank: Supervised(EngineHandle(worker)) for worker in group.workers}
         self._routers: list[Routers] = []
-        self._on_change: list[Callable[[], None]] = []
+        self._on_change: Callable[[], None] = lambda: None
         self._lock = asyncio.Lock()  # held while the group must not change
         self._may_start = asyncio.Event()  # the devices are free for engines that start
         self._may_start.set()
         self._none_starting = asyncio.Event()
         self._none_starting.set()
-        self._initial_weights = (
-            True  # engines sample with what they loaded, so that a new one may join at once
-        )
-        self._losses: list[tuple[str, str]] = []  # replica and cause
+        self._initial_weights = True  # until the first update
+        self.losses: list[tuple[str, str]] = []  # so far: the replica's name and the cause
         self._num_logged = 0  # of the losses
         self._num_restarted = 0
         self._num_failed_restarts = 0
@@ -107,22 +101,15 @@ class ReplicaSupervisor:
 
     @property
     def engines(self) -> list[EngineHandle]:
-        """The engines that are up."""
-        return [replica.engine for replica in self._in(State.UP)]
-
-    @property
-    def losses(self) -> tuple[tuple[str, str], ...]:
-        """Each loss so far: the replica's name and the cause."""
-        return tuple(self._losses)
+        return [replica.engine for replica in self.in_state(State.UP)]
 
     @property
     def exhausted(self) -> bool:
         """True when no engine is up and none will return."""
         return not any(replica.can_return for replica in self._replicas.values())
 
-    def count(self, state: State) -> int:
-        """Number of replicas in a state."""
-        return len(self._in(state))
+    def in_state(self, state: State) -> list[Supervised]:
+        return [replica for replica in self._replicas.values() if replica.state is state]
 
     def log_losses(self) -> None:
         """Warn of each loss once.
@@ -130,9 +117,9 @@ class ReplicaSupervisor:
         The supervisor does not log the last loss while no engine is up: an error that names all losses is
         likely to follow.
         """
-        for name, cause in self._losses[self._num_logged :]:
+        for name, cause in self.losses[self._num_logged :]:
             logger.warning("%s is lost: %s", name, cause)
-        self._num_logged = len(self._losses)
+        self._num_logged = len(self.losses)
 
     def connect(self, routers: Routers) -> None:
         """Announce engines that return to these routers, and read the losses that they have seen."""
@@ -140,11 +127,17 @@ class ReplicaSupervisor:
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Call this when engines leave or join the group."""
-        self._on_change.append(call)
+        self._on_change = call
 
     def start_watch(self) -> None:
         """Check the engines' health from now on."""
-        self._watch = asyncio.create_task(self._check_periodically())
+
+        async def check_periodically() -> None:
+            while True:
+                await asyncio.sleep(self._deadlines.health)
+                await self.check()
+
+        self._watch = asyncio.create_task(check_periodically())
 
     def check_watch(self) -> None:
         """Raise the error that ended the watch, if any."""
@@ -162,8 +155,7 @@ class ReplicaSupervisor:
     async def check(self) -> int:
         """Check the health of every engine; the number of engines that were lost."""
         async with self._lock:
-            lost = await self._check()
-            await self._admit_at_once()
+            lost = await self._check_and_admit()
             if self.engines:
                 self.log_losses()
             return lost
@@ -174,9 +166,11 @@ class ReplicaSupervisor:
 
         An error that leaves the block ends the run, so the engines stay awake then.
         """
+        if not self._shares_devices:
+            yield
+            return
         async with self._lock:
-            await self._check()
-            await self._admit_at_once()
+            await self._check_and_admit()
             await self._wake(())
         self._may_start.set()
         yield
@@ -188,7 +182,7 @@ class ReplicaSupervisor:
         await self._none_starting.wait()
         async with self._lock:
             await self._on_each(
-                [*self._in(State.UP), *self._in(State.READY)],
+                [*self.in_state(State.UP), *self.in_state(State.READY)],
                 lambda engine: engine.sleep(1, self._deadlines.refit),
             )
             if self.engines:
@@ -224,41 +218,49 @@ class ReplicaSupervisor:
 
     async def metrics(self) -> dict[str, float]:
         """Engines that are up, losses so far, and what became of requests since the last call."""
-        moved = RouterMetrics()
-        for routers in self._routers:
-            for one in await routers.take_metrics(self._deadlines.health):
-                moved.moved_requests += one.moved_requests
-                moved.kept_tokens += one.kept_tokens
-                moved.failed_requests += one.failed_requests
+        seconds = self._deadlines.health
+
+        async def retries(engine: EngineHandle) -> int:
+            try:
+                return (await engine.stats(seconds)).retries
+            except ClusterError:  # which the next check finds, and names
+                return 0
+
+        of_routers = [one for routers in self._routers for one in await routers.take_metrics(seconds)]
         return {
             "generation/replicas": float(len(self.engines)),
-            "generation/replicas_lost": float(len(self._losses)),
+            "generation/replicas_lost": float(len(self.losses)),
             "generation/replicas_restarted": float(self._num_restarted),
             "generation/restarts_failed": float(self._num_failed_restarts),
-            "generation/requests_moved": float(moved.moved_requests),
-            "generation/tokens_kept": float(moved.kept_tokens),
-            "generation/requests_failed": float(moved.failed_requests),
-            "generation/retries": float(sum(await asyncio.gather(*map(self._retries, self.engines)))),
+            "generation/requests_moved": float(sum(one.moved_requests for one in of_routers)),
+            "generation/tokens_kept": float(sum(one.kept_tokens for one in of_routers)),
+            "generation/requests_failed": float(sum(one.failed_requests for one in of_routers)),
+            "generation/retries": float(sum(await asyncio.gather(*map(retries, self.engines)))),
         }
 
     # Health
 
-    async def _check_periodically(self) -> None:
-        while True:
-            await asyncio.sleep(self._deadlines.health)
-            await self.check()
+    async def _check_and_admit(self) -> int:
+        lost = await self._check()
+        if self._initial_weights:  # with which an engine that has been restarted samples too
+            await self._announce(self._admit())
+        return lost
 
     async def _check(self) -> int:
-        up = self._in(State.UP)
-        causes = await asyncio.gather(*map(self._cause_of_loss, up))
-        lost = {r.engine.rank: (r, cause) for r, cause in zip(up, causes, strict=True) if cause is not None}
-        for replica, cause in await self._lost_to_routers():
-            lost.setdefault(replica.engine.rank, (replica, cause))
-        for replica, cause in lost.values():
+        up = self.in_state(State.UP)
+        causes = dict(zip(up, await asyncio.gather(*map(self._cause_of_loss, up)), strict=True))
+        # An engine that a router has seen fail gets no requests from it any more, so that it would be idle.
+        for routers in self._routers:
+            for lost in await routers.lost_replicas(self._deadlines.health):
+                for replica in up:
+                    if replica.announced and replica.engine.name in lost:
+                        causes[replica] = causes[replica] or lost[replica.engine.name]
+        lost_replicas = [(replica, cause) for replica, cause in causes.items() if cause is not None]
+        for replica, cause in lost_replicas:
             self._lose(replica, cause)
-        return len(lost)
+        return len(lost_replicas)
 
-    async def _cause_of_loss(self, replica: _Supervised) -> str | None:
+    async def _cause_of_loss(self, replica: Supervised) -> str | None:
         """Why this engine is lost; None if it is not."""
         if replica.ended_for is not None:
             return replica.ended_for
@@ -270,16 +272,6 @@ class ReplicaSupervisor:
             return str(error)
         return hanging(health, self._deadlines.engine_step)
 
-    async def _lost_to_routers(self) -> list[tuple[_Supervised, str]]:
-        """Engines that a router has seen fail and sends no requests any more, so that they would be idle."""
-        return [
-            (replica, lost[replica.engine.name])
-            for routers in self._routers
-            for lost in await routers.lost_replicas(self._deadlines.health)
-            for replica in self._in(State.UP)
-            if replica.engine.name in lost and replica.announced
-        ]
-
     @asynccontextmanager
     async def _ending_silent(self) -> AsyncIterator[None]:
         """Inside, the process of an engine that does not answer is ended, so that what waits for it fails.
@@ -290,7 +282,18 @@ class ReplicaSupervisor:
         async def end_silent() -> None:
             while True:
                 await asyncio.sleep(self._deadlines.health)
-                await asyncio.gather(*map(self._end_if_silent, self._in(State.UP)))
+                await asyncio.gather(*map(end_if_silent, self.in_state(State.UP)))
+
+        async def end_if_silent(replica: Supervised) -> None:
+            if replica.ended_for is not None:
+                return
+            try:
+                await replica.engine.health(self._deadlines.health)
+            except DeadlineExceeded as error:
+                replica.ended_for = str(error)
+                self.group.kill(replica.engine.worker)
+            except ClusterError:  # it answers, or the running call reports its death
+                return
 
         watch = asyncio.create_task(end_silent())
         try:
@@ -299,50 +302,29 @@ class ReplicaSupervisor:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    async def _end_if_silent(self, replica: _Supervised) -> None:
-        if replica.ended_for is not None:
-            return
-        try:
-            await replica.engine.health(self._deadlines.health)
-        except DeadlineExceeded as error:
-            replica.ended_for = str(error)
-            self.group.kill(replica.engine.worker)
-        except ClusterError:  # it answers, or the running call reports its death
-            return
-
-    async def _retries(self, engine: EngineHandle) -> int:
-        """Retries of requests to an external server since the last call."""
-        try:
-            return (await engine.stats(self._deadlines.health)).retries
-        except ClusterError:  # which the next check finds, and names
-            return 0
-
     # Transitions
 
-    def _in(self, state: State) -> list[_Supervised]:
-        return [replica for replica in self._replicas.values() if replica.state is state]
-
-    def _set(self, replica: _Supervised, state: State) -> None:
+    def _set(self, replica: Supervised, state: State) -> None:
         replica.state = state
-        if self._in(State.STARTING):
+        if self.in_state(State.STARTING):
             self._none_starting.clear()
         else:
             self._none_starting.set()
 
-    def _lose(self, replica: _Supervised, cause: str) -> None:
+    def _lose(self, replica: Supervised, cause: str) -> None:
         """UP or READY to LOST."""
-        self._losses.append((replica.engine.name, replica.ended_for or cause))
+        self.losses.append((replica.engine.name, replica.ended_for or cause))
         replica.ended_for, replica.announced = None, False
         self.group.drop(replica.engine.worker)
         self._set(replica, State.LOST)
-        self._changed()
+        self._on_change()
         if replica.can_return:
             replica.restart = asyncio.create_task(self._restart(replica))
 
-    async def _restart(self, replica: _Supervised) -> None:
+    async def _restart(self, replica: Supervised) -> None:
         """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
         rank = replica.engine.rank
-        while True:
+        while replica.can_return:
             await self._may_start.wait()
             replica.attempts += 1
             self._set(replica, State.STARTING)
@@ -352,31 +334,23 @@ class ReplicaSupervisor:
                 self._set(replica, State.LOST)
                 self._num_failed_restarts += 1
                 left = MAX_RESTARTS - replica.attempts
-                logger.warning(
-                    "generation replica %d could not be restarted (attempts left: %d): %s", rank, left, error
-                )
-                if not left:
-                    return
+                message = "generation replica %d could not be restarted (attempts left: %d): %s"
+                logger.warning(message, rank, left, error)
             else:
                 self._set(replica, State.READY)
                 return
             await asyncio.sleep(self._deadlines.health)
 
-    def _admit(self) -> list[_Supervised]:
+    def _admit(self) -> list[Supervised]:
         """READY to UP: restarted engines take part in the group's calls."""
-        admitted = self._in(State.READY)
+        admitted = self.in_state(State.READY)
         for replica in admitted:
             self.group.admit(replica.engine.worker)
             self._set(replica, State.UP)
-            self._changed()
+            self._on_change()
         return admitted
 
-    async def _admit_at_once(self) -> None:
-        """Admit and announce engines while all sample with the weights they loaded."""
-        if self._initial_weights:
-            await self._announce(self._admit())
-
-    async def _announce(self, admitted: list[_Supervised]) -> None:
+    async def _announce(self, admitted: list[Supervised]) -> None:
         """Let requests go to engines that are up again and have the weights in use."""
         if admitted:
             self.log_losses()
@@ -387,25 +361,21 @@ class ReplicaSupervisor:
             for routers in self._routers:
                 await routers.add(replica.engine.as_replica(), self._deadlines.health)
 
-    def _changed(self) -> None:
-        for call in self._on_change:
-            call()
-
     def _require_one(self) -> None:
         if not self.engines:
-            raise NoReplicaLeft(dict(self._losses))
+            raise NoReplicaLeft(dict(self.losses))
         self.log_losses()
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
-        await self._on_each(self._in(State.UP), lambda engine: engine.wake(tags, self._deadlines.refit))
+        await self._on_each(self.in_state(State.UP), lambda engine: engine.wake(tags, self._deadlines.refit))
         self._require_one()
 
     async def _on_each(
-        self, replicas: list[_Supervised], act: Callable[[EngineHandle], Awaitable[None]]
+        self, replicas: list[Supervised], act: Callable[[EngineHandle], Awaitable[None]]
     ) -> None:
         """Call engines. One that fails may still occupy devices that others need, so it is lost."""
 
-        async def failure(replica: _Supervised) -> str | None:
+        async def failure(replica: Supervised) -> str | None:
             try:
                 await act(replica.engine)
             except ClusterError as error:

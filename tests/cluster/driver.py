@@ -23,11 +23,11 @@ async def run(runtime: ClusterRuntime, run_dir: Path, seconds: float) -> None:
         run_dir=run_dir,
         deadline_seconds=60,
     )
-    (pid,) = await group.call("process", stage="testing", deadline_seconds=30)
+    (pid,) = await group.call("process", stage="testing", seconds=30)
     about = {"worker": pid, "local": runtime.local, "address": ray.get_runtime_context().gcs_address}
     sys.stdout.write(json.dumps(about) + "\n")
     sys.stdout.flush()
-    await group.call("sleep", seconds, stage="testing", deadline_seconds=600)
+    await group.call("sleep", seconds, stage="testing", seconds=600)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from nemorl.cluster.placement import own_gpus
+import ray
 
 # Read while the module is imported, as numerical libraries do.
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
@@ -46,7 +46,7 @@ class Recorder:
         return os.nice(0)
 
     def gpus(self) -> tuple[str, ...]:
-        return own_gpus()
+        return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
     def thread(self) -> int:
         return threading.get_ident()
@@ -172,11 +172,11 @@ class Streamer:
 
     async def ask(self, other: Any, value: int) -> int:
         """Call another worker through its handle."""
-        answer: int = await other.call("double", value, stage="asking", deadline_seconds=30.0)
+        answer: int = await other.call("double", value, stage="asking", seconds=30.0)
         return answer
 
     async def ask_the_dying(self, other: Any) -> None:
-        await other.call("exit_process", 5, stage="asking", deadline_seconds=30.0)
+        await other.call("exit_process", 5, stage="asking", seconds=30.0)
 
     async def close(self) -> None:
         sys.stdout.write("closed\n")

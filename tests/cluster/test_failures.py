@@ -17,7 +17,7 @@ from nemorl.cluster.group import WorkerGroup
 
 from .conftest import StartFragile
 
-LIMITS = {"stage": "training", "deadline_seconds": 60.0}
+LIMITS = {"stage": "training", "seconds": 60.0}
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -125,7 +125,7 @@ def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: St
     group = start_fragile(ranks=1)
     pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(DeadlineExceeded) as caught:
-        asyncio.run(group.call("sleep", 60.0, stage="logprobs", deadline_seconds=1.0))
+        asyncio.run(group.call("sleep", 60.0, stage="logprobs", seconds=1.0))
     error = caught.value
     assert (error.group, error.ranks, error.stage, error.seconds) == ("fragile", (0,), "logprobs", 1.0)
     assert re.search(r"in sleep for \d\.\d s, at .*targets.py:\d+ in sleep", error.where[0])
@@ -142,7 +142,7 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(
     pids = asyncio.run(group.call("process", **LIMITS))
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
-        asyncio.run(group.call("process", stage="logprobs", deadline_seconds=2.0))
+        asyncio.run(group.call("process", stage="logprobs", seconds=2.0))
 
 
 def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):

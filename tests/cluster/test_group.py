@@ -12,7 +12,7 @@ import ray
 from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 
-LIMITS = {"stage": "testing", "deadline_seconds": 30.0}
+LIMITS = {"stage": "testing", "seconds": 30.0}
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,29 @@ def test_calls_of_a_rank_run_in_order_and_in_one_thread(policy: WorkerGroup):
 def test_a_background_call_runs_while_another_is_not_done(policy: WorkerGroup):
     async def overlap() -> list[list[str]]:
         waiting = policy.call("wait_for_word", **LIMITS)
-        return await asyncio.gather(waiting, policy.call_background("give_word", "go", **LIMITS))
+        return await asyncio.gather(waiting, policy.call("give_word", "go", background=True, **LIMITS))
 
     assert asyncio.run(overlap()) == [["go"] * 4, [None] * 4]
 
 
 def test_a_failed_background_call_names_its_rank_and_leaves_the_group_alive(policy: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"policy rank 2 failed in stage 'testing'.*no disk"):
-        asyncio.run(policy.call_background("fail_on", 2, "no disk", 0.0, **LIMITS))
+        asyncio.run(policy.call("fail_on", 2, "no disk", 0.0, background=True, **LIMITS))
     assert len(asyncio.run(policy.call("process", **LIMITS))) == 4
 
 
 def test_ranks_of_one_data_parallel_rank_get_the_same_shard(policy: WorkerGroup):
     shards = [np.arange(3), np.arange(3) + 10]
-    answers = asyncio.run(policy.call_sharded("record", shards, "common", key=1, **LIMITS))
+    answers = asyncio.run(policy.call("record", "common", shards=shards, key=1, **LIMITS))
     assert [list(args[0]) for _, args, _ in answers] == [[0, 1, 2], [0, 1, 2], [10, 11, 12], [10, 11, 12]]
     assert all(args[1] == "common" and kwargs == {"key": 1} for _, args, kwargs in answers)
 
 
 def test_a_shard_for_every_rank(policy: WorkerGroup):
-    answers = asyncio.run(policy.call_sharded("record", ["a", "b", "c", "d"], axis="rank", **LIMITS))
+    answers = asyncio.run(policy.call("record", shards=["a", "b", "c", "d"], axis="rank", **LIMITS))
     assert [args for _, args, _ in answers] == [("a",), ("b",), ("c",), ("d",)]
     with pytest.raises(ValueError, match="2 shards for 4 ranks of policy"):
-        asyncio.run(policy.call_sharded("record", ["a", "b"], axis="rank", **LIMITS))
+        asyncio.run(policy.call("record", shards=["a", "b"], axis="rank", **LIMITS))
 
 
 def test_answers_of_the_output_ranks_only(policy: WorkerGroup):

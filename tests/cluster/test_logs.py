@@ -6,7 +6,7 @@ from pathlib import Path
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.logs import START_OF_LOG, last_lines
 
-LIMITS = {"stage": "testing", "deadline_seconds": 30.0}
+LIMITS = {"stage": "testing", "seconds": 30.0}
 
 
 def test_everything_a_worker_says_is_in_its_log_while_it_lives(policy: WorkerGroup):

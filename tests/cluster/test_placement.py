@@ -35,14 +35,14 @@ EXPERIMENT = {
 
 def test_processes_of_an_experiment_on_the_cpu_and_on_gpus():
     on_cpu = worker_requests(Experiment.model_validate(EXPERIMENT))
-    assert [(r.group, r.count, r.bundle) for r in on_cpu] == [
-        ("policy", 6, {"CPU": 1.0}),
-        ("generation", 4, {"CPU": 1.0}),
-        ("rollout", 5, {"CPU": 1.0}),
+    assert [(r.group, required_bundles([r])) for r in on_cpu] == [
+        ("policy", [{"CPU": 1.0}] * 6),
+        ("generation", [{"CPU": 1.0}] * 4),
+        ("rollout", [{"CPU": 1.0}] * 5),
     ]
     cluster = {"rollout_workers": 5, "gpus_per_node": 8}
     on_gpus = worker_requests(Experiment.model_validate({**EXPERIMENT, "cluster": cluster}))
-    assert [r.bundle.get("GPU") for r in on_gpus] == [1.0, 1.0, None]
+    assert [required_bundles([r])[0].get("GPU") for r in on_gpus] == [1.0, 1.0, None]
 
 
 def test_a_critic_has_places_of_its_own_or_shares_the_policys():
@@ -71,7 +71,7 @@ def test_an_engine_of_several_ranks_has_its_gpus_in_one_place(backend: str, own_
     cluster = {"gpus_per_node": 8}
     experiment = Experiment.model_validate({**EXPERIMENT, "generation": generation, "cluster": cluster})
     (request,) = (wanted for wanted in worker_requests(experiment) if wanted.group == "generation")
-    assert request.bundle == {"CPU": 1.0, "GPU": 4.0}
+    assert required_bundles([request])[0] == {"CPU": 1.0, "GPU": 4.0}
     placement = on_one_node({"generation": (6,)}, [request])
     assert placement.options("generation", 0)["num_gpus"] == own_gpus
 
@@ -237,7 +237,7 @@ def test_ray_starts_processes_next_to_each_other(runtime: ClusterRuntime, tmp_pa
         )
         for name, count in (("policy", 2), ("generation", 1))
     ]
-    seen = [asyncio.run(group.call("gpus", stage="testing", deadline_seconds=30)) for group in groups]
+    seen = [asyncio.run(group.call("gpus", stage="testing", seconds=30)) for group in groups]
     assert sorted(seen[0]) == [("0",), ("1",)]
     assert seen[1] == [()]  # it receives the one it has
     for group in groups:

@@ -111,7 +111,7 @@ def test_a_runtime_inside_a_connected_process_leaves_ray_running(
     with ClusterRuntime(ClusterConfig(), []) as inner:
         assert not inner.local
     assert ray.is_initialized()
-    assert len(asyncio.run(policy.call("process", stage="testing", deadline_seconds=30))) == 4
+    assert len(asyncio.run(policy.call("process", stage="testing", seconds=30))) == 4
 
 
 def test_a_cluster_at_ray_address_is_joined_and_left_running(
@@ -126,7 +126,7 @@ def test_a_cluster_at_ray_address_is_joined_and_left_running(
     with driver(tmp_path, 600.0, RAY_ADDRESS=address, **LOOPBACK) as killed:
         killed.process.kill()
         assert killed.survivors(30) == []
-    assert len(asyncio.run(policy.call("process", stage="testing", deadline_seconds=30))) == 4
+    assert len(asyncio.run(policy.call("process", stage="testing", seconds=30))) == 4
 
 
 def test_kill_9_of_a_driver_ends_its_ray_and_its_workers(tmp_path: Path, temp_dir: Path):

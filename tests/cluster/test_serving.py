@@ -6,7 +6,7 @@ from nemorl.cluster.group import WorkerGroup
 
 from .conftest import StartFragile
 
-LIMITS = {"stage": "sampling", "deadline_seconds": 30.0}
+LIMITS = {"stage": "sampling", "seconds": 30.0}
 
 
 def test_it_is_asked_and_streams_while_a_method_runs(start_fragile: StartFragile) -> None:
@@ -33,7 +33,7 @@ def test_background_calls_have_a_thread_of_their_own(start_fragile: StartFragile
 
     async def beside() -> tuple[int, int]:
         blocked = asyncio.ensure_future(group.call("block", **LIMITS))
-        (thread,) = await group.call_background("thread", **LIMITS)
+        (thread,) = await group.call("thread", background=True, **LIMITS)
         await group.workers[0].call("release", **LIMITS)
         return thread, (await blocked)[0]
 

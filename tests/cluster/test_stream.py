@@ -11,16 +11,16 @@ from nemorl.cluster.group import Worker, WorkerGroup
 
 from .conftest import StartFragile
 
-LIMITS = {"stage": "sampling", "deadline_seconds": 30.0}
+LIMITS = {"stage": "sampling", "seconds": 30.0}
 
 
 def collect_until_error(
-    worker: Worker, method: str, *args: float, deadline_seconds: float = 30.0
+    worker: Worker, method: str, *args: float, seconds: float = 30.0
 ) -> tuple[list[int], ClusterError]:
     """The items that came before the stream broke, and the error."""
 
     async def run() -> None:
-        async for item in worker.stream(method, *args, stage="sampling", deadline_seconds=deadline_seconds):
+        async for item in worker.stream(method, *args, stage="sampling", seconds=seconds):
             items.append(item)  # noqa: PERF401 - kept when the error comes
 
     items: list[int] = []
@@ -72,7 +72,7 @@ def test_an_error_comes_after_the_items_before_it(generation: WorkerGroup):
 
 
 def test_a_stream_that_takes_too_long(generation: WorkerGroup):
-    items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, deadline_seconds=2.0)
+    items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, seconds=2.0)
     assert items == [0]
     assert isinstance(error, DeadlineExceeded)
     assert str(error).startswith(

@@ -11,7 +11,7 @@ from nemorl.config.algorithm import EarlyStopConfig
 from nemorl.megatron.checkpoint_store import Found
 from nemorl.run.checkpoints import Progress
 from nemorl.run.stop import EarlyStop
-from nemorl.run.train import _fix_if_complete
+from nemorl.run.train import fix_if_complete
 
 ACCURACY = "validation/accuracy"
 
@@ -71,6 +71,6 @@ def test_what_is_left_of_a_resumed_run(
     Progress(step=step, best_value=0.4, waited=waited).write(tmp_path)
     config = EarlyStopConfig(metric=ACCURACY, patience=patience)
     experiment: Any = SimpleNamespace(algorithm=SimpleNamespace(num_steps=10, early_stop=config))
-    message = _fix_if_complete(experiment, Found(step, tmp_path, {}, ()))
+    message = fix_if_complete(experiment, Found(step, tmp_path, {}, ()))
     assert message.startswith(fix)
     assert bool(message) == bool(fix)

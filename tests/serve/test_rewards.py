@@ -19,7 +19,7 @@ from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards
-from nemorl.session.devices import DeviceScheduler
+from nemorl.session.handles import DeviceScheduler
 from nemorl.session.scoring import LastValue, RewardScorer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model
@@ -175,8 +175,7 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
             self.settled = True
 
     async def scored(group):
-        devices = DeviceScheduler([])
-        devices.join(group)
+        devices = DeviceScheduler([group])
         scores = asyncio.create_task(RewardScorer(group, units=4, devices=devices).score([of_length(3)] * 5))
         await asyncio.sleep(0)
         assert not hasattr(group, "places")  # not before the devices are generation's

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from nemorl.session.devices import DeviceScheduler
+from nemorl.session.handles import DeviceScheduler
 
 
 class Group:
@@ -51,7 +51,7 @@ def test_a_reward_model_answers_in_generations_turn_and_keeps_it_until_then() ->
     log: list[str] = []
     policy, taste = Group("policy", log), Group("taste", log)
     turns = DeviceScheduler([policy])
-    turns.join(taste)
+    turns.tenants.append(taste)
 
     async def score(number: int) -> None:
         async with turns.borrow_during_generation(taste):

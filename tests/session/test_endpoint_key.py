@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemorl.serve.app import Listening
-from nemorl.session.session import _open_endpoint
+from nemorl.session import session
 
 URL = "http://127.0.0.1:8000/v1"
 
@@ -21,15 +21,15 @@ class Endpoint:
     api_key: str
     generated: bool
 
-    async def listen(self, deadline_seconds: float) -> Listening:
-        assert deadline_seconds == 7.0
+    async def listen(self, seconds: float) -> Listening:
+        assert seconds == 7.0
         return Listening(URL, self.api_key, self.generated)
 
 
 def open_endpoint(run_dir: Path, endpoint: Endpoint) -> None:
     cluster = SimpleNamespace(deadlines=SimpleNamespace(start=7.0))
     experiment = SimpleNamespace(run_dir=run_dir, cluster=cluster)
-    asyncio.run(_open_endpoint(endpoint, experiment))  # type: ignore[arg-type]
+    asyncio.run(session.open_endpoint(endpoint, experiment))  # type: ignore[arg-type]
 
 
 def test_a_made_key_is_for_its_owner_and_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HANDLES = ROOT / "nemorl" / "session" / "handles.py"
-CALLS = {"call", "call_sharded", "call_background", "stream"}  # of workers and groups; all name a stage
-LOCAL = {"_call", "_to_ranks", "_compute", "_checkpoint", "_prepare"}  # of the handles
+CALLS = {"call", "stream"}  # of workers and groups; all name a stage
+LOCAL = {"_to_ranks", "_forward", "_checkpoint"}  # of the handles
 # Folders and modules of the hosted classes.
 HOSTED = ("megatron", "generation", "rollout/worker.py", "weights/endpoints.py", "session/endpoints.py")
 
@@ -35,7 +35,7 @@ def test_no_other_module_names_remote_methods() -> None:
 
 def test_every_method_that_a_handle_names_is_one_of_a_hosted_class() -> None:
     named = remote_methods(HANDLES, CALLS | LOCAL)
-    assert {"train", "generate_batches", "sender.send", "stream_groups", "listen"} <= named
+    assert {"train", "compute_values", "generate_batches", "sender.send", "stream_groups", "listen"} <= named
     places = [ROOT / "nemorl" / place for place in HOSTED]
     modules = [path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))]
     methods = {

@@ -24,6 +24,8 @@ class Replicas:
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         self.options.append({"method": method, **options})
+        if "shards" in options:
+            self.prepared = options["shards"]
         answers = {
             "describe_weights": [
                 tuple(layout(r, rank) for rank in range(n)) for r, n in enumerate(self.ranks)
@@ -33,10 +35,6 @@ class Replicas:
             ],
         }
         return answers.get(method, [None] * len(self.ranks))
-
-    async def call_sharded(self, method: str, shards: Sequence[Any], **options: Any) -> None:
-        self.options.append({"method": method, **options})
-        self.prepared = shards
 
 
 def layout(replica: int, rank: int) -> ReceiverLayout:
@@ -89,4 +87,4 @@ def test_a_failure_ends_no_process(receivers: GenerationReceivers, replicas: Rep
         "abandon_refit",
     ]
     assert not any(options["ends_group"] for options in replicas.options)
-    assert {options["deadline_seconds"] for options in replicas.options} == {5.0}
+    assert {options["seconds"] for options in replicas.options} == {5.0}

@@ -35,13 +35,13 @@ class RouterHere:
     router: Router
     came: list[int] = field(default_factory=list)
 
-    async def take_metrics(self, deadline_seconds: float) -> list[RouterMetrics]:
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
         return [self.router.take_metrics(), RouterMetrics(moved_requests=1)]  # as if there were two
 
-    async def lost_replicas(self, deadline_seconds: float) -> list[dict[str, str]]:
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
         return [dict(self.router.lost), {}]
 
-    async def add(self, replica: Replica, deadline_seconds: float) -> None:
+    async def add(self, replica: Replica, seconds: float) -> None:
         self.came.append(int(replica.name.rpartition(" ")[2]))
         self.router.add(replica)
 
@@ -59,7 +59,7 @@ def differing(left: list[list[int]], right: list[list[int]]) -> int:
 
 async def until_running(worker: Worker) -> None:
     """Return when an engine is in the middle of its work."""
-    while (await worker.call("health", stage="test", deadline_seconds=20)).running == 0:
+    while (await worker.call("health", stage="test", seconds=20)).running == 0:
         await asyncio.sleep(0.005)
 
 
@@ -69,7 +69,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 
 async def until_ready(pool: ReplicaSupervisor, number: int) -> None:
-    while pool.count(State.READY) < number:
+    while len(pool.in_state(State.READY)) < number:
         await asyncio.sleep(0.02)
 
 
@@ -191,12 +191,12 @@ class Engine:
     told: list[str] = field(default_factory=list)
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def call(self, method: str, *args: Any, stage: str, deadline_seconds: float) -> Any:
+    async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
         if self.dead or self.killed.is_set():
             raise ClusterError("the process vanished")
         if self.silent:
-            await asyncio.sleep(deadline_seconds)
-            raise DeadlineExceeded("generation", (self.rank,), stage, deadline_seconds, ("stopped",))
+            await asyncio.sleep(seconds)
+            raise DeadlineExceeded("generation", (self.rank,), stage, seconds, ("stopped",))
         if method == "health":
             return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
         if method == "stats":
@@ -253,7 +253,7 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
         group.error = error
         pool = pool_of(group)
         assert await pool.check() == 1
-        await until(lambda: len(group.started) == 3 and pool.count(State.STARTING) == 0)
+        await until(lambda: len(group.started) == 3 and not pool.in_state(State.STARTING))
         assert group.started == [0, 0, 0]
         await pool.check()
         assert [w.rank for w in group.workers] == ([1, 0] if comes else [1])
@@ -338,14 +338,14 @@ def test_engines_that_share_their_devices_have_them_by_turns():
         pool.connect(RouterHere(Router([])))
         await pool.sleep()  # as the session does once they have started
         assert (first.told, second.told) == (["sleep 1"], ["sleep 1"])
-        assert pool.losses == (("generation replica 1", "no room for the weights in host memory"),)
+        assert pool.losses == [("generation replica 1", "no room for the weights in host memory")]
         assert second.killed.is_set()
         await asyncio.sleep(0.05)
         assert group.started == []  # the policy has the devices
         async with pool.awake():
             await until_ready(pool, 1)
             assert group.started == [1]
-        back = pool._in(State.READY)[0].engine.worker
+        back = pool.in_state(State.READY)[0].engine.worker
         assert first.told[1:] == ["wake ()", "sleep 1"]
         assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or only its weights
         first.told.clear()

@@ -14,7 +14,7 @@ from nemorl.generation.types import EngineHealth
 from nemorl.serve.app import Listening
 from nemorl.session import session
 from nemorl.session import session as session_module
-from nemorl.session.session import Session, Starter, _Opening
+from nemorl.session.session import Session, Starter
 from nemorl.weights.exchange import RefitStats
 from tests.cluster.places import on_one_node
 from tests.plan.models import write_model
@@ -131,10 +131,10 @@ def test_policy_and_engines_have_the_devices_by_turns(tmp_path: Path, monkeypatc
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            opening = _Opening(asked, Starter(asked, placement), stack)
+            opening = Starter(asked, placement, stack)
             session: Session = opening.session
             await opening.models(training=True)
-            await opening.engines_on_policy_devices(session.learner)
+            await opening.engines_on_policy_devices()
             gpus = [rank["gpus"] for rank in started.kwargs["generation"]]
             assert gpus == [("4", "5", "6", "7"), ("6", "7", "4", "5")]  # their own come first
             # Engines measure what is free when they start.

@@ -229,7 +229,7 @@ class Replica:
     rank: int
     host: VllmHost
 
-    async def call(self, method: str, *arguments: Any, stage: str, deadline_seconds: float) -> Any:
+    async def call(self, method: str, *arguments: Any, stage: str, seconds: float) -> Any:
         try:
             answer = getattr(self.host, method)(*arguments)
             return await answer if inspect.isawaitable(answer) else answer
@@ -251,30 +251,27 @@ class Group:
         self.workers = tuple(Replica(rank, host) for rank, host in enumerate(hosts))
 
     async def call(
-        self, method: str, *arguments: Any, stage: str, deadline_seconds: float, **_: Any
+        self,
+        method: str,
+        *arguments: Any,
+        stage: str,
+        seconds: float,
+        shards: Sequence[Any] | None = None,
+        **_: Any,
     ) -> list[Any]:
-        return await self._all(method, [arguments] * len(self.workers), stage, deadline_seconds)
-
-    async def call_sharded(
-        self, method: str, shards: Sequence[Any], *, stage: str, deadline_seconds: float, **_: Any
-    ) -> list[Any]:
-        return await self._all(method, [(shard,) for shard in shards], stage, deadline_seconds)
+        given = [arguments] * len(self.workers) if shards is None else [(shard,) for shard in shards]
+        return await asyncio.gather(
+            *(
+                worker.call(method, *of_worker, stage=stage, seconds=seconds)
+                for worker, of_worker in zip(self.workers, given, strict=True)
+            )
+        )
 
     def drop(self, worker: Replica) -> None:
         self.workers = tuple(one for one in self.workers if one is not worker)
 
     async def restart(self, rank: int, deadline_seconds: float) -> Replica:
         return await asyncio.Future()
-
-    async def _all(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], stage: str, seconds: float
-    ) -> list[Any]:
-        return await asyncio.gather(
-            *(
-                worker.call(method, *given, stage=stage, deadline_seconds=seconds)
-                for worker, given in zip(self.workers, arguments, strict=True)
-            )
-        )
 
 
 def test_engines_that_a_dead_one_left_partial_take_the_repeated_refit(
