@@ -1,25 +1,23 @@
-"""The driver's side of sampling: which groups may start, and the batch that trains next.
+"""The driver's side of sampling: assignments and summaries of groups, which may start, and the next batch.
 
 Synchronous, one-step-off and fully asynchronous training differ in one number. The batch of step `s` is
 trained by weights of version `s`; a group may start as soon as it will not be older than `max_staleness`
-versions when its batch's turn comes:
+versions when its batch is trained:
 
     groups that may have started  =  (version + max_staleness + 1) * groups_per_step
 
 Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
 gets the shortest run of the data that holds enough groups, whatever the order in which they finish.
 
-Assignments of the driver to rollout workers and their summaries: metadata, never token arrays.
-
-Handing groups to rollout workers and taking them back as they finish.
+What passes between driver and rollout workers is metadata, never token arrays.
 """
 
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -109,28 +107,18 @@ def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
 _MAX_LENGTH = 200  # characters that go to the driver; of longer answers their hash
 
 
-@runtime_checkable
-class ReadsAnswers(Protocol):
-    """A factory of environments that knows where in a text the answer is."""
-
-    async def answer_in(self, text: str) -> str | None:
-        """The answer, the same text for equal answers; None without one."""
-        ...
-
-
 async def last_answer(conversation: Conversation, environments: object) -> str | None:
-    """The answer in the policy's last message, as the environment reads it, else the whole message.
+    """The answer in the policy's last message, as the environment's factory reads it, else the whole message.
 
-    None after an error, and where nothing is said.
+    A factory reads answers if it has `async answer_in(text)`, which returns the same text for equal answers
+    and None without one. None after an error, and where nothing is said.
     """
     if conversation.trajectory.error is not None:
         return None
     texts = [message.content for message in conversation.exchange if message.role == "assistant"]
-    text = texts[-1] if texts else ""
-    if isinstance(environments, ReadsAnswers):
-        answer = await environments.answer_in(text)
-    else:
-        answer = text
+    answer: str | None = texts[-1] if texts else ""
+    if (read := getattr(environments, "answer_in", None)) is not None:
+        answer = await read(answer)
     answer = " ".join((answer or "").split())
     if len(answer) > _MAX_LENGTH:
         return hashlib.sha256(answer.encode()).hexdigest()
@@ -173,7 +161,7 @@ class Dispatcher:
             if share:
                 call = asyncio.create_task(self._follow(worker, share))
                 self._calls.add(call)
-                call.add_done_callback(partial(self._end, worker, share))
+                call.add_done_callback(self._calls.discard)
 
     async def take(self, count: int, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The first `count` finished groups not taken yet, in the order of their ids.
@@ -185,54 +173,47 @@ class Dispatcher:
         try:
             async with asyncio.timeout(self._seconds) as timeout:
                 while reported < count:
-                    await self._more_than(reported)
+                    while len(self._finished) <= reported:
+                        if self._failure is not None:
+                            raise self._failure
+                        self._changed.clear()
+                        await self._changed.wait()
                     finished = min(len(self._finished), count)
                     on_finished(finished - reported)
                     reported = finished
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own
                 raise
-            raise self._stalled(count) from error
+            waiting = "; ".join(
+                f"worker {w}: groups {_ids(sorted(groups))}"
+                for w, groups in enumerate(self._waiting)
+                if groups
+            )
+            raise RolloutFailed(
+                f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
+                f"(`cluster.deadlines.generation`); waiting for {waiting or 'no group: too few were started'}"
+            ) from error
         taken, self._finished = self._finished[:count], self._finished[count:]
         return sorted(taken, key=lambda summary: summary.group)
 
-    async def _more_than(self, count: int) -> None:
-        """Return when more than `count` groups have finished."""
-        while len(self._finished) <= count:
-            if self._failure is not None:
-                raise self._failure
-            self._changed.clear()
-            await self._changed.wait()
-
     async def close(self) -> None:
         """Stop following calls that are still running."""
-        for call in self._calls:
+        calls = list(self._calls)
+        for call in calls:
             call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
-        async for summary in self._workers[worker](share):
-            self._waiting[worker].discard(summary.group)
-            self._finished.append(summary)
-            self._changed.set()
-
-    def _end(self, worker: int, share: list[GroupAssignment], call: asyncio.Task[None]) -> None:
-        self._calls.discard(call)
-        missing = sorted(self._waiting[worker] & {assignment.group for assignment in share})
-        if call.cancelled() or (call.exception() is None and not missing):
-            return
-        early = RolloutFailed(f"rollout worker {worker} ended without groups {_ids(missing)}")
-        self._failure = call.exception() or early
+        try:
+            async for summary in self._workers[worker](share):
+                self._waiting[worker].discard(summary.group)
+                self._finished.append(summary)
+                self._changed.set()
+            if missing := sorted(self._waiting[worker] & {assignment.group for assignment in share}):
+                self._failure = RolloutFailed(f"rollout worker {worker} ended without groups {_ids(missing)}")
+        except Exception as error:  # noqa: BLE001  raised by `take`
+            self._failure = error
         self._changed.set()
-
-    def _stalled(self, count: int) -> RolloutFailed:
-        waiting = "; ".join(
-            f"worker {w}: groups {_ids(sorted(groups))}" for w, groups in enumerate(self._waiting) if groups
-        )
-        return RolloutFailed(
-            f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
-            f"(`cluster.deadlines.generation`); waiting for {waiting or 'no group: too few were started'}"
-        )
 
 
 def _ids(groups: Sequence[int]) -> str:
@@ -358,25 +339,24 @@ class Collector:
         return sorted(batch, key=lambda summary: summary.group)
 
     def _start_up_to(self, end: int) -> None:
-        groups = range(self._started, max(end, self._started))
-        self._dispatcher.start([self._assignment(group) for group in groups])
+        plan, groups = self._plan, range(self._started, max(end, self._started))
+        each, rest = divmod(plan.texts_per_step, plan.groups_per_step)
+        assignments = [
+            GroupAssignment(
+                group,
+                self._order.task_index(group),
+                plan.samples_per_group,
+                num_texts=min(each + (group % plan.groups_per_step < rest), plan.samples_per_group),
+                greedy_baseline=plan.greedy_baseline,
+            )
+            for group in groups
+        ]
+        self._dispatcher.start(assignments)
         self._started = groups.stop
 
     async def close(self) -> None:
-        """Give up what is still under way."""
+        """Give up the groups that have not finished."""
         await self._dispatcher.close()
-
-    def _assignment(self, group: int) -> GroupAssignment:
-        plan = self._plan
-        each, rest = divmod(plan.texts_per_step, plan.groups_per_step)
-        texts = each + (group % plan.groups_per_step < rest)
-        return GroupAssignment(
-            group,
-            self._order.task_index(group),
-            plan.samples_per_group,
-            num_texts=min(texts, plan.samples_per_group),
-            greedy_baseline=plan.greedy_baseline,
-        )
 
 
 async def sample_validation(
@@ -393,19 +373,11 @@ async def sample_validation(
     Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
     """
     dispatcher = Dispatcher(workers, seconds)
-    dispatcher.start(
-        [
-            GroupAssignment(
-                task,
-                task,
-                samples_per_task,
-                validation=True,
-                validation_set=of_set,
-                num_texts=int(task < num_texts),
-            )
-            for task in range(num_tasks)
-        ]
-    )
+    assignments = [
+        GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))
+        for task in range(num_tasks)
+    ]
+    dispatcher.start(assignments)
     try:
         return await dispatcher.take(num_tasks, on_finished)
     finally:

@@ -1,8 +1,8 @@
 """One conversation between the policy and an environment, token-exact.
 
-task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
+    task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
 
-A conversation while it grows; it becomes a trajectory when it ends.
+A `Record` is the conversation while it grows; it becomes a trajectory when it ends.
 """
 
 import logging
@@ -195,9 +195,16 @@ class TurnLoop:
     async def _converse(
         self, record: Record, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
     ) -> None:
+        limit = self._limits.max_sequence_length
         opening = await self._ask(record, environment.reset(task), "environment reset")
         record.open(opening, self._prompts.open(opening))
-        self._check_prompt(record)
+        if not record.tokens:
+            raise ConversationFailed("prompt: no tokens, so there is nothing to condition the first one on")
+        if len(record.tokens) >= limit:
+            raise ConversationFailed(
+                f"prompt: {len(record.tokens)} tokens leave no room in `policy.max_sequence_length` of "
+                f"{limit}"
+            )
         while True:
             action = await self._sample_turn(record, key, sampling)
             turn = len(record.turns)
@@ -205,48 +212,41 @@ class TurnLoop:
             record.add_rewards(step)
             if step.done or action.stop is StopReason.LENGTH:
                 return
-            if not self._observe(record, action, step):
+            history = (*record.opening, *record.exchange[:-1])
+            last_token = int(action.tokens[-1]) if len(action.tokens) else None
+            tokens = self._prompts.after_turn(history, record.exchange[-1], step.messages, last_token)
+            if len(record.tokens) + len(tokens) >= limit:  # no room is left for a turn after it
                 record.stop = StopReason.LENGTH
                 return
+            record.add_observation(step.messages, tokens)
 
     async def _sample_turn(self, record: Record, key: SampleKey, sampling: SamplingParams) -> Action:
         """One turn. Its tokens are kept as sampled; its text is only for the environment."""
-        start = time.monotonic()
-        completion = await self._generator.generate(self._request(record, key, sampling))
-        record.seconds_generation += time.monotonic() - start
-        tokens = completion.tokens.tolist()
-        ended = tokens and tokens[-1] in self._limits.stop_token_ids
-        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
-        record.add_turn(completion, text)
-        if completion.stop in (StopReason.ABORT, StopReason.ERROR):
-            raise ConversationFailed(_describe(completion, len(record.turns)))
-        return Action(text, completion.tokens, completion.stop)
-
-    def _request(self, record: Record, key: SampleKey, sampling: SamplingParams) -> GenerationRequest:
-        turn = len(record.turns)
-        room = self._limits.max_sequence_length - len(record.tokens)
-        return GenerationRequest(
+        limits, start, turn = self._limits, time.monotonic(), len(record.turns)
+        request = GenerationRequest(
             id=f"{key}/{turn}",
             prompt=np.array(record.tokens, dtype=np.int32),
             sampling=sampling,
-            max_new_tokens=min(self._limits.max_new_tokens, room),
+            max_new_tokens=min(limits.max_new_tokens, limits.max_sequence_length - len(record.tokens)),
             seed=key.seed(turn),
-            stop_token_ids=self._limits.stop_token_ids,
-            stop_strings=self._limits.stop_strings,
-            deadline_seconds=self._limits.generation_seconds,
+            stop_token_ids=limits.stop_token_ids,
+            stop_strings=limits.stop_strings,
+            deadline_seconds=limits.generation_seconds,
             conversation=str(key),
             routed_experts_from=record.num_routed,
         )
-
-    def _observe(self, record: Record, action: Action, step: Step) -> bool:
-        """Append the observation; False when no room is left for a turn after it."""
-        history = (*record.opening, *record.exchange[:-1])
-        last_token = int(action.tokens[-1]) if len(action.tokens) else None
-        tokens = self._prompts.after_turn(history, record.exchange[-1], step.messages, last_token)
-        if len(record.tokens) + len(tokens) >= self._limits.max_sequence_length:
-            return False
-        record.add_observation(step.messages, tokens)
-        return True
+        completion = await self._generator.generate(request)
+        record.seconds_generation += time.monotonic() - start
+        tokens = completion.tokens.tolist()
+        ended = tokens and tokens[-1] in limits.stop_token_ids
+        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        record.add_turn(completion, text)
+        if completion.stop in (StopReason.ABORT, StopReason.ERROR):
+            raise ConversationFailed(
+                f"generation of turn {turn + 1}: ended with `{completion.stop}` after "
+                f"{completion.seconds:.1f} s and {len(tokens)} tokens"
+            )
+        return Action(text, completion.tokens, completion.stop)
 
     async def _ask(self, record: Record, call: Coroutine[Any, Any, T], stage: str) -> T:
         """What the environment answers. Raises ConversationFailed when it fails or hangs."""
@@ -256,19 +256,3 @@ class TurnLoop:
         if outcome.value is None:
             raise ConversationFailed(outcome.failure or f"{stage}: answered None")
         return outcome.value
-
-    def _check_prompt(self, record: Record) -> None:
-        if not record.tokens:
-            raise ConversationFailed("prompt: no tokens, so there is nothing to condition the first one on")
-        if len(record.tokens) >= self._limits.max_sequence_length:
-            raise ConversationFailed(
-                f"prompt: {len(record.tokens)} tokens leave no room in `policy.max_sequence_length` of "
-                f"{self._limits.max_sequence_length}"
-            )
-
-
-def _describe(completion: Completion, turn: int) -> str:
-    return (
-        f"generation of turn {turn}: ended with `{completion.stop}` after {completion.seconds:.1f} s and "
-        f"{len(completion.tokens)} tokens"
-    )

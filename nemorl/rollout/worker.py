@@ -14,14 +14,11 @@ from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.generation.types import (
-    Generator,
-    SamplingParams,
-)
+from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .collector import GroupAssignment, GroupSummary, SampleText, TrajectorySummary, last_answer, summarize
+from .collector import GroupAssignment, GroupSummary, SampleText, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
 
 
@@ -62,8 +59,9 @@ class RolloutWorker:
         self._held_out = {
             name: load_tasks(dataset, data) for name, dataset in (held_out | data.validation_sets).items()
         }
-        self._votes = bool(experiment.algorithm.validation.cons_at_k)
-        self._sampling = {False: _params(experiment.generation.sampling), True: _validation(experiment)}
+        sampling, validation = experiment.generation.sampling, experiment.algorithm.validation
+        self._votes = bool(validation.cons_at_k)
+        self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
         self._tokenizer = load_tokenizer(experiment.policy)
         self._environments: EnvironmentFactory = experiment.env.make_factory()
         deadlines = experiment.cluster.deadlines
@@ -110,32 +108,24 @@ class RolloutWorker:
         scored = await self._rewards.apply(task, conversations)
         trajectories = scored.trajectories[: assignment.num_samples]
         greedy = scored.trajectories[assignment.num_samples :]
+        summaries = [summarize(t, row) for row, t in enumerate(trajectories)]
+        if assignment.validation and self._votes:
+            sampled = conversations[: assignment.num_samples]
+            answers = await asyncio.gather(*(last_answer(c, self._environments) for c in sampled))
+            summaries = [replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True)]
+        texts, decode = [], self._tokenizer.decode
+        for row, c in enumerate(conversations[: assignment.num_texts]):
+            tokens, split = c.trajectory.tokens.tolist(), c.num_prompt_tokens
+            texts.append(SampleText(row, decode(tokens[:split]), decode(tokens[split:]), task.answer))
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
             reference=self._store(trajectories),
-            trajectories=await self._summaries(trajectories, conversations, assignment),
-            texts=tuple(
-                self._text(c, row, task.answer) for row, c in enumerate(conversations[: assignment.num_texts])
-            ),
+            trajectories=tuple(summaries),
+            texts=tuple(texts),
             greedy=summarize(greedy[0], assignment.num_samples) if greedy else None,
             scoring=scored.scoring,
         )
-
-    async def _summaries(
-        self,
-        trajectories: Sequence[Trajectory],
-        conversations: Sequence[Conversation],
-        assignment: GroupAssignment,
-    ) -> tuple[TrajectorySummary, ...]:
-        """With the answers where votes count."""
-        summaries = tuple(summarize(t, row) for row, t in enumerate(trajectories))
-        if not (assignment.validation and self._votes):
-            return summaries
-        answers = await asyncio.gather(
-            *(last_answer(c, self._environments) for c in conversations[: len(summaries)])
-        )
-        return tuple(replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True))
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
         """One sample of a group; the additional one is greedy."""
@@ -144,20 +134,9 @@ class RolloutWorker:
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
         return await self._turns.run(task, self._environments.create(), key, sampling)
 
-    def _text(self, conversation: Conversation, row: int, answer: str | None) -> SampleText:
-        tokens = conversation.trajectory.tokens.tolist()
-        split = conversation.num_prompt_tokens
-        decode = self._tokenizer.decode
-        return SampleText(row, decode(tokens[:split]), decode(tokens[split:]), answer)
-
 
 def _params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
-
-
-def _validation(experiment: Experiment) -> SamplingParams:
-    """The sampling of validation: its own where the algorithm names one, else the training's."""
-    return _params(experiment.algorithm.validation.sampling or experiment.generation.sampling)
 
 
 class RayRolloutWorker(PooledRouter, RolloutWorker):
