@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
-from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -28,22 +27,14 @@ def check(function: Check) -> Check:
     return function
 
 
-def run_checks(owner: "Config | ModuleType", sections: Mapping[str, object]) -> Iterator[Problem]:
-    """Run the checks of a module or a section, in their order, as far as the sections they take are valid."""
-    if isinstance(owner, ModuleType):
-        names = [name for name, value in vars(owner).items() if _is_check_of(owner, value)]
-    else:
-        members = [member for base in reversed(type(owner).__mro__) for member in vars(base).items()]
-        names = list(dict.fromkeys(name for name, value in members if getattr(value, "is_check", False)))
-    for name in names:
-        function = getattr(owner, name)
+def run_checks(
+    checks: Iterable[Callable[..., Iterator[Problem]]], sections: Mapping[str, object]
+) -> Iterator[Problem]:
+    """Run checks, as far as the sections that they take are valid."""
+    for function in checks:
         parameters = inspect.signature(function).parameters
         if parameters.keys() <= sections.keys():
             yield from function(**{parameter: sections[parameter] for parameter in parameters})
-
-
-def _is_check_of(module: ModuleType, value: object) -> bool:
-    return getattr(value, "is_check", False) and getattr(value, "__module__", "") == module.__name__
 
 
 class Config(BaseModel):
@@ -60,7 +51,9 @@ class Config(BaseModel):
 
     def problems(self, sections: Mapping[str, object]) -> Iterator[Problem]:
         """Problems of this section and those in it; `sections` are the valid ones of the experiment."""
-        yield from run_checks(self, sections)
+        members = [member for base in reversed(type(self).__mro__) for member in vars(base).items()]
+        checks = dict.fromkeys(name for name, value in members if getattr(value, "is_check", False))
+        yield from run_checks((getattr(self, name) for name in checks), sections)
         for name in type(self).model_fields:
             yield from problems_in(getattr(self, name), name, sections)
 

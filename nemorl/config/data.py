@@ -59,10 +59,7 @@ class ArithmeticDataset(Config):
     def _enough_pairs(self) -> Iterator[Problem]:
         pairs = 10 ** (2 * self.digits)
         if self.offset + self.size > pairs:
-            fix = (
-                f"with offset {self.offset} these are more than the {pairs} pairs of {self.digits} digits; "
-                "lower size or offset, or raise digits"
-            )
+            fix = f"with the offset they exceed all {pairs} pairs; lower size or offset, or raise digits"
             yield Problem("size", self.size, fix)
 
     @check
@@ -198,10 +195,7 @@ class DataConfig(Config):
 def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, field: str) -> Iterator[Problem]:
     """A seed determines an order of all pairs; parts of two orders share tasks."""
     if train.seed != held_out.seed:
-        fix = (
-            "another order of the same pairs shares tasks with training; use the seed of data.train, "
-            f"{train.seed}, and an offset"
-        )
+        fix = f"another order of the pairs shares tasks with training; use seed {train.seed} and an offset"
         yield Problem(f"{field}.seed", held_out.seed, fix)
         return
     end = train.offset + train.size
@@ -216,8 +210,5 @@ def _shared_puzzles(
     """Reasoning-gym makes task i from the seed `seed + i`, so near seeds give nearly the same tasks."""
     end = train.seed + train.size
     if held_out.seed < end and train.seed < held_out.seed + held_out.size:
-        fix = (
-            f"task i is made from seed + i, and training uses {train.seed} to {end - 1}; set it to {end} or "
-            "more to share no task"
-        )
+        fix = f"training uses the tasks of seeds {train.seed} to {end - 1}; set it to {end} or more"
         yield Problem(f"{field}.seed", held_out.seed, fix)

@@ -25,6 +25,11 @@ class EnvBase(Config):
     needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
     has_one_turn: ClassVar[bool] = False
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weights of the environment's rewards, by name."""
+        return {}
+
     def make_factory(self) -> Any:
         """Construct the factory. Raises NotImported."""
         return function_at(self.factory_path)(self)
@@ -36,11 +41,6 @@ class SingleTurnEnvConfig(EnvBase):
     factory_path: ClassVar[str] = "nemorl.trajectories:SingleTurnFactory"
     has_one_turn: ClassVar[bool] = True
     name: Literal["single_turn"] = "single_turn"
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name: it has none."""
-        return {}
 
 
 class MathEnvConfig(EnvBase):
@@ -55,7 +55,6 @@ class MathEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight}
 
 
@@ -73,7 +72,6 @@ class ReasoningGymEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight}
 
 
@@ -93,7 +91,6 @@ class CalculatorEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         of_calls = {"calculator_call": self.call_weight} if self.call_weight else {}
         return {self.name: self.weight, **of_calls}
 
@@ -113,7 +110,6 @@ class ChainedSumsEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         return {self.name: self.weight, "chained_sums_turn": self.turn_weight}
 
 
@@ -130,6 +126,7 @@ class CustomEnvConfig(EnvBase):
     """Keyword arguments of the factory."""
 
     def make_factory(self) -> Any:
+        """Construct the factory with its options. Raises NotImported, and what the constructor raises."""
         return function_at(self.factory)(**self.options)
 
     @cached_property
@@ -159,6 +156,9 @@ Signature = Literal["trl", "verl", "openrlhf"]
 class RewardBase(Config):
     """Fields of all rewards."""
 
+    call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting", "retries")
+    """Metrics of its calls: `reward_KIND/NAME`."""
+
     kind: str
     """The kind of reward."""
     name: str | None = Field(None, min_length=1)
@@ -182,13 +182,10 @@ class RewardBase(Config):
         """The field that the name comes from, for messages."""
         return "name" if self.name is not None else "kind"
 
-    @property
-    def call_metrics(self) -> tuple[str, ...]:
-        """Metrics of its calls: `reward_KIND/NAME`."""
-        return ("errors", "seconds", "waiting", "retries")
-
 
 class FunctionRewardConfig(RewardBase):
+    call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting")  # no call is retried
+
     kind: Literal["function"] = "function"
     """A function of the answers of a group, or of one answer."""
     function: str = Field(min_length=1)
@@ -205,10 +202,6 @@ class FunctionRewardConfig(RewardBase):
     @property
     def field(self) -> str:
         return "name" if self.name is not None else "function"
-
-    @property
-    def call_metrics(self) -> tuple[str, ...]:
-        return ("errors", "seconds", "waiting")
 
 
 class ServiceRewardBase(RewardBase):

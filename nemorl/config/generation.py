@@ -50,12 +50,8 @@ class EndpointConfig(Config):
     @check
     def _host_has_a_key(self) -> Iterator[Problem]:
         if not self.on_this_machine_only and self.api_key_env is None:
-            yield Problem(
-                "host",
-                self.host,
-                "other machines reach this address, but no key is configured; name its environment variable "
-                "in generation.endpoint.api_key_env, or listen on 127.0.0.1",
-            )
+            fix = "other machines reach this address without a key; set api_key_env, or listen on 127.0.0.1"
+            yield Problem("host", self.host, fix)
 
 
 def is_loopback(host: str) -> bool:
@@ -83,7 +79,8 @@ class GenerationBase(Config):
     """Fields of all back ends, and facts about each."""
 
     returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
-    samples_in_policy: ClassVar[bool] = False  # without engines, in the policy's processes
+    has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
+    takes_weights: ClassVar[bool] = True  # refits reach the engine
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
     """`package.module:Class` that runs in an engine's process."""
@@ -128,16 +125,6 @@ class GenerationBase(Config):
         return None
 
     @property
-    def takes_weights(self) -> bool:
-        """True if refits reach the engine."""
-        return True
-
-    @property
-    def has_engines(self) -> bool:
-        """True if engines in separate processes sample; otherwise the policy's processes do."""
-        return True
-
-    @property
     def shares_devices(self) -> bool:
         """True if engines share the policy's devices and sleep while it trains."""
         return False
@@ -162,22 +149,14 @@ class GenerationBase(Config):
     @check
     def _delta_saves_something(self, policy: PolicyConfig) -> Iterator[Problem]:
         if self.delta and (self.precision or policy.precision) == "float32":
-            yield Problem(
-                "delta",
-                True,
-                "in float32 a step changes nearly every weight (in bfloat16 two to four in a hundred), so "
-                "nothing is saved and a copy is kept; set generation.precision to bfloat16, or this to false",
-            )
+            fix = "in float32 a step changes nearly every weight; set it to false, or precision to bfloat16"
+            yield Problem("delta", True, fix)
 
     @check
     def _files_have_no_base(self) -> Iterator[Problem]:
         if self.transport == "files" and self.delta:
-            yield Problem(
-                "delta",
-                True,
-                "files hold complete versions, because a process that joins later has no earlier one; set "
-                "this to false, or generation.transport to auto",
-            )
+            fix = "files hold complete versions; set this to false, or generation.transport to auto"
+            yield Problem("delta", True, fix)
 
     @check
     def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Iterator[Problem]:
@@ -205,12 +184,8 @@ class MegatronGenerationConfig(GenerationBase):
     max_kv_tokens: int = Field(65536, ge=1)
     """Tokens the KV cache of one copy holds while it samples; requests wait for room."""
 
-    @property
-    def has_engines(self) -> bool:
-        return False
-
     returns_experts: ClassVar[bool] = True
-    samples_in_policy: ClassVar[bool] = True
+    has_engines: ClassVar[bool] = False
 
     @check
     def _settings_of_engines(self) -> Iterator[Problem]:
@@ -228,6 +203,7 @@ class OpenAIGenerationConfig(GenerationBase):
     """Any server with OpenAI's /v1/completions. It receives no weights from a run. docs/serving.md."""
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
+    takes_weights = False
 
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
@@ -247,10 +223,6 @@ class OpenAIGenerationConfig(GenerationBase):
     def host(self) -> str:
         """The server's machine; empty where the address names none."""
         return server_host(self.base_url)
-
-    @property
-    def takes_weights(self) -> bool:
-        return False
 
     @property
     def ranks_per_replica(self) -> int:
@@ -380,10 +352,7 @@ class TrtllmGenerationConfig(GenerationBase):
             fix = "micro-batches between two stages would have tokens of no single version; set it to false"
             yield Problem("in_flight_updates", True, fix)
         if self.prefix_caching and not self.recompute_kv_cache:
-            fix = (
-                "sequences that end after an update leave the KV cache of old weights for others to reuse; "
-                "set it to false, or recompute_kv_cache to true"
-            )
+            fix = "sequences leave an old KV cache for others; set it to false, or recompute_kv_cache to true"
             yield Problem("prefix_caching", True, fix)
 
     @check
@@ -535,10 +504,7 @@ class VllmGenerationConfig(GenerationBase):
             fix = "vLLM's pipeline stages fail on a CPU; set it to 1, and use tensor_parallel_size"
             yield Problem("pipeline_parallel_size", self.pipeline_parallel_size, fix)
         if tokens is not None and tokens < length:
-            fix = (
-                "on a CPU a prompt is read in one step; set it to at least policy.max_sequence_length, "
-                f"{length}"
-            )
+            fix = f"on a CPU a step reads a prompt; set it to at least policy.max_sequence_length, {length}"
             yield Problem("max_num_batched_tokens", tokens, fix)
         if self.quantization is not None:
             fix = "quantizing while loading requires GPUs, and cluster.gpus_per_node is 0; remove it"

@@ -152,10 +152,7 @@ def _parsed(override: str) -> tuple[str, object]:
     # Other tools write `+a/b`, `--a.b` and `a[0].b`.
     plain = re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
     if not equals or not all(field.split(".")):
-        fix = (
-            "expected an override `section.field=value` without spaces around `=`, such as "
-            "`algorithm.num_steps=20`"
-        )
+        fix = "expected `section.field=value` without spaces around `=`, such as `algorithm.num_steps=20`"
         if override.endswith((".yaml", ".yml")):
             fix = "one experiment file is read, and it comes first; name others under `defaults:` in it"
     elif plain != field:

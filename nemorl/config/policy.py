@@ -215,9 +215,7 @@ def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleC
     """A rate that rises where it should decay; `section` is that of both, for the message."""
     lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_lr
     if lowest > optimizer.lr:
-        fix = (
-            f"the rate decays from {section}.optimizer.lr, {optimizer.lr:g}, to this; set it to at most that"
-        )
+        fix = f"the rate decays to this from {section}.optimizer.lr, {optimizer.lr:g}; set it to at most that"
         yield Problem("schedule.min_lr", lowest, fix)
 
 
@@ -330,20 +328,10 @@ RecomputeConfig = Annotated[
 ]
 
 
-Projection = Literal[
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "all-linear",
-]
+_Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
+_LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+_Mlp = Literal["gate_proj", "up_proj", "down_proj"]
+Projection = Literal[_Attention, _Mlp, _LatentAttention, "all-linear"]
 
 
 def _one_or_more(names: Any) -> Any:
@@ -454,15 +442,11 @@ class PolicyConfig(Config):
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
         if not algorithm.generates:
             fix = "this run never generates, so nothing would leave the device; set it to false"
-            yield from (
-                Problem(f"offload.{part}", True, fix)
-                for part in ("weights", "optimizer")
-                if getattr(self.offload, part)
-            )
+            yield from self.offload.without_effect(("weights", "optimizer"), fix, "offload.")
 
     @check
     def _can_sample(self, generation: "GenerationConfig") -> Iterator[Problem]:
-        if not generation.samples_in_policy:
+        if generation.has_engines:
             return
         name, other = f"generation.backend {generation.backend}", "or use another generation.backend"
         if self.layout.context_parallel_size > 1:

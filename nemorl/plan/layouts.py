@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemorl.config.checks.batches import data_parallel_divides, interleaved_stages_have_work
+from nemorl.config.checks import data_parallel_divides, interleaved_stages_have_work
 from nemorl.config.experiment import Experiment
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.models.layout_rules import layout_problems, recompute_problems

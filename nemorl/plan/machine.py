@@ -213,7 +213,7 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
             if part == "optimizer":
                 fix = f"{fix}, or, on GPUs, set policy.optimizer.on_host to true"
             return "policy.model_path", fix
-        case "logits", "policy" if not generation.samples_in_policy:
+        case "logits", "policy" if generation.has_engines:
             return "policy.logprob_chunk_tokens", "lower it"
         case "logits", _:
             return batch, "lower it"

@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "a rate that rises": (
         [*PPO, "critic={schedule: {name: linear, decay_steps: 9, min_lr: 1.0}}"],
         "critic.schedule.min_lr",
-        "the rate decays from critic.optimizer.lr",
+        "the rate decays to this from critic.optimizer.lr",
     ),
     "a reward model of more processes than devices": (
         [paid("devices: policy, layout: {tensor_parallel_size: 2}")],

@@ -50,8 +50,8 @@ def test_a_message_names_file_and_line_of_each_problem(tmp_path: Path) -> None:
       it must divide the trajectories of an optimizer step; a step has 32 trajectories \
 (4 prompts x 8 generations)
   generation.sampling.temperature = 0.0  (command line)
-      greedy samples of a task are all the same, with nothing to learn from; set it to more than 0, \
-such as 1.0 (for validation use algorithm.validation.sampling)"""
+      greedy samples of a task are all the same, with nothing to learn from; set it to more than 0 \
+(for validation 0 is allowed)"""
     )
 
 

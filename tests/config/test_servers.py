@@ -57,7 +57,7 @@ def test_a_server_that_returns_token_ids_trains(sound: Path) -> None:
         (
             "generation.endpoint={host: 0.0.0.0}",
             "generation.endpoint.host",
-            "other machines reach this address, but no key is configured",
+            "other machines reach this address without a key; set api_key_env",
         ),
         (
             "generation={backend: megatron, endpoint: {}}",

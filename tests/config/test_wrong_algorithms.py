@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.name=pass_at_k", "algorithm.advantage.k=8"],
         "algorithm.advantage.k",
         8,
-        "all sets of 8 have the same reward in a group of 8 trajectories",
+        "in a group of 8 all sets of it have the same reward; use less",
     ),
     "one reward to keep apart": (
         ["algorithm.name=gdpo"],

@@ -240,7 +240,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss.aggregation_length=8"],
         "algorithm.loss.aggregation_length",
         8,
-        "`token-mean` does not use it; remove it, or use the aggregation `seq-mean-token-sum-norm`",
+        "`token-mean` does not use it; remove it, or use `seq-mean-token-sum-norm`",
     ),
     "the norm in SFT": (
         [*SFT, "algorithm.aggregation=seq-mean-token-sum-norm"],
@@ -270,7 +270,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.delta=true"],
         "generation.delta",
         True,
-        "set generation.precision to bfloat16",
+        "set it to false, or precision to bfloat16",
     ),
     "changes in files": (
         ["generation.delta=true", "generation.precision=bfloat16", "generation.transport=files"],
@@ -294,7 +294,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.sampling.temperature=0"],
         "generation.sampling.temperature",
         0.0,
-        "set it to more than 0, such as 1.0 (for validation use algorithm.validation.sampling)",
+        "set it to more than 0 (for validation 0 is allowed)",
     ),
     "top-k in training": (
         ["generation.sampling.top_k=20"],
@@ -318,7 +318,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [VALIDATION + "sampling={temperature: 0}", VALIDATION + "num_generations_per_prompt=4"],
         "algorithm.validation.num_generations_per_prompt",
         4,
-        "set it to 1, or use a higher temperature in algorithm.validation.sampling",
+        "set it to 1, or raise the temperature",
     ),
     "a warm-up longer than the decay": (
         [DECAY, "policy.schedule.warmup_steps=100"],
@@ -330,7 +330,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [DECAY, "policy.schedule.min_lr=1e-3"],
         "policy.schedule.min_lr",
         1e-3,
-        "the rate decays from policy.optimizer.lr, 1e-06, to this",
+        "the rate decays to this from policy.optimizer.lr, 1e-06",
     ),
     "a template without the prompt": (
         ["data.prompt_template=Think!"],
@@ -354,7 +354,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train.digits=1"],
         "data.train.size",
         1000,
-        "more than the 100 pairs of 1 digits",
+        "they exceed all 100 pairs",
     ),
     "SFT without answers": (
         [*SFT, *JSONL],
@@ -568,7 +568,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.kl={coefficient: 0.1, placement: reward}"],
         "algorithm.kl.estimator",
         "k3",
-        "in the reward only k1 has a gradient towards the reference",
+        "in the reward only k1 has a gradient to the reference",
     ),
     "the gradient of k2 for k2": (
         ["algorithm.kl={coefficient: 0.1, estimator: k2, straight_through: true}"],
@@ -598,7 +598,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.loss={name: kl_cov}"],
         "algorithm.num_minibatches",
         1,
-        "`kl_cov` holds tokens near the policy before the first update of a step, where a single",
+        "`kl_cov` has no gradient in the first update of a step; set it to 2 or more",
     ),
     "several advantages in a sequence that has one ratio": (
         [
@@ -610,7 +610,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "algorithm.loss.name",
         "gmpo",
-        "its formula has one advantage for a sequence, and `turn` has several",
+        "`turn` has several advantages in a sequence",
     ),
     "more of the entropy than it may count": (
         ["algorithm.entropy={name: adaptive, initial: 2}"],
@@ -652,13 +652,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.correction={name: mis, form: bypass, divisor: kept}"],
         "algorithm.correction.divisor",
         "kept",
-        "in the bypass form only the update itself shows what is left out",
+        "in the bypass form only the update shows what is left out",
     ),
     "a divisor of what nothing leaves out": (
         ["algorithm.correction={name: tis, divisor: kept}"],
         "algorithm.correction.divisor",
         "kept",
-        "remove this, use `mis` or `icepop`, or set algorithm.correction.sequence_mask",
+        "remove this, use `mis` or `icepop`, or set sequence_mask",
     ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
@@ -688,13 +688,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.validation.seed=7"],
         "data.validation.seed",
         7,
-        "use the seed of data.train, 0, and an offset",
+        "use seed 0 and an offset",
     ),
     "the same puzzles in validation": (
         [*PUZZLES, "data.validation.seed=99"],
         "data.validation.seed",
         99,
-        "task i is made from seed + i, and training uses 0 to 99",
+        "training uses the tasks of seeds 0 to 99",
     ),
     "the same file in validation": (
         ["data.train={name: jsonl, path: a.jsonl}", "data.validation={name: jsonl, path: a.jsonl}"],

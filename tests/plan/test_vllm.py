@@ -134,7 +134,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             ["generation.max_num_batched_tokens=8"],
             "generation.max_num_batched_tokens",
-            "on a CPU a prompt is read in one step; set it to at least policy.max_sequence_length, 64",
+            "on a CPU a step reads a prompt; set it to at least policy.max_sequence_length, 64",
         ),
         (["generation.max_batch_size=8"], "generation.max_batch_size", "belongs to `torch`"),
         (["generation.adapters=separate"], "generation.adapters", "policy.lora is null"),

@@ -8,37 +8,42 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .advantages import AdvantageConfig, GroupAdvantageConfig
-from .base import Aggregation, AlgorithmBase, EarlyStopConfig, ValidationConfig
-from .distillation import (
-    DistillationAlgorithm,
-    DistillationConfig,
-    DistillationLossConfig,
-    ForwardKlLossConfig,
-    IterativePreferenceConfig,
-    JsdLossConfig,
-    OnPolicyDistillationConfig,
-    RejectionSamplingConfig,
-    ReverseKlLossConfig,
-    TopLossConfig,
-)
-from .losses import PolicyLossConfig
-from .offline import KtoConfig, OfflineBase, PreferenceConfig, ProcessLossConfig, RewardModelConfig, SftConfig
-from .online import (
-    AdaptiveEntropyConfig,
-    CorrectionConfig,
-    EntropyBonusConfig,
-    EntropyConfig,
-    IcePopCorrectionConfig,
-    KLConfig,
-    LikelihoodConfig,
-    MaskedCorrectionConfig,
-    NoCorrectionConfig,
-    OnlineBase,
-    OnlineConfig,
-    SequenceMaskConfig,
-    TruncatedCorrectionConfig,
-)
+from .advantages import AdvantageConfig as AdvantageConfig
+from .advantages import GroupAdvantageConfig as GroupAdvantageConfig
+from .base import Aggregation as Aggregation
+from .base import AlgorithmBase as AlgorithmBase
+from .base import EarlyStopConfig as EarlyStopConfig
+from .base import ValidationConfig as ValidationConfig
+from .distillation import DistillationAlgorithm as DistillationAlgorithm
+from .distillation import DistillationConfig as DistillationConfig
+from .distillation import DistillationLossConfig as DistillationLossConfig
+from .distillation import ForwardKlLossConfig as ForwardKlLossConfig
+from .distillation import IterativePreferenceConfig as IterativePreferenceConfig
+from .distillation import JsdLossConfig as JsdLossConfig
+from .distillation import OnPolicyDistillationConfig as OnPolicyDistillationConfig
+from .distillation import RejectionSamplingConfig as RejectionSamplingConfig
+from .distillation import ReverseKlLossConfig as ReverseKlLossConfig
+from .distillation import TopLossConfig as TopLossConfig
+from .losses import PolicyLossConfig as PolicyLossConfig
+from .offline import KtoConfig as KtoConfig
+from .offline import OfflineBase as OfflineBase
+from .offline import PreferenceConfig as PreferenceConfig
+from .offline import ProcessLossConfig as ProcessLossConfig
+from .offline import RewardModelConfig as RewardModelConfig
+from .offline import SftConfig as SftConfig
+from .online import AdaptiveEntropyConfig as AdaptiveEntropyConfig
+from .online import CorrectionConfig as CorrectionConfig
+from .online import EntropyBonusConfig as EntropyBonusConfig
+from .online import EntropyConfig as EntropyConfig
+from .online import IcePopCorrectionConfig as IcePopCorrectionConfig
+from .online import KLConfig as KLConfig
+from .online import LikelihoodConfig as LikelihoodConfig
+from .online import MaskedCorrectionConfig as MaskedCorrectionConfig
+from .online import NoCorrectionConfig as NoCorrectionConfig
+from .online import OnlineBase as OnlineBase
+from .online import OnlineConfig as OnlineConfig
+from .online import SequenceMaskConfig as SequenceMaskConfig
+from .online import TruncatedCorrectionConfig as TruncatedCorrectionConfig
 
 AlgorithmConfig = Annotated[
     OnlineConfig
@@ -51,44 +56,4 @@ AlgorithmConfig = Annotated[
     | KtoConfig
     | RewardModelConfig,
     Field(discriminator="name"),
-]
-
-__all__ = [
-    "AdaptiveEntropyConfig",
-    "AdvantageConfig",
-    "Aggregation",
-    "AlgorithmBase",
-    "AlgorithmConfig",
-    "CorrectionConfig",
-    "DistillationAlgorithm",
-    "DistillationConfig",
-    "DistillationLossConfig",
-    "EarlyStopConfig",
-    "EntropyBonusConfig",
-    "EntropyConfig",
-    "ForwardKlLossConfig",
-    "GroupAdvantageConfig",
-    "IcePopCorrectionConfig",
-    "IterativePreferenceConfig",
-    "JsdLossConfig",
-    "KLConfig",
-    "KtoConfig",
-    "LikelihoodConfig",
-    "MaskedCorrectionConfig",
-    "NoCorrectionConfig",
-    "OfflineBase",
-    "OnPolicyDistillationConfig",
-    "OnlineBase",
-    "OnlineConfig",
-    "PolicyLossConfig",
-    "PreferenceConfig",
-    "ProcessLossConfig",
-    "RejectionSamplingConfig",
-    "ReverseKlLossConfig",
-    "RewardModelConfig",
-    "SequenceMaskConfig",
-    "SftConfig",
-    "TopLossConfig",
-    "TruncatedCorrectionConfig",
-    "ValidationConfig",
 ]

@@ -12,7 +12,7 @@ from pydantic import Field
 from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import Problem
 
-from .base import ARXIV, online_preset
+from .base import online_preset
 
 
 class AdvantageBase(Config):
@@ -256,41 +256,19 @@ _REINFORCE = {"name": "reinforce", "aggregation": "seq-mean-token-sum"}
 PRESETS = {
     "bi_level_gae": online_preset(
         "PPO with GAE over turns and over their tokens",
-        f"{ARXIV}/2510.16907",
+        "2510.16907",
         advantage={"name": "bi_level_gae", "turn_gamma": 0.95},
         kl=_KL_IN_REWARD,
         critic={},
     ),
-    "gdpo": online_preset(
-        "Group-decoupled normalization of several rewards",
-        f"{ARXIV}/2601.05242",
-        advantage={"name": "gdpo"},
-    ),
-    "gpg": online_preset(
-        "Group policy gradient",
-        f"{ARXIV}/2504.02546",
-        advantage={"name": "gpg"},
-        loss={"name": "reinforce"},
-    ),
-    "grpo": online_preset("Group relative policy optimization", f"{ARXIV}/2402.03300"),
-    "mt_grpo": online_preset(
-        "GRPO with an advantage for each turn", f"{ARXIV}/2505.11821", advantage={"name": "turn"}
-    ),
-    "opo": online_preset(
-        "On-policy RL with the optimal baseline",
-        f"{ARXIV}/2505.23585",
-        advantage={"name": "opo"},
-        loss=_REINFORCE,
-    ),
-    "pass_at_k": online_preset(
-        "Training on pass@k", f"{ARXIV}/2508.10751", advantage={"name": "pass_at_k", "k": 4}
-    ),
+    "gdpo": online_preset("Group-decoupled normalization of several rewards", "2601.05242", "gdpo"),
+    "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", loss="reinforce"),
+    "grpo": online_preset("Group relative policy optimization", "2402.03300"),
+    "mt_grpo": online_preset("GRPO with an advantage for each turn", "2505.11821", "turn"),
+    "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", loss=_REINFORCE),
+    "pass_at_k": online_preset("Training on pass@k", "2508.10751", "pass_at_k"),
     "ppo": online_preset(
-        "Proximal policy optimization with a critic",
-        f"{ARXIV}/1707.06347",
-        advantage={"name": "gae"},
-        kl=_KL_IN_REWARD,
-        critic={},
+        "Proximal policy optimization with a critic", "1707.06347", "gae", kl=_KL_IN_REWARD, critic={}
     ),
     "reinforce": online_preset(
         "REINFORCE with the batch as the baseline",
@@ -300,37 +278,26 @@ PRESETS = {
     ),
     "reinforce_plus_plus": online_preset(
         "REINFORCE with returns of tokens, whitened over the batch",
-        f"{ARXIV}/2501.03262",
-        advantage={"name": "token_returns"},
+        "2501.03262",
+        advantage="token_returns",
         kl=_KL_IN_REWARD,
     ),
     "reinforce_plus_plus_baseline": online_preset(
-        "REINFORCE++ with the mean of a group as the baseline",
-        f"{ARXIV}/2501.03262",
-        advantage={"name": "group_then_batch"},
+        "REINFORCE++ with the mean of a group as the baseline", "2501.03262", "group_then_batch"
     ),
     "remax": online_preset(
-        "REINFORCE, a greedy answer as the baseline",
-        f"{ARXIV}/2310.10505",
-        advantage={"name": "remax"},
-        loss=_REINFORCE,
+        "REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", loss=_REINFORCE
     ),
     "rloo": online_preset(
         "REINFORCE, the others of the group as the baseline",
-        f"{ARXIV}/2402.14740",
+        "2402.14740",
         advantage={"name": "group", "normalize": False, "leave_one_out": True},
         loss=_REINFORCE,
     ),
-    "turn_gae": online_preset(
-        "PPO over turns",
-        f"{ARXIV}/1506.02438",
-        advantage={"name": "turn_gae"},
-        kl=_KL_IN_REWARD,
-        critic={},
-    ),
+    "turn_gae": online_preset("PPO over turns", "1506.02438", "turn_gae", kl=_KL_IN_REWARD, critic={}),
     "vapo": online_preset(
         "Value-based augmented PPO",
-        f"{ARXIV}/2504.05118",
+        "2504.05118",
         advantage={"name": "gae", "length_adaptive_alpha": 0.05, "critic_lam": 1.0},
         loss={"name": "clip", "clip_high": 0.28},
         likelihood={"coefficient": 0.1},

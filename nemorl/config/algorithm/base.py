@@ -1,6 +1,6 @@
 """Fields and facts of all algorithms."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -8,12 +8,12 @@ from pydantic import Field
 
 from nemorl.config.base import Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
+from nemorl.config.yaml import merged
 from nemorl.errors import Problem
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
-ARXIV = "https://arxiv.org/abs"
 FIXED_LENGTH = "seq-mean-token-sum-norm"  # which divides by a length that must be given
 
 
@@ -29,16 +29,29 @@ class Preset:
     settings: dict[str, Any]
 
 
+def preset(title: str, paper: str, **parts: Any) -> Preset:
+    """A row: `paper` may be the number of arXiv, and a loss or an advantage its name alone."""
+    for name in ("advantage", "loss"):
+        if isinstance(parts.get(name), str):
+            parts[name] = {"name": parts[name]}
+    return Preset(title, paper if "/" in paper else f"https://arxiv.org/abs/{paper}", parts)
+
+
 def online_preset(
     title: str,
     paper: str,
-    advantage: dict[str, Any] | None = None,
-    loss: dict[str, Any] | None = None,
-    **others: Any,
+    advantage: str | dict[str, Any] = "group",
+    loss: str | dict[str, Any] = "clip",
+    **parts: Any,
 ) -> Preset:
-    """A preset of the parts of an online algorithm, which are GRPO's unless given."""
-    parts = {"advantage": advantage or {"name": "group"}, "loss": loss or {"name": "clip"}}
-    return Preset(title, paper, parts | others)
+    """A row of an online algorithm, whose advantage and loss are GRPO's unless given."""
+    return preset(title, paper, advantage=advantage, loss=loss, **parts)
+
+
+def over_preset(section: Any, presets: Mapping[str, Preset]) -> Any:
+    """The experiment's fields over those of the preset that they name; other input as it is."""
+    preset = presets.get(section.get("name", "")) if isinstance(section, dict) else None
+    return merged(preset.settings, section) if preset else section
 
 
 class ValidationConfig(Config):
@@ -91,10 +104,7 @@ class ValidationConfig(Config):
     def _greedy_samples_once(self, generation: GenerationConfig) -> Iterator[Problem]:
         sampling = self.sampling or generation.sampling
         if sampling.temperature == 0 and self.num_generations_per_prompt > 1:
-            fix = (
-                "at temperature 0 all samples of a task are the same; set it to 1, or use a higher "
-                "temperature in algorithm.validation.sampling"
-            )
+            fix = "at temperature 0 all samples of a task are the same; set it to 1, or raise the temperature"
             yield Problem("num_generations_per_prompt", self.num_generations_per_prompt, fix)
 
 
@@ -114,6 +124,7 @@ class AlgorithmBase(Config):
 
     head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
     online: ClassVar[bool] = False  # training itself samples
+    keeps_teachers: ClassVar[bool] = False  # which score tokens
     reference_field: ClassVar[str | None] = None  # which adds a reference in separate processes
 
     num_steps: int = Field(ge=1)
@@ -170,11 +181,6 @@ class AlgorithmBase(Config):
     @property
     def keeps_critic(self) -> bool:
         """True if a critic is trained too."""
-        return False
-
-    @property
-    def keeps_teachers(self) -> bool:
-        """True if teachers score the policy's tokens."""
         return False
 
     @property

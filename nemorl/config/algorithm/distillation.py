@@ -85,6 +85,8 @@ DistillationLossConfig = Annotated[
 class OnPolicyDistillationConfig(OnlineBase):
     """The policy samples and teachers score its tokens; rewards are metrics only."""
 
+    keeps_teachers: ClassVar[bool] = True
+
     name: Literal["on_policy_distillation"]
     loss: DistillationLossConfig = ReverseKlLossConfig()
     """The divergence of policy and teacher."""
@@ -96,10 +98,6 @@ class OnPolicyDistillationConfig(OnlineBase):
     @property
     def sequences_per_update(self) -> int:
         return self.trajectories_per_step
-
-    @property
-    def keeps_teachers(self) -> bool:
-        return True
 
     @property
     def needs_rewards(self) -> bool:
@@ -117,6 +115,8 @@ class OnPolicyDistillationConfig(OnlineBase):
 class DistillationConfig(OfflineBase):
     """The answers of the training data, with the teacher's distribution at each of their tokens."""
 
+    keeps_teachers: ClassVar[bool] = True
+
     name: Literal["distillation"]
     loss: TopLossConfig = ForwardKlLossConfig(name="forward_kl")
     """The divergence of policy and teacher."""
@@ -132,10 +132,6 @@ class DistillationConfig(OfflineBase):
     @property
     def sequences_per_update(self) -> int:
         return self.batch_size
-
-    @property
-    def keeps_teachers(self) -> bool:
-        return True
 
     @property
     def loss_metrics(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from pydantic import Field
 from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import ABSENT, Problem
 
-from .base import ARXIV, FIXED_LENGTH, Aggregation, online_preset
+from .base import FIXED_LENGTH, Aggregation, online_preset
 
 _RATIO = frozenset({"ratio/mean", "ratio/max", "ratio/ess", "kl/old"})
 _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
@@ -42,9 +42,7 @@ class PolicyLossBase(Config):
             fix = f"`{FIXED_LENGTH}` divides by this length; set it, usually to generation.max_new_tokens"
             yield Problem("aggregation_length", ABSENT, fix)
         if self.aggregation != FIXED_LENGTH:
-            reason = (
-                f"`{self.aggregation}` does not use it; remove it, or use the aggregation `{FIXED_LENGTH}`"
-            )
+            reason = f"`{self.aggregation}` does not use it; remove it, or use `{FIXED_LENGTH}`"
             yield from self.without_effect(("aggregation_length",), reason)
 
 
@@ -221,39 +219,33 @@ class CriticLearningConfig(Config):
 
 # The named algorithms whose loss, or choice of samples, is their own; their advantage is GRPO's.
 PRESETS = {
-    "cispo": online_preset(
-        "Clipped importance sampling weights (MiniMax-M1)", f"{ARXIV}/2506.13585", loss={"name": "cispo"}
-    ),
-    "clip_cov": online_preset(
-        "Covariance clipping against entropy collapse", f"{ARXIV}/2505.22617", loss={"name": "clip_cov"}
-    ),
+    "cispo": online_preset("Clipped importance sampling weights (MiniMax-M1)", "2506.13585", loss="cispo"),
+    "clip_cov": online_preset("Covariance clipping against entropy collapse", "2505.22617", loss="clip_cov"),
     "dapo": online_preset(
         "Decoupled clip and dynamic sampling",
-        f"{ARXIV}/2503.14476",
+        "2503.14476",
         loss={"name": "clip", "clip_high": 0.28},
         filters={"drop_equal_rewards": True, "refill": {"max_batches": 10}},
     ),
     "dr_grpo": online_preset(
         "GRPO done right: no bias by length or by difficulty",
-        f"{ARXIV}/2503.20783",
+        "2503.20783",
         advantage={"name": "group", "normalize": False},
         loss={"name": "clip", "aggregation": FIXED_LENGTH},
     ),
-    "gmpo": online_preset("Geometric mean policy optimization", f"{ARXIV}/2507.20673", loss={"name": "gmpo"}),
-    "gspo": online_preset("Group sequence policy optimization", f"{ARXIV}/2507.18071", loss={"name": "gspo"}),
-    "gspo_token": online_preset(
-        "GSPO with advantages of tokens", f"{ARXIV}/2507.18071", loss={"name": "gspo_token"}
-    ),
+    "gmpo": online_preset("Geometric mean policy optimization", "2507.20673", loss="gmpo"),
+    "gspo": online_preset("Group sequence policy optimization", "2507.18071", loss="gspo"),
+    "gspo_token": online_preset("GSPO with advantages of tokens", "2507.18071", loss="gspo_token"),
     "kl_cov": online_preset(
         "Covariance-held tokens against entropy collapse",
-        f"{ARXIV}/2505.22617",
+        "2505.22617",
         loss={"name": "kl_cov", "fraction": 0.002},
         num_minibatches=8,
     ),
-    "sapo": online_preset("Soft adaptive policy optimization", f"{ARXIV}/2511.20347", loss={"name": "sapo"}),
+    "sapo": online_preset("Soft adaptive policy optimization", "2511.20347", loss="sapo"),
     "starpo_s": online_preset(
         "Agents on the most uncertain tasks",
-        f"{ARXIV}/2504.20073",
+        "2504.20073",
         loss={"name": "clip", "clip_high": 0.28},
         filters={"keep_most_varied": 0.25},
     ),

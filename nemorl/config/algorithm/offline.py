@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.config.yaml import merged
 from nemorl.errors import Problem
 
-from .base import FIXED_LENGTH, Aggregation, AlgorithmBase, ValidationConfig
+from .base import FIXED_LENGTH, Aggregation, AlgorithmBase, ValidationConfig, over_preset
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
@@ -116,10 +115,7 @@ class PreferenceConfig(OfflineBase):
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: Any) -> Any:
-        """Lay the experiment's fields over those of the preset that it names."""
-        if not isinstance(section, dict) or section.get("name") not in PREFERENCE_PRESETS:
-            return section
-        return merged(PREFERENCE_PRESETS[section["name"]].settings, section)
+        return over_preset(section, PREFERENCE_PRESETS)
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
@@ -159,10 +155,7 @@ class PreferenceConfig(OfflineBase):
 def sft_problems(loss: PairLossConfig, sft_coefficient: float) -> Iterator[Problem]:
     """Of a loss that is unstable without a cross entropy."""
     if loss.needs_sft and sft_coefficient == 0:
-        fix = (
-            "the odds ratio has no reference, and compares two answers that may both become unlikely; add a "
-            "cross entropy, as ORPO's 1, or use another loss"
-        )
+        fix = "both answers may become unlikely; add a cross entropy, as ORPO's 1, or use another loss"
         yield Problem("sft_coefficient", 0.0, fix)
 
 
@@ -212,10 +205,7 @@ class KtoConfig(OfflineBase):
     @check
     def _some_answer_counts(self) -> Iterator[Problem]:
         if self.desirable_weight == self.undesirable_weight == 0:
-            fix = (
-                "algorithm.undesirable_weight is 0 too, so no answer counts; set at least one of them, "
-                "as the default 1"
-            )
+            fix = "algorithm.undesirable_weight is 0 too, so no answer counts; set at least one of them"
             yield Problem("desirable_weight", 0.0, fix)
 
 

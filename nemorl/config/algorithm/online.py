@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.config.yaml import merged
 from nemorl.errors import Problem
 
 from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
-from .base import AlgorithmBase
+from .base import AlgorithmBase, over_preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 
@@ -179,12 +178,9 @@ class OnlineBase(AlgorithmBase):
     @check
     def _groups_can_vary(self) -> Iterator[Problem]:
         if self.num_generations_per_prompt == 1:
-            reason = (
-                "in a group of one all rewards are equal; raise algorithm.num_generations_per_prompt, or "
-                "remove this"
-            )
-            for problem in self.filters.without_effect(("drop_equal_rewards", "keep_most_varied"), reason):
-                yield Problem(f"filters.{problem.field}", problem.value, problem.fix)
+            reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
+            names = ("drop_equal_rewards", "keep_most_varied")
+            yield from self.filters.without_effect(names, reason, "filters.")
 
 
 REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
@@ -271,16 +267,10 @@ class CorrectionBase(Config):
         if self.divisor == "all":
             return
         if self.form == "bypass":
-            fix = (
-                "in the bypass form only the update itself shows what is left out; use `all`, or "
-                "algorithm.correction.form `decoupled`"
-            )
+            fix = "in the bypass form only the update shows what is left out; use `all`, or form `decoupled`"
             yield Problem("divisor", "kept", fix)
         elif not self.leaves_out:
-            fix = (
-                "no token is left out; remove this, use `mis` or `icepop`, or set "
-                "algorithm.correction.sequence_mask"
-            )
+            fix = "no token is left out; remove this, use `mis` or `icepop`, or set sequence_mask"
             yield Problem("divisor", "kept", fix)
 
 
@@ -383,10 +373,7 @@ class KLConfig(Config):
             reason = "a reward has no gradient; use algorithm.kl.placement `loss`, or remove this"
             yield from self.without_effect(("straight_through", "importance_weighted"), reason)
             if self.estimator != "k1":
-                fix = (
-                    "in the reward only k1 has a gradient towards the reference; use k1, or "
-                    "algorithm.kl.placement `loss`"
-                )
+                fix = "in the reward only k1 has a gradient to the reference; use k1, or placement `loss`"
                 yield Problem("estimator", self.estimator, fix)
         elif self.estimator == "k1" and not (self.straight_through or self.importance_weighted):
             fix = (
@@ -450,10 +437,7 @@ class OnlineConfig(OnlineBase):
     @model_validator(mode="before")
     @classmethod
     def _over_preset(cls, section: Any) -> Any:
-        """Lay the experiment's fields over those of the preset that it names."""
-        if not isinstance(section, dict) or section.get("name") not in PRESETS:
-            return section
-        return merged(PRESETS[section["name"]].settings, section)
+        return over_preset(section, PRESETS)
 
     @property
     def sequences_per_update(self) -> int:
@@ -550,19 +534,13 @@ class OnlineConfig(OnlineBase):
         """A loss without gradient at the old policy needs updates after the first."""
         decoupled = self.correction.form == "decoupled"
         if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
-            fix = (
-                f"`{self.loss.name}` holds tokens near the policy before the first update of a step, where a "
-                "single update starts; set it to 2 or more"
-            )
+            fix = f"`{self.loss.name}` has no gradient in the first update of a step; set it to 2 or more"
             yield Problem("num_minibatches", self.num_minibatches, fix)
 
     @check
     def _loss_fits_the_advantage(self) -> Iterator[Problem]:
         if self.loss.per_sequence and self.advantage.per_turn:
-            fix = (
-                f"its formula has one advantage for a sequence, and `{self.advantage.name}` has several; use "
-                "`gspo_token`, or a loss of tokens such as `clip`"
-            )
+            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
             yield Problem("loss.name", self.loss.name, fix)
 
     @check
@@ -592,10 +570,7 @@ class OnlineConfig(OnlineBase):
             )
             yield Problem("num_generations_per_prompt", 1, fix)
         if isinstance(self.advantage, PassAtKAdvantageConfig) and 1 < members <= self.advantage.k:
-            fix = (
-                f"all sets of {self.advantage.k} have the same reward in a group of {members} trajectories; "
-                "use a smaller k, or raise algorithm.num_generations_per_prompt"
-            )
+            fix = f"in a group of {members} all sets of it have the same reward; use less, or larger groups"
             yield Problem("advantage.k", self.advantage.k, fix)
 
     @check

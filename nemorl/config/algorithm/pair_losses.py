@@ -4,13 +4,13 @@ They compare logprobs of complete answers: `x = log policy` of an answer, less `
 a reference; `delta` is x of the chosen less x of the rejected.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, default_variant
 
-from .base import ARXIV, Preset
+from .base import preset
 
 
 class PairLossBase(Config):
@@ -137,52 +137,42 @@ PairLossConfig = Annotated[
 ]
 
 
-def _preset(title: str, paper: str, loss: dict[str, Any], sft_coefficient: float | None = None) -> Preset:
-    sft = {} if sft_coefficient is None else {"sft_coefficient": sft_coefficient}
-    return Preset(title, paper, {"loss": loss, **sft})
-
-
 PREFERENCE_PRESETS = {
-    "dpo": _preset("Direct preference optimization", f"{ARXIV}/2305.18290", {"name": "logistic"}),
-    "cdpo": _preset(
+    "dpo": preset("Direct preference optimization", "2305.18290", loss="logistic"),
+    "cdpo": preset(
         "Conservative DPO: labels may be wrong",
         "https://ericmitchell.ai/cdpo.pdf",
-        {"name": "logistic", "label_smoothing": 0.1},
+        loss={"name": "logistic", "label_smoothing": 0.1},
     ),
-    "robust_dpo": _preset("DPO, unbiased under wrong labels", f"{ARXIV}/2403.00409", {"name": "robust"}),
-    "ipo": _preset("Identity preference optimization", f"{ARXIV}/2310.12036", {"name": "squared"}),
-    "hinge": _preset("Hinge loss relative to a reference (RSO)", f"{ARXIV}/2309.06657", {"name": "hinge"}),
-    "slic": _preset(
+    "robust_dpo": preset("DPO, unbiased under wrong labels", "2403.00409", loss="robust"),
+    "ipo": preset("Identity preference optimization", "2310.12036", loss="squared"),
+    "hinge": preset("Hinge loss relative to a reference (RSO)", "2309.06657", loss="hinge"),
+    "slic": preset(
         "Sequence likelihood calibration",
-        f"{ARXIV}/2305.10425",
-        {"name": "hinge", "reference": False, "beta": 1.0},
+        "2305.10425",
+        loss={"name": "hinge", "reference": False, "beta": 1.0},
         sft_coefficient=0.1,
     ),
-    "simpo": _preset(
+    "simpo": preset(
         "Simple preference optimization: means, no reference",
-        f"{ARXIV}/2405.14734",
-        {"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0},
+        "2405.14734",
+        loss={"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0},
     ),
-    "cpo": _preset(
+    "cpo": preset(
         "Contrastive preference optimization",
-        f"{ARXIV}/2401.08417",
-        {"name": "logistic", "reference": False},
+        "2401.08417",
+        loss={"name": "logistic", "reference": False},
         sft_coefficient=1.0,
     ),
-    "orpo": _preset(
-        "Odds ratio preference optimization",
-        f"{ARXIV}/2403.07691",
-        {"name": "odds_ratio"},
-        sft_coefficient=1.0,
+    "orpo": preset(
+        "Odds ratio preference optimization", "2403.07691", loss="odds_ratio", sft_coefficient=1.0
     ),
-    "apo_zero": _preset(
-        "Anchored: chosen answers are better than the policy's",
-        f"{ARXIV}/2408.06266",
-        {"name": "anchored", "anchor": "zero"},
+    "apo_zero": preset(
+        "Anchored: chosen answers are better than the policy's", "2408.06266", loss="anchored"
     ),
-    "apo_down": _preset(
+    "apo_down": preset(
         "Anchored: chosen answers are worse than the policy's",
-        f"{ARXIV}/2408.06266",
-        {"name": "anchored", "anchor": "down"},
+        "2408.06266",
+        loss={"name": "anchored", "anchor": "down"},
     ),
 }

@@ -1,0 +1,502 @@
+"""Checks between sections of an experiment; those of one section are methods of its class.
+
+A check takes the sections that it needs, by their names in `Experiment`, and yields their problems; it runs
+when all of these are valid. `auxiliary` are the models that have a section, by its path; `sections` are all
+that are valid. None looks outside the configuration: `nemorl.plan.problems` has the checks that need the
+model or the machine.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from nemorl.errors import ABSENT, Problem
+
+from .algorithm import AlgorithmConfig, OfflineBase, OnlineBase, OnlineConfig
+from .algorithm.advantages import GdpoAdvantageConfig, TurnAdvantageConfig
+from .auxiliary import (
+    CriticConfig,
+    EndpointTeacherConfig,
+    ModelGroupConfig,
+    ReferenceConfig,
+    TeacherConfig,
+    auxiliary_models,
+    used_models,
+)
+from .base import check, counted, problems_in, run_checks
+from .data import DataConfig, JsonlDataset, PreferenceDataset
+from .environment import CalculatorEnvConfig, EnvConfig, RewardConfig, ServiceRewardBase, SingleTurnEnvConfig
+from .experiment import derived_fields, field_value
+from .facts import acted_on, datasets, group_name, metric_names, reward_names
+from .generation import GenerationConfig, OpenAIGenerationConfig, is_loopback, server_host
+from .policy import PolicyConfig
+from .run import CheckpointingConfig, ClusterConfig
+
+
+def check_sections(sections: Mapping[str, object]) -> list[Problem]:
+    """All problems of these sections and between them; others of the experiment are not valid."""
+    known = {**sections, "sections": sections}
+    if {"critic", "reference", "teachers", "rewards"} <= sections.keys():
+        known["auxiliary"] = auxiliary_models(sections)
+    problems = [
+        problem for name, section in sections.items() for problem in problems_in(section, name, sections)
+    ]
+    checks = [value for value in globals().values() if getattr(value, "is_check", False)]
+    return [*problems, *run_checks(checks, known)]
+
+
+Auxiliary = dict[str, ModelGroupConfig]
+
+# Batches, lengths and sampling: what must divide or fit into what.
+
+
+@check
+def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Every data-parallel rank has the same number of sequences of an optimizer step."""
+    size = policy.layout.data_parallel_size
+    if isinstance(algorithm, OfflineBase) and algorithm.batch_size % size:
+        fix = f"policy.layout.data_parallel_size, {size}, must divide it; change one of the two"
+        yield Problem("algorithm.batch_size", algorithm.batch_size, fix)
+    if not isinstance(algorithm, OnlineConfig):  # selected samples are filled up
+        return
+    per_minibatch, rest = divmod(algorithm.trajectories_per_step, algorithm.num_minibatches)
+    if per_minibatch % size and not rest:
+        several = algorithm.num_minibatches > 1
+        share = f", in {algorithm.num_minibatches} minibatches of {per_minibatch}" if several else ""
+        step = f"a step has {algorithm.described_trajectories}{share}"
+        fix = f"it must divide the trajectories of an optimizer step; {step}"
+        yield Problem("policy.layout.data_parallel_size", size, fix)
+
+
+@check
+def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Megatron's interleaved schedule needs at least as many micro-batches as stages, none of them empty."""
+    layout = policy.layout
+    share = algorithm.units_per_update // layout.data_parallel_size
+    units = "sequences" if algorithm.units_per_update == algorithm.sequences_per_update else "pairs"
+    if layout.virtual_pipeline_parallel_size > 1 and share < layout.pipeline_parallel_size:
+        yield Problem(
+            "policy.layout.virtual_pipeline_parallel_size",
+            layout.virtual_pipeline_parallel_size,
+            f"interleaved stages need a micro-batch each, and an optimizer step has {share} {units} for the "
+            f"{layout.pipeline_parallel_size} stages of a copy; set this to 1, or use larger batches",
+        )
+
+
+@check
+def turn_fits_sequence(
+    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """A turn leaves room for its prompt."""
+    if algorithm.generates and generation.max_new_tokens >= policy.max_sequence_length:
+        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+        fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
+        yield Problem("generation.max_new_tokens", generation.max_new_tokens, fix)
+
+
+@check
+def cache_holds_sequence(
+    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """A KV cache of a fixed number of tokens holds at least one conversation."""
+    tokens = getattr(generation, "max_kv_tokens", None)
+    if algorithm.generates and tokens is not None and tokens < policy.max_sequence_length:
+        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+        fix = f"the cache must hold a complete conversation; set it to at least {limit}"
+        yield Problem("generation.max_kv_tokens", tokens, fix)
+
+
+@check
+def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """The two answers of a pair are compared in one pass."""
+    if algorithm.sequences_per_update == algorithm.units_per_update:
+        return
+    longest = 2 * policy.max_sequence_length
+    if policy.max_sequence_length <= policy.micro_batch_tokens < longest:
+        fix = f"one pass must hold both answers of a pair; set it to twice max_sequence_length, {longest}"
+        yield Problem("policy.micro_batch_tokens", policy.micro_batch_tokens, fix)
+
+
+@check
+def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """A reward model produces numbers; other algorithms sample or imitate tokens."""
+    if policy.head != algorithm.head:
+        reason = f"`{algorithm.name}` samples or imitates tokens (reward models have a scalar head)"
+        if algorithm.head == "scalar":
+            reason = "a reward model produces one number"
+        yield Problem("policy.head", policy.head, f"{reason}; set it to {algorithm.head}")
+
+
+@check
+def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Greedy samples of one task are equal, so there is nothing to compare."""
+    if algorithm.online and generation.sampling.temperature == 0:
+        fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
+        yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
+
+
+@check
+def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """The trainer's logprobs are of the complete distribution, so samples must come from it."""
+    if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
+        reason = "training supports the unfiltered distribution only; remove it here (validation may have it)"
+        names = ("top_k", "top_p", "min_p")
+        yield from generation.sampling.without_effect(names, reason, "generation.sampling.")
+
+
+# Tasks, rewards and measuring: datasets that fit algorithm and environment, and metrics that exist.
+
+
+@check
+def chat_template_is_used(data: DataConfig, policy: PolicyConfig) -> Iterator[Problem]:
+    """Plain text has no messages and no template."""
+    if not data.chat and policy.tokenizer.chat_template is not None:
+        fix = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
+        yield Problem("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
+
+
+@check
+def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Pairs, judged answers, judged steps and answers come from datasets that have them."""
+    if not isinstance(algorithm, OfflineBase):
+        return
+    kind, names = algorithm.learns_from
+    for path, dataset in datasets(data):
+        if dataset.name not in names:
+            fix = f"`{algorithm.name}` learns from {kind}; use a dataset `{'`, `'.join(names)}`"
+            yield Problem(f"{path}.name", dataset.name, fix)
+    if isinstance(data.train, JsonlDataset) and data.train.answer_key is None and "jsonl" in names:
+        fix = f"`{algorithm.name}` learns the answers; set it to the key that holds them"
+        yield Problem("data.train.answer_key", None, fix)
+
+
+@check
+def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Margins of pairs need a loss that uses them, and the other way round."""
+    if not isinstance(algorithm, OfflineBase):
+        return
+    scale = algorithm.margin_scale
+    for path, dataset in datasets(data):
+        key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
+        if scale and key is None:
+            fix = f"{path} has no margins; set {path}.margin_key to their key, or remove this"
+            yield Problem("algorithm.loss.margin_scale", scale, fix)
+        elif algorithm.takes_margins and key is not None and not scale:
+            fix = "the loss uses no margins; remove this, or set algorithm.loss.margin_scale"
+            yield Problem(f"{path}.margin_key", key, fix)
+
+
+@check
+def environment_fits_the_tasks(
+    env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """Some environments need the task's answer, or tasks of one kind of dataset."""
+    for path, dataset in acted_on(data, algorithm):
+        if env.needs_answer and isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
+            fix = f"the environment `{env.name}` compares with the task's answer; set it to its key"
+            yield Problem(f"{path}.answer_key", None, fix)
+        if env.dataset is not None and dataset.name != env.dataset:
+            fix = f"the environment `{env.name}` supports `{env.dataset}` datasets only; change one"
+            yield Problem(f"{path}.name", dataset.name, fix)
+
+
+@check
+def environment_has_messages(env: EnvConfig, data: DataConfig) -> Iterator[Problem]:
+    """Messages of a tool cannot be separated from the policy's in plain text."""
+    if env.needs_chat and not data.chat:
+        fix = f"the environment `{env.name}` answers in separate messages; set data.chat to true"
+        yield Problem("data.chat", False, fix)
+
+
+@check
+def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Problem]:
+    """Advantages of turns are for conversations with several."""
+    if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
+        return
+    if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
+        fix = "no turn before the last has a reward; set env.call_weight, or use the advantage `group`"
+        yield Problem("algorithm.advantage.name", "turn", fix)
+    if env.has_one_turn:
+        fix = f"conversations in `{env.name}` have one turn; use another env, or the advantage `group`"
+        yield Problem("algorithm.advantage.name", "turn", fix)
+
+
+@check
+def something_is_rewarded(
+    env: EnvConfig, rewards: tuple[RewardConfig, ...], algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """`single_turn` has no reward of its own; a teacher is enough if nothing is measured."""
+    if not isinstance(env, SingleTurnEnvConfig) or not algorithm.needs_rewards:
+        return
+    if rewards and not any(reward.weight for reward in rewards):
+        fix = "all weights are 0, so every reward would be 0; set one of them to another value"
+        yield Problem("rewards.0.weight", rewards[0].weight, fix)
+    elif not rewards:
+        fix = (
+            "the environment `single_turn` has no reward, so every reward would be 0; add a reward function, "
+            "such as `[{function: exact_match}]`, or use another env"
+        )
+        yield Problem("rewards", [], fix)
+
+
+@check
+def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Problem]:
+    """A metric holds one reward; a function without a name has the one after the colon."""
+    used = set(reward_names(env, ()))
+    for index, reward in enumerate(rewards):
+        name, field = reward.metric, f"rewards.{index}.{reward.field}"
+        if name in ("mean", "std", "of_greedy"):
+            fix = f"the metric reward/{name} is of all rewards together; set another `name`"
+            yield Problem(field, getattr(reward, reward.field), fix)
+        if name in used:
+            fix = f"another reward has the name `{name}`; remove one, or set another `name`"
+            yield Problem(field, getattr(reward, reward.field), fix)
+        used.add(name)
+
+
+@check
+def several_rewards_to_normalize(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]
+) -> Iterator[Problem]:
+    """GDPO is for several rewards."""
+    if isinstance(algorithm, OnlineConfig) and isinstance(algorithm.advantage, GdpoAdvantageConfig):
+        names = reward_names(env, rewards)
+        if len(names) == 1:
+            fix = f"it normalizes several rewards, and there is only `{names[0]}`; add one, or use `group`"
+            yield Problem("algorithm.advantage.name", "gdpo", fix)
+
+
+@check
+def filtered_reward_exists(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]
+) -> Iterator[Problem]:
+    """The reward by which groups are dropped is one of the run."""
+    if not isinstance(algorithm, OnlineBase) or algorithm.filters.reward is None:
+        return
+    name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
+    if name not in known:
+        yield Problem("algorithm.filters.reward", name, f"unknown reward; {_suggestion(name, known)}")
+
+
+@check
+def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """A validation needs tasks, each once. Tasks without a validation are for `nemorl eval`."""
+    sampled = bool(data.validation_sets) and algorithm.generates
+    if algorithm.validation.scheduled and data.validation is None and not sampled:
+        fix = "algorithm.validation needs tasks; set a dataset, or remove period, at_start and at_end"
+        yield Problem("data.validation", ABSENT, fix)
+    prompts = algorithm.validation.num_prompts
+    size = getattr(data.validation, "size", None)  # the size of a file is not known here
+    if prompts is not None and size is not None and prompts > size:
+        fix = f"data.validation has {size} tasks; lower this, or raise data.validation.size"
+        yield Problem("algorithm.validation.num_prompts", prompts, fix)
+    if data.validation_sets and algorithm.validation.scheduled and not algorithm.generates:
+        fix = f"`{algorithm.name}` samples nothing here; remove this, or set algorithm.validation.generate"
+        yield Problem("data.validation_sets", sorted(data.validation_sets), fix)
+
+
+@check
+def best_checkpoint_is_measured(
+    checkpointing: CheckpointingConfig,
+    algorithm: AlgorithmConfig,
+    env: EnvConfig,
+    rewards: tuple[RewardConfig, ...],
+    data: DataConfig,
+) -> Iterator[Problem]:
+    """The best checkpoint has the best value of a metric that the run produces."""
+    if checkpointing.metric is not None and checkpointing.enabled:
+        known = metric_names(algorithm, env, rewards, data)
+        yield from _is_measured("checkpointing.metric", checkpointing.metric, algorithm, known)
+
+
+@check
+def early_stop_is_measured(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...], data: DataConfig
+) -> Iterator[Problem]:
+    """A run ends early by a metric that it produces."""
+    if algorithm.early_stop is not None:
+        known = metric_names(algorithm, env, rewards, data)
+        yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
+
+
+def _is_measured(
+    field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]
+) -> Iterator[Problem]:
+    if metric.startswith("validation/") and algorithm.validation.period is None:
+        fix = "only validation measures it; set algorithm.validation.period"
+        yield Problem(field, metric, fix)
+    elif metric not in known:
+        fix = f"unknown metric of this run; {_suggestion(metric, sorted(known))}"
+        yield Problem(field, metric, fix)
+
+
+def _suggestion(given: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'none'}"
+
+
+# Processes and devices: auxiliary models, GPUs for all, labels of nodes, servers that workers reach.
+
+
+@check
+def gpus_for_all_processes(
+    cluster: ClusterConfig,
+    policy: PolicyConfig,
+    generation: GenerationConfig,
+    algorithm: AlgorithmConfig,
+    auxiliary: Auxiliary,
+) -> Iterator[Problem]:
+    """With GPUs every process of a model has one, and every engine that does not share the policy's.
+
+    Whether the machines have these GPUs is not known here; what is refused fits nowhere.
+    """
+    engines = 0
+    if algorithm.generates and generation.has_engines and not generation.shares_devices:
+        engines = generation.replicas * generation.ranks_per_replica
+    models = used_models(algorithm, auxiliary).values()
+    others = sum(model.worker_config(policy).layout.world_size for model in models if model.devices == "own")
+    available = cluster.num_nodes * cluster.gpus_per_node
+    if 0 < available < policy.layout.world_size + others + engines:
+        have = f"{counted(available, 'GPU')} {'is' if available == 1 else 'are'} too few for"
+        of_models = f", {others} of auxiliary models" if others else ""
+        share = ", `devices: policy` for the others" if others else ""
+        yield Problem(
+            "cluster.gpus_per_node",
+            cluster.gpus_per_node,
+            f"{have} {counted(policy.layout.world_size, 'policy process')}{of_models} and "
+            f"{counted(engines, 'engine')}; raise it, or use a smaller policy.layout{share} or fewer "
+            "generation.replicas",
+        )
+
+
+@check
+def labels_name_groups(
+    cluster: ClusterConfig, generation: GenerationConfig, algorithm: AlgorithmConfig, auxiliary: Auxiliary
+) -> Iterator[Problem]:
+    """Labels of nodes are for groups of the run that have their own devices."""
+    placed = {"policy": True, "rollout": True}  # each group, and if it has its own devices
+    if generation.has_engines:
+        placed["generation"] = not (generation.shares_devices and cluster.gpus_per_node)
+    for path, model in used_models(algorithm, auxiliary).items():
+        placed[group_name(path)] = model.devices == "own"
+    for field, groups in (("labels", cluster.labels), ("topology", cluster.topology)):
+        for group, value in groups.items():
+            if group not in placed:
+                fix = f"this run has no such group of workers; use one of {', '.join(placed)}"
+                yield Problem(f"cluster.{field}.{group}", value, fix)
+            elif not placed[group]:
+                fix = f"it shares the policy's devices; name the nodes in cluster.{field}.policy"
+                yield Problem(f"cluster.{field}.{group}", value, fix)
+
+
+@check
+def auxiliary_models_are_used(
+    algorithm: AlgorithmConfig, critic: CriticConfig | None, reference: ReferenceConfig | None
+) -> Iterator[Problem]:
+    """A critic or a reference in separate processes needs an algorithm that uses it."""
+    if critic is not None and not algorithm.keeps_critic:
+        fix = f"`{algorithm.name}` has no critic; remove this section, or use an algorithm such as `ppo`"
+        yield Problem("critic", critic.model_dump(mode="json", exclude_unset=True), fix)
+    if reference is None or (algorithm.reference_field is not None and algorithm.keeps_reference):
+        return
+    if algorithm.reference_field is not None:
+        fix = f"no reference is used; remove this section, or raise {algorithm.reference_field}"
+    elif algorithm.keeps_reference or algorithm.precomputes_reference:
+        fix = f"`{algorithm.name}` keeps its reference in the policy's processes; remove this section"
+    else:
+        fix = f"`{algorithm.name}` uses no reference; remove this section"
+    yield Problem("reference", reference.model_dump(mode="json", exclude_unset=True), fix)
+
+
+@check
+def teachers_are_used(algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]) -> Iterator[Problem]:
+    """Distillation has teachers, and if several, a column that names the teacher of each task."""
+    key = getattr(algorithm, "teacher_key", None)
+    if teachers and not algorithm.keeps_teachers:
+        fix = f"`{algorithm.name}` has no teachers; remove this section, or use `on_policy_distillation`"
+        yield Problem("teachers", sorted(teachers), fix)
+    elif algorithm.keeps_teachers and not teachers:
+        fix = f"`{algorithm.name}` learns from teachers; add one, such as {{main: {{model_path: FOLDER}}}}"
+        yield Problem("teachers", {}, fix)
+    elif len(teachers) > 1 and key is None:
+        fix = f"there are {len(teachers)} teachers; set it to the column of the tasks that names the teacher"
+        yield Problem("algorithm.teacher_key", None, fix)
+    elif len(teachers) == 1 and key is not None:
+        fix = "there is one teacher, of all tasks; remove this, or add teachers"
+        yield Problem("algorithm.teacher_key", key, fix)
+
+
+@check
+def teachers_score_at_temperature_1(
+    algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: dict[str, TeacherConfig]
+) -> Iterator[Problem]:
+    """A server returns logprobs of the unscaled distribution."""
+    temperature = generation.sampling.temperature
+    for name, teacher in teachers.items():
+        if isinstance(teacher, EndpointTeacherConfig) and algorithm.online and temperature != 1:
+            of_server = f"the server of teachers.{name} returns logprobs at temperature 1"
+            fix = f"{of_server}; set it to 1, or use a teacher `model`"
+            yield Problem("generation.sampling.temperature", temperature, fix)
+
+
+@check
+def auxiliary_layouts_divide(
+    policy: PolicyConfig, algorithm: AlgorithmConfig, auxiliary: Auxiliary
+) -> Iterator[Problem]:
+    """The batches of an auxiliary model with another layout divide too; reward models fill theirs up."""
+    for path, model in auxiliary.items():
+        if model.layout is None or path.startswith("rewards."):
+            continue
+        config = model.worker_config(policy)
+        for of_batch in (data_parallel_divides, interleaved_stages_have_work):
+            for problem in of_batch(config, algorithm):
+                if problem.field.startswith("policy.layout"):
+                    field = problem.field.replace("policy", path, 1)
+                    fix = problem.fix.replace("policy.layout", f"{path}.layout")
+                    yield replace(problem, field=field, fix=fix)
+
+
+@check
+def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxiliary) -> Iterator[Problem]:
+    """A model on the policy's devices scores while these are free."""
+    for path, model in auxiliary.items():
+        if algorithm.allows_staleness and path.startswith("rewards.") and model.devices == "policy":
+            fix = "with algorithm.max_staleness answers are scored while the policy trains; set it to own"
+            yield Problem(f"{path}.devices", "policy", fix)
+
+
+@check
+def shared_devices_are_freed(sections: Mapping[str, object]) -> Iterator[Problem]:
+    """Engines on the policy's GPUs need the memory of the models there, which they have unless it is set."""
+    for field in derived_fields(sections):
+        if not field_value(sections, field):
+            fix = "generation.colocated is true, and engines need the memory that this occupies; remove it"
+            yield Problem(field, False, fix)
+
+
+@check
+def servers_are_reached_from_all_nodes(
+    cluster: ClusterConfig,
+    generation: GenerationConfig,
+    teachers: dict[str, TeacherConfig],
+    rewards: tuple[RewardConfig, ...],
+) -> Iterator[Problem]:
+    """Workers send requests to them, and on another node a loopback address is another machine."""
+    if cluster.num_nodes == 1:
+        return
+    urls: dict[str, str] = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        urls["generation.base_url"] = generation.base_url
+    for name, teacher in teachers.items():
+        if isinstance(teacher, EndpointTeacherConfig):
+            urls[f"teachers.{name}.base_url"] = teacher.base_url
+    for index, reward in enumerate(rewards):
+        if isinstance(reward, ServiceRewardBase):
+            urls[f"rewards.{index}.url"] = reward.url
+    for field, url in urls.items():
+        if is_loopback(server_host(url)):
+            fix = (
+                f"cluster.num_nodes is {cluster.num_nodes}, and on each node this address is that node; use "
+                "the address by which all nodes reach the server"
+            )
+            yield Problem(field, url, fix)
