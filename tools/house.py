@@ -80,6 +80,8 @@ STOPS = {
     "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
     "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
+    "adapters": ("Adapters",),
+    "a model with experts": ("Routers",),
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
     "other transports": (

@@ -272,8 +272,7 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Iterator[Problem
 
 def _first_task(experiment: Experiment) -> "Task | None":
     """None where nothing is sampled, and where the data cannot be read, which other checks report."""
-    from nemorl.data.datasets import load_tasks  # with numpy
-    from nemorl.data.json_lines import DatasetError
+    from nemorl.data.datasets import DatasetError, load_tasks  # with numpy
 
     with suppress(DatasetError):
         for _, dataset in acted_on(experiment.data, experiment.algorithm):

@@ -1,13 +1,15 @@
 """Datasets: a `data` section becomes a sequence of `Task`, or of examples to train on.
 
-Sources are generated sums, reasoning-gym, and files of prompts, conversations, preference pairs, labeled
-answers and labeled steps.
+Sources are generated sums, reasoning-gym, and JSON Lines files of prompts, conversations, preference pairs,
+labeled answers and labeled steps.
 """
 
+import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 from nemorl.config.data import (
     ArithmeticDataset,
@@ -20,84 +22,18 @@ from nemorl.config.data import (
     ReasoningGymDataset,
     StepsDataset,
 )
+from nemorl.errors import NemorlError
 from nemorl.trajectories import Message, Task
 
-from .json_lines import (
-    DatasetError,
-    LazyTasks,
-    Row,
-    boolean,
-    column,
-    completion,
-    ending_with_assistant,
-    messages,
-    number,
-    opening,
-    parsed_rows,
-    probability,
-    read_rows,
-    text_or_messages,
-)
+ROLES = ("system", "user", "assistant", "tool")
 
-
-class ArithmeticTasks(LazyTasks):
-    """Sums of two numbers of `digits` digits, padded with zeros: `07+34=` is answered by `041`."""
-
-    def __init__(self, config: ArithmeticDataset, data: DataConfig) -> None:
-        super().__init__(config.size, data)
-        self._digits = config.digits
-        self._base = 10**config.digits
-        num_pairs = self._base**2
-        if config.offset + config.size > num_pairs:
-            raise DatasetError(
-                f"arithmetic dataset: offset {config.offset} and size {config.size} ask for more than the "
-                f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
-            )
-        self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
-        self._seed, self._wrong_answers, self._slips = config.seed, config.wrong_answers, config.slips
-
-    def _make(self, index: int) -> Task:
-        pair = self._pairs[index]
-        left, right = divmod(pair, self._base)
-        prompt = f"{left:0{self._digits}d}+{right:0{self._digits}d}="
-        answer = self._answer(pair, self._error(pair))
-        return Task(index, opening(prompt, self._data), answer, {"prompt": prompt})
-
-    def alternative(self, index: int) -> str:
-        """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
-        pair = self._pairs[index]
-        if self._error(pair):
-            return self._answer(pair, 0)
-        return self._answer(pair, random.Random(f"{self._seed} {pair} slip").choice(self._slips))
-
-    def _answer(self, pair: int, error: int) -> str:
-        left, right = divmod(pair, self._base)
-        return f"{(left + right + error) % (2 * self._base):0{self._digits + 1}d}"
-
-    def _error(self, pair: int) -> int:
-        """By how much the recorded answer of a pair is off; always the same for the pair."""
-        draw = random.Random(f"{self._seed} {pair}")
-        return draw.choice(self._slips) if draw.random() < self._wrong_answers else 0
-
-
-def _draw(population: int, count: int, seed: int) -> list[int]:
-    """The first `count` numbers of a random order of `range(population)`.
-
-    A Fisher-Yates shuffle that keeps only the places it has moved, so the order does not depend on `count`
-    (random.sample's does) and a million million pairs cost nothing.
-    """
-    draws = random.Random(seed)
-    moved: dict[int, int] = {}
-    order = []
-    for place in range(count):
-        other = draws.randrange(place, population)
-        order.append(moved.get(other, other))
-        moved[other] = moved.get(place, place)
-    return order
-
-
+Row = dict[str, Any]
 Messages = tuple[Message, ...]
 FileDataset = JsonlDataset | ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
+
+
+class DatasetError(NemorlError, ValueError):
+    """A dataset that cannot be read or made; the message names the file, line and key or the option."""
 
 
 @dataclass(frozen=True)
@@ -136,183 +72,95 @@ class Steps:
     labels: tuple[float, ...]  # 1 right, 0 wrong
 
 
-def load_conversations(dataset: ConversationsDataset, data: DataConfig) -> list[Dialogue]:
-    """All conversations of the file. Raises DatasetError."""
-    return read_rows(dataset.path, lambda _, row: _conversation(row, dataset, data))
-
-
-def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
-    """Pairs of a `preference` dataset or of sums. Raises DatasetError."""
-    if isinstance(dataset, PreferenceDataset):
-        return read_rows(dataset.path, lambda _, row: _pair(row, dataset, data))
-    sums = _sums(dataset, data, "pairs of answers")
-    return [
-        Pair(task.messages, _says(str(task.answer)), _says(sums.alternative(task.index))) for task in sums
-    ]
-
-
-def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
-    """Labeled answers of a `feedback` dataset, of pairs (both answers) or of sums. Raises DatasetError."""
-    if isinstance(dataset, FeedbackDataset):
-        return read_rows(dataset.path, lambda _, row: _feedback(row, dataset, data))
-    if isinstance(dataset, PreferenceDataset):
-        return [
-            Feedback(pair.opening, answer, good)
-            for pair in load_pairs(dataset, data)
-            for answer, good in ((pair.chosen, True), (pair.rejected, False))
-        ]
-    sums = _sums(dataset, data, "judged answers")
-    return [
-        Feedback(task.messages, _says(str(task.answer) if good else sums.alternative(task.index)), good)
-        for task in sums
-        for good in (task.index % 2 == 0,)
-    ]
-
-
-def load_steps(dataset: DatasetConfig, data: DataConfig) -> list[Steps]:
-    """Labeled steps of a `steps` dataset, or the digits of sums. Raises DatasetError."""
-    if isinstance(dataset, StepsDataset):
-        return read_rows(dataset.path, lambda _, row: _steps(row, dataset, data))
-    sums = _sums(dataset, data, "judged steps")
-    return [_digits(task, sums) for task in sums]
-
-
-def tasks_of(
-    dataset: ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset, data: DataConfig
-) -> list[Task]:
-    """The prompts of judged answers as tasks to sample; the answer is the last good one that is known."""
-    match dataset:
-        case ConversationsDataset():
-            found: list[tuple[Messages, str | None]] = [
-                ((*d.opening, *d.exchange[:-1]), d.exchange[-1].content)
-                for d in load_conversations(dataset, data)
-            ]
-        case PreferenceDataset():
-            found = [(pair.opening, pair.chosen[-1].content) for pair in load_pairs(dataset, data)]
-        case FeedbackDataset():
-            found = [(feedback.opening, None) for feedback in load_feedback(dataset, data)]
-        case StepsDataset():
-            found = [(steps.opening, None) for steps in load_steps(dataset, data)]
-    return [Task(index, opening, answer) for index, (opening, answer) in enumerate(found)]
-
-
-def _says(text: str) -> Messages:
-    return (Message("assistant", text),)
-
-
-def _sums(dataset: DatasetConfig, data: DataConfig, what: str) -> ArithmeticTasks:
-    if not isinstance(dataset, ArithmeticDataset):
-        raise DatasetError(f"a dataset `{dataset.name}` has no {what}")
-    return ArithmeticTasks(dataset, data)
-
-
-def _digits(task: Task, sums: ArithmeticTasks) -> Steps:
-    right, other = str(task.answer), sums.alternative(task.index)
-    answer = right if task.index % 2 == 0 else other
-    labels = tuple(float(answer[:end] == right[:end]) for end in range(1, len(answer) + 1))
-    return Steps(task.messages, tuple(answer), labels)
-
-
-def _conversation(row: Row, config: ConversationsDataset, data: DataConfig) -> Dialogue:
-    key = config.messages_key
-    return _split(messages(column(row, key, "data.*.messages_key"), key), key, data)
-
-
-def _split(
-    conversation: Sequence[Message], key: str, data: DataConfig, shared: int | None = None
-) -> Dialogue:
-    """Before the assistant's first turn, or after the first `shared` messages, and from there on."""
-    roles = [message.role for message in conversation]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
-    cut = first if shared is None else shared
-    exchange = ending_with_assistant(conversation[cut:], key)
-    return Dialogue(opening(conversation[:cut], data), exchange)
-
-
-def _pair(row: Row, config: PreferenceDataset, data: DataConfig) -> Pair:
-    chosen = column(row, config.chosen_key, "data.*.chosen_key")
-    rejected = column(row, config.rejected_key, "data.*.rejected_key")
-    margin = 0.0
-    if config.margin_key is not None:
-        margin = number(column(row, config.margin_key, "data.*.margin_key"), config.margin_key)
-    if config.prompt_key is None:
-        return _pair_of_conversations(
-            messages(chosen, config.chosen_key), messages(rejected, config.rejected_key), margin, config, data
-        )
-    prompt = text_or_messages(column(row, config.prompt_key, "data.*.prompt_key"), config.prompt_key)
-    return Pair(
-        opening(prompt, data),
-        completion(chosen, config.chosen_key),
-        completion(rejected, config.rejected_key),
-        margin,
-    )
-
-
-def _pair_of_conversations(
-    chosen: list[Message], rejected: list[Message], margin: float, config: PreferenceDataset, data: DataConfig
-) -> Pair:
-    """The messages that both conversations share at their start are the prompt."""
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    better = _split(chosen, config.chosen_key, data, shared)
-    worse = _split(rejected, config.rejected_key, data, shared)
-    return Pair(better.opening, better.exchange, worse.exchange, margin)
-
-
-def _feedback(row: Row, config: FeedbackDataset, data: DataConfig) -> Feedback:
-    prompt = text_or_messages(column(row, config.prompt_key, "data.*.prompt_key"), config.prompt_key)
-    return Feedback(
-        opening(prompt, data),
-        completion(column(row, config.completion_key, "data.*.completion_key"), config.completion_key),
-        boolean(column(row, config.label_key, "data.*.label_key"), config.label_key),
-    )
-
-
-def _steps(row: Row, config: StepsDataset, data: DataConfig) -> Steps:
-    prompt = text_or_messages(column(row, config.prompt_key, "data.*.prompt_key"), config.prompt_key)
-    steps = column(row, config.steps_key, "data.*.steps_key")
-    labels = column(row, config.labels_key, "data.*.labels_key")
-    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
-        raise DatasetError(f"key `{config.steps_key}`: expected a list of texts, not {steps!r}")
-    if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
-        raise DatasetError(f"key `{config.labels_key}`: expected {len(steps)} labels, one per step")
-    return Steps(
-        opening(prompt, data),
-        tuple(step + config.separator for step in steps),
-        tuple(probability(label, config.labels_key) for label in labels),
-    )
-
-
 def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
     """The tasks of `data.train` or `data.validation`, with the prompt template and system prompt applied.
 
     Of answers that are compared the chosen one is the task's; of a conversation its last. Raises
     DatasetError.
     """
+    known: list[tuple[Messages, str | None]]
     match dataset:
         case JsonlDataset():
-            return read_rows(dataset.path, lambda index, row: _jsonl_task(index, row, dataset, data))
+            return _read(dataset, data)
         case ReasoningGymDataset():
             return ReasoningGymTasks(dataset, data)
         case ArithmeticDataset():
             return ArithmeticTasks(dataset, data)
-        case ConversationsDataset() | PreferenceDataset() | FeedbackDataset() | StepsDataset():
-            return tasks_of(dataset, data)
-
-
-def _parse(index: int, row: Row, dataset: FileDataset, data: DataConfig) -> object:
-    match dataset:
-        case JsonlDataset():
-            return _jsonl_task(index, row, dataset, data)
         case ConversationsDataset():
-            return _conversation(row, dataset, data)
+            dialogues = load_dialogues(dataset, data)
+            known = [((*d.opening, *d.exchange[:-1]), d.exchange[-1].content) for d in dialogues]
         case PreferenceDataset():
-            return _pair(row, dataset, data)
-        case FeedbackDataset():
-            return _feedback(row, dataset, data)
-        case StepsDataset():
-            return _steps(row, dataset, data)
+            known = [(pair.opening, pair.chosen[-1].content) for pair in load_pairs(dataset, data)]
+        case FeedbackDataset() | StepsDataset():
+            known = [(row.opening, None) for row in _read(dataset, data)]
+    return [Task(index, opening, answer) for index, (opening, answer) in enumerate(known)]
+
+
+def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
+    """Training data of SFT: conversations, or tasks with their answers. Raises DatasetError."""
+    if isinstance(dataset, ConversationsDataset):
+        return _read(dataset, data)
+    dialogues = []
+    for task in load_tasks(dataset, data):
+        if task.answer is None:
+            raise DatasetError(
+                f"task {task.index} has no answer to train on: name its key in `data.train.answer_key`"
+            )
+        dialogues.append(Dialogue(task.messages, _says(task.answer)))
+    return dialogues
+
+
+def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
+    """Pairs of a `preference` dataset or of sums. Raises DatasetError."""
+    if isinstance(dataset, PreferenceDataset):
+        return _read(dataset, data)
+    return [
+        Pair(task.messages, _says(answer), _says(other))
+        for task, answer, other in _sums(dataset, data, "pairs of answers")
+    ]
+
+
+def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
+    """Labeled answers of a `feedback` dataset, of pairs (both answers) or of sums. Raises DatasetError."""
+    if isinstance(dataset, FeedbackDataset):
+        return _read(dataset, data)
+    if isinstance(dataset, PreferenceDataset):
+        return [
+            Feedback(pair.opening, answer, good)
+            for pair in load_pairs(dataset, data)
+            for answer, good in ((pair.chosen, True), (pair.rejected, False))
+        ]
+    return [
+        Feedback(task.messages, _says(other if task.index % 2 else answer), task.index % 2 == 0)
+        for task, answer, other in _sums(dataset, data, "judged answers")
+    ]
+
+
+def load_steps(dataset: DatasetConfig, data: DataConfig) -> list[Steps]:
+    """Labeled steps of a `steps` dataset, or the digits of sums. Raises DatasetError."""
+    if isinstance(dataset, StepsDataset):
+        return _read(dataset, data)
+    steps = []
+    for task, right, other in _sums(dataset, data, "judged steps"):
+        answer = other if task.index % 2 else right
+        labels = tuple(float(answer[:end] == right[:end]) for end in range(1, len(answer) + 1))
+        steps.append(Steps(task.messages, tuple(answer), labels))
+    return steps
+
+
+def _says(text: str) -> Messages:
+    return (Message("assistant", text),)
+
+
+def _sums(dataset: DatasetConfig, data: DataConfig, kind: str) -> list[tuple[Task, str, str]]:
+    """Sums, each with the recorded answer and the other one."""
+    if not isinstance(dataset, ArithmeticDataset):
+        raise DatasetError(f"a dataset `{dataset.name}` has no {kind}")
+    tasks = ArithmeticTasks(dataset, data)
+    return [(task, str(task.answer), tasks.alternative(task.index)) for task in tasks]
+
+
+# Files
 
 
 def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[str]:
@@ -325,7 +173,7 @@ def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0)
     deadline = time.monotonic() + seconds
     errors: list[str] = []
     try:
-        for row in parsed_rows(dataset.path, lambda index, row: _parse(index, row, dataset, data)):
+        for row in _rows(dataset, data):
             if isinstance(row, DatasetError):
                 errors.append(str(row))
             if len(errors) == 5 or time.monotonic() > deadline:
@@ -335,19 +183,258 @@ def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0)
     return errors
 
 
-def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
-    """Training data of SFT: conversations, or tasks with their answers. Raises DatasetError."""
-    if isinstance(dataset, ConversationsDataset):
-        return load_conversations(dataset, data)
-    return [_answered(task) for task in load_tasks(dataset, data)]
+def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
+    """All rows of a file. Raises DatasetError at the first wrong line, and for a file without rows."""
+    rows = []
+    for row in _rows(dataset, data):
+        if isinstance(row, DatasetError):
+            raise row
+        rows.append(row)
+    if not rows:
+        raise DatasetError(f"{dataset.path} holds no tasks")
+    return rows
 
 
-def _answered(task: Task) -> Dialogue:
-    if task.answer is None:
-        raise DatasetError(
-            f"task {task.index} has no answer to train on: name its key in `data.train.answer_key`"
+def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
+    """What each line that is not blank holds, or its DatasetError, which names file and line.
+
+    Raises DatasetError for a file that cannot be read.
+    """
+    index = 0
+    try:
+        # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
+        with dataset.path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield _parse(index, line, dataset, data)
+                except DatasetError as error:
+                    yield DatasetError(f"{dataset.path}, line {number}: {error}")
+                index += 1
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read the dataset {dataset.path}: {error}") from error
+
+
+def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any:
+    """A Task, Dialogue, Pair, Feedback or Steps, by the kind of the dataset. Raises DatasetError."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DatasetError(f"expected a JSON object, not {type(row).__name__}")
+    fields = _Fields(row, dataset)
+    match dataset:
+        case JsonlDataset():
+            prompt, answer = fields.prompt(), None
+            if dataset.answer_key is not None:
+                answer = fields.value("answer_key")
+                if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+                    kind = type(answer).__name__
+                    raise DatasetError(f"key `{dataset.answer_key}`: expected a text or a number, not {kind}")
+            return Task(index, _opening(prompt, data), None if answer is None else str(answer), row)
+        case ConversationsDataset():
+            messages = fields.messages("messages_key")
+            roles = [message.role for message in messages]
+            first = roles.index("assistant") if "assistant" in roles else len(roles)
+            exchange = _exchange(messages[first:], dataset.messages_key)
+            return Dialogue(_opening(messages[:first], data), exchange)
+        case PreferenceDataset():
+            if dataset.prompt_key is not None:
+                opening = _opening(fields.prompt(), data)
+                chosen, rejected = fields.completion("chosen_key"), fields.completion("rejected_key")
+            else:  # the messages that both conversations share at their start are the prompt
+                both = fields.messages("chosen_key"), fields.messages("rejected_key")
+                shared = 0
+                while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
+                    shared += 1
+                chosen = _exchange(both[0][shared:], dataset.chosen_key)
+                rejected = _exchange(both[1][shared:], dataset.rejected_key)
+                opening = _opening(both[0][:shared], data)
+            margin = 0.0
+            if dataset.margin_key is not None:
+                margin = float(
+                    fields.checked("margin_key", lambda value: type(value) in (int, float), "a number")
+                )
+            return Pair(opening, chosen, rejected, margin)
+        case FeedbackDataset():
+            opening, completion = _opening(fields.prompt(), data), fields.completion("completion_key")
+            good = fields.checked("label_key", lambda value: value in (0, 1), "true or false")
+            return Feedback(opening, completion, bool(good))
+        case StepsDataset():
+            prompt, steps, labels = fields.prompt(), fields.value("steps_key"), fields.value("labels_key")
+            if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
+                raise DatasetError(f"key `{dataset.steps_key}`: expected a list of texts, not {steps!r}")
+            if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
+                raise DatasetError(f"key `{dataset.labels_key}`: expected {len(steps)} labels, one per step")
+            for label in labels:
+                if not isinstance(label, int | float) or not 0 <= label <= 1:
+                    raise DatasetError(
+                        f"key `{dataset.labels_key}`: expected true, false or a number from 0 to 1, "
+                        f"not {label!r}"
+                    )
+            texts = tuple(step + dataset.separator for step in steps)
+            return Steps(_opening(prompt, data), texts, tuple(map(float, labels)))
+
+
+class _Fields:
+    """The values of a row by the dataset's options, which name their keys. Raises DatasetError."""
+
+    def __init__(self, row: Row, dataset: FileDataset) -> None:
+        self._row, self._dataset = row, dataset
+
+    def value(self, option: str) -> Any:
+        key = getattr(self._dataset, option)
+        if key not in self._row:
+            raise DatasetError(
+                f"key `{key}` is missing; the keys are {sorted(self._row)} (option `data.*.{option}`)"
+            )
+        return self._row[key]
+
+    def checked(self, option: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        value = self.value(option)
+        if not is_valid(value):
+            raise DatasetError(f"key `{getattr(self._dataset, option)}`: expected {expected}, not {value!r}")
+        return value
+
+    def prompt(self) -> str | list[Message]:
+        """A text as it is, or a list of messages."""
+        value = self.value("prompt_key")
+        return value if isinstance(value, str) else self.messages("prompt_key")
+
+    def completion(self, option: str) -> Messages:
+        """A text, or messages that begin and end with the assistant's."""
+        value = self.value(option)
+        if isinstance(value, str):
+            return _says(value)
+        return _exchange(self.messages(option), getattr(self._dataset, option))
+
+    def messages(self, option: str) -> list[Message]:
+        key = getattr(self._dataset, option)
+        value = self.checked(
+            option, lambda v: isinstance(v, list) and bool(v), "a text or a list of messages"
         )
-    return Dialogue(task.messages, (Message("assistant", task.answer),))
+        for position, item in enumerate(value):
+            where = f"key `{key}`, message {position}"
+            if not isinstance(item, dict) or item.get("role") not in ROLES:
+                raise DatasetError(f"{where}: `role` must be one of {', '.join(ROLES)}")
+            if not isinstance(item.get("content"), str):
+                raise DatasetError(f"{where}: `content` must be a text")
+        return [Message(item["role"], item["content"]) for item in value]
+
+
+def _exchange(messages: Sequence[Message], key: str) -> Messages:
+    """The messages, if the assistant begins and ends them. Raises DatasetError."""
+    if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
+        roles = ", ".join(message.role for message in messages) or "nothing"
+        raise DatasetError(
+            f"key `{key}`: the exchange must begin and end with an assistant's message, not {roles}"
+        )
+    return tuple(messages)
+
+
+def _opening(prompt: str | Sequence[Message], data: DataConfig) -> Messages:
+    """The messages that open a conversation: system prompt, then the prompt put into the template.
+
+    The template is applied to a text, or to the last user message of a list. Raises DatasetError.
+    """
+    messages = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise DatasetError("the prompt has no user message")
+    # Not str.format: prompts and templates may hold braces of their own.
+    filled = data.prompt_template.replace("{prompt}", messages[users[-1]].content)
+    messages[users[-1]] = Message("user", filled)
+    if data.system_prompt is None:
+        return tuple(messages)
+    if messages[0].role == "system":
+        raise DatasetError(
+            "the prompt has a system message and `data.system_prompt` is set; keep one of them"
+        )
+    return (Message("system", data.system_prompt), *messages)
+
+
+# Generated tasks
+
+
+class LazyTasks(Sequence[Task]):
+    """A sequence whose tasks are made one by one, each a pure function of its index."""
+
+    def __init__(self, size: int, data: DataConfig) -> None:
+        self._size = size
+        self._data = data
+
+    def _make(self, index: int) -> Task:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        positions = range(self._size)[index]
+        return self._make(positions) if isinstance(positions, int) else [self._make(i) for i in positions]
+
+
+class ArithmeticTasks(LazyTasks):
+    """Sums of two numbers of `digits` digits, padded with zeros: `07+34=` is answered by `041`."""
+
+    def __init__(self, config: ArithmeticDataset, data: DataConfig) -> None:
+        super().__init__(config.size, data)
+        self._config = config
+        self._base = 10**config.digits
+        num_pairs = self._base**2
+        if config.offset + config.size > num_pairs:
+            raise DatasetError(
+                f"arithmetic dataset: offset {config.offset} and size {config.size} ask for more than the "
+                f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
+            )
+        self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
+
+    def _make(self, index: int) -> Task:
+        pair, digits = self._pairs[index], self._config.digits
+        left, right = divmod(pair, self._base)
+        prompt = f"{left:0{digits}d}+{right:0{digits}d}="
+        return Task(
+            index, _opening(prompt, self._data), self._answer(pair, self._error(pair)), {"prompt": prompt}
+        )
+
+    def alternative(self, index: int) -> str:
+        """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
+        pair = self._pairs[index]
+        if self._error(pair):
+            return self._answer(pair, 0)
+        slip = random.Random(f"{self._config.seed} {pair} slip").choice(self._config.slips)
+        return self._answer(pair, slip)
+
+    def _answer(self, pair: int, error: int) -> str:
+        total = sum(divmod(pair, self._base)) + error
+        return f"{total % (2 * self._base):0{self._config.digits + 1}d}"
+
+    def _error(self, pair: int) -> int:
+        """By how much the recorded answer of a pair is off; always the same for the pair."""
+        draw = random.Random(f"{self._config.seed} {pair}")
+        return draw.choice(self._config.slips) if draw.random() < self._config.wrong_answers else 0
+
+
+def _draw(population: int, count: int, seed: int) -> list[int]:
+    """The first `count` numbers of a random order of `range(population)`.
+
+    A Fisher-Yates shuffle that keeps only the places it has moved, so the order does not depend on `count`
+    (random.sample's does) and a million million pairs cost nothing.
+    """
+    draws = random.Random(seed)
+    moved: dict[int, int] = {}
+    order = []
+    for place in range(count):
+        other = draws.randrange(place, population)
+        order.append(moved.get(other, other))
+        moved[other] = moved.get(place, place)
+    return order
 
 
 class ReasoningGymTasks(LazyTasks):
@@ -375,16 +462,4 @@ class ReasoningGymTasks(LazyTasks):
             "reasoning_gym_task": self._config.task,
             "reasoning_gym_options": self._config.options,
         }
-        return Task(index, opening(item["question"], self._data), item["answer"], columns)
-
-
-def _jsonl_task(index: int, row: Row, config: JsonlDataset, data: DataConfig) -> Task:
-    prompt = text_or_messages(column(row, config.prompt_key, "data.*.prompt_key"), config.prompt_key)
-    answer = None
-    if config.answer_key is not None:
-        answer = column(row, config.answer_key, "data.*.answer_key")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise DatasetError(
-                f"key `{config.answer_key}`: expected a text or a number, not {type(answer).__name__}"
-            )
-    return Task(index, opening(prompt, data), None if answer is None else str(answer), row)
+        return Task(index, _opening(item["question"], self._data), item["answer"], columns)

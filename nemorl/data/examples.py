@@ -1,7 +1,7 @@
 """Examples to train on: an opening and what should, or should not, follow it, as one sequence of tokens.
 
 Turns are joined exactly as in a rollout: each is encoded separately and closed by the token that ends a turn,
-and the chat template renders only what is between turns (`prompts.py`).
+and the chat template renders only what is between turns (`tokenizer.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +31,6 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.tokens)
 
     @property
@@ -80,9 +79,9 @@ def dialogue_example(
         turn = [*tokenizer.encode(message.content), prompts.end_token_id]
         tokens += turn
         trained += [True] * len(turn)
-        answered = _until_next_turn(exchange[place + 1 :])
         if place + 1 < len(exchange):
-            history = [*opening, *exchange[:place]]
+            following = place + 1 + roles[place + 1 :].index("assistant")
+            history, answered = [*opening, *exchange[:place]], exchange[place + 1 : following]
             between = prompts.after_turn(history, message, answered, turn[-1])
             tokens += between
             trained += [False] * len(between)
@@ -125,20 +124,13 @@ def steps_example(
 
 def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:
     """Each prompt with the completion of the next example (the first's at the end), cut to length."""
-    following = [*examples[1:], examples[0]]
-    return [_joined(one, other, max_length) for one, other in zip(examples, following, strict=True)]
-
-
-def _joined(prompt_of: Example, completion_of: Example, max_length: int) -> Example:
-    prompt, first = prompt_of.num_prompt_tokens, completion_of.num_prompt_tokens
-    tokens = np.concatenate([prompt_of.tokens[:prompt], completion_of.tokens[first:]])[:max_length]
-    mask = np.concatenate([np.zeros(prompt, dtype=np.bool_), completion_of.loss_mask[first:]])[:max_length]
-    return Example(tokens, mask)
-
-
-def _until_next_turn(messages: Sequence[Message]) -> list[Message]:
-    roles = [message.role for message in messages]
-    return list(messages[: roles.index("assistant")]) if "assistant" in roles else []
+    joined = []
+    for prompt_of, completion_of in zip(examples, [*examples[1:], examples[0]], strict=True):
+        prompt, first = prompt_of.num_prompt_tokens, completion_of.num_prompt_tokens
+        tokens = np.concatenate([prompt_of.tokens[:prompt], completion_of.tokens[first:]])
+        mask = np.concatenate([np.zeros(prompt, dtype=np.bool_), completion_of.loss_mask[first:]])
+        joined.append(Example(tokens[:max_length], mask[:max_length]))
+    return joined
 
 
 def _check_length(num_tokens: int, num_prompt: int, max_length: int) -> None:
@@ -168,18 +160,14 @@ class Encoder:
         return _each(dialogues, lambda d: self._example(d.opening, d.exchange, train_on))
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
-        """Chosen and rejected."""
         return _each(
-            pairs,
-            lambda p: (self._example(p.opening, p.chosen), self._example(p.opening, p.rejected)),
+            pairs, lambda p: (self._example(p.opening, p.chosen), self._example(p.opening, p.rejected))
         )
 
     def feedback(self, feedback: Iterable[Feedback]) -> list[Example]:
-        """The judged answers."""
         return _each(feedback, lambda f: self._example(f.opening, f.completion))
 
     def steps(self, answers: Iterable[Steps]) -> list[Example]:
-        """Answers labeled at the end of each step."""
         return _each(
             answers,
             lambda a: steps_example(

@@ -1,7 +1,4 @@
-"""The protocol between the policy worker and a loss, which keeps the worker independent of algorithms.
-
-Results of policy calls. The driver reads these, so this module imports neither torch nor Megatron.
-"""
+"""Protocols between the policy worker and algorithms, and the results of the worker's calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +14,8 @@ class LossOutput:
     """The loss of one micro-batch as a plain sum; summed over micro-batches and data-parallel ranks."""
 
     loss: Tensor  # scalar, float32, differentiable
-    sums: dict[
-        str, Tensor
-    ]  # metrics that add up over micro-batches and ranks (already weighted); detached scalars
+    # Metrics that add up over micro-batches and ranks (already weighted); detached scalars.
+    sums: dict[str, Tensor]
     maxima: dict[str, Tensor]  # metrics of which the largest counts; detached scalars
 
 

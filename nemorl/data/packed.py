@@ -1,11 +1,4 @@
-"""The batch that policy workers train on: sequences laid end to end, without padding.
-
-Also the positions and rewards of turns in a packed batch.
-
-What a loss knows of whole sequences that it holds against others, such as the two of a pair.
-
-From trajectories or examples to the packed batch a policy rank trains on.
-"""
+"""The batch that policy workers train on: sequences laid end to end, without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,48 +42,41 @@ class PackedBatch:
     rewards: Tensor | None = None  # [N] float32, reward at each token; 0 where loss_mask is False
     returns: Tensor | None = None  # [N] float32, that a critic learns of the state before each token
     routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
-    # Of sequences that a loss compares, at each of their tokens (compared.py); labels of steps at their ends.
-    units: Tensor | None = (
-        None  # [N] int64, sequences with the same number are trained on together, as those of a pair
-    )
+    # Of sequences that a loss compares, at each of their tokens; labels of steps at their ends.
+    # [N] int64, sequences with the same number are trained on together, as those of a pair
+    units: Tensor | None = None
     labels: Tensor | None = None  # [N] float32: 1 chosen, desirable or right, -1 not, 0 neither
     margins: Tensor | None = None  # [N] float32, by how much the better one of the unit is better
 
     @property
     def num_tokens(self) -> int:
-        """N."""
         return self.tokens.shape[0]
 
     @property
     def num_sequences(self) -> int:
-        """S."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
         return torch.diff(self.cu_seqlens).tolist()
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same batch on a device."""
-        moved = {
-            f.name: getattr(self, f.name).to(device)
-            for f in fields(self)
-            if getattr(self, f.name) is not None
-        }
-        return replace(self, **moved)
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def select(self, sequences: list[int]) -> "PackedBatch":
         """The named sequences, in the given order, with their weights as they are."""
         starts = self.cu_seqlens.tolist()
         index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
         lengths = torch.tensor([0] + [starts[s + 1] - starts[s] for s in sequences])
-        per_token = {
-            f.name: getattr(self, f.name)[index]
-            for f in fields(self)
-            if f.name != "cu_seqlens" and getattr(self, f.name) is not None
-        }
-        return replace(self, **per_token, cu_seqlens=lengths.cumsum(0).to(torch.int32))
+        selected = {name: tensor[index] for name, tensor in self._tensors().items() if name != "cu_seqlens"}
+        return replace(self, **selected, cu_seqlens=lengths.cumsum(0).to(torch.int32))
+
+    def spread(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """[N] from a value [S] of each sequence."""
+        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(self.lengths))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
 
 def with_turns(
@@ -99,7 +85,7 @@ def with_turns(
     """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
 
     A turn is rewarded at its last token; a turn without tokens at the last one before it,
-    and turns are numbered without it. A sequence that does not train, which a stand-in may hold the place of,
+    and turns are numbered without it. A sequence that does not train, in whose place a placeholder may be,
     has neither.
     """
     turns = torch.full((batch.num_tokens,), -1)
@@ -133,21 +119,16 @@ def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBat
 
     A reference's sum is spread evenly over the trained tokens, since losses use sums and means only.
     """
-    lengths = torch.tensor(batch.lengths)
-
-    def spread(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(lengths)
-
-    batch = replace(batch, units=spread([c.unit for c in compared], torch.int64))
+    batch = replace(batch, units=batch.spread([c.unit for c in compared], torch.int64))
     if batch.labels is None:  # else those of steps are kept
-        batch = replace(batch, labels=spread([c.label for c in compared], torch.float32))
+        batch = replace(batch, labels=batch.spread([c.label for c in compared]))
     if any(c.margin for c in compared):
-        batch = replace(batch, margins=spread([c.margin for c in compared], torch.float32))
+        batch = replace(batch, margins=batch.spread([c.margin for c in compared]))
     known = [c.reference for c in compared if c.reference is not None]
     if len(known) < len(compared):
         return batch
     trained = [max(int(mask.sum()), 1) for mask in batch.loss_mask.split(batch.lengths)]
-    means = spread([total / count for total, count in zip(known, trained, strict=True)], torch.float32)
+    means = batch.spread([total / count for total, count in zip(known, trained, strict=True)])
     return replace(batch, reference_logprobs=means * batch.loss_mask)
 
 
@@ -164,31 +145,26 @@ def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
 ) -> PackedBatch:
     """Trajectories end to end; `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for
-    every one or for those of a turn. A trajectory of weight 0 becomes a stand-in.
+    every one or for those of a turn. A trajectory of weight 0 becomes a placeholder.
     """
     # Sequences and weights of different number are refused by `_pack`.
-    training = [t.error is None and weight > 0 for t, weight in zip(trajectories, weights, strict=False)]
-    trajectories = [t if trains else _stand_in(t) for t, trains in zip(trajectories, training, strict=False)]
+    trajectories = [
+        t if t.error is None and weight > 0 else _placeholder(t)
+        for t, weight in zip(trajectories, weights, strict=False)
+    ]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
     spread = torch.cat([_per_token(t, a) for t, a in zip(trajectories, advantages, strict=True)])
-    logprobs = torch.from_numpy(np.concatenate([t.logprobs for t in trajectories]).astype(np.float32))
-    return PackedBatch(
-        batch.tokens,
-        batch.cu_seqlens,
-        batch.position_ids,
-        batch.loss_mask,
-        batch.weights,
+    return replace(
+        batch,
         advantages=spread * batch.loss_mask,
-        logprobs=logprobs,
+        logprobs=_flat([t.logprobs for t in trajectories], np.float32),
         routed_experts=_routed_experts(trajectories),
     )
 
 
 def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:
     """The batch with `likelihood_weights`: `weights` [S] hold for every trained token of a sequence."""
-    lengths = torch.diff(batch.cu_seqlens).long()
-    spread = torch.tensor(weights, dtype=torch.float32).repeat_interleave(lengths)
-    return replace(batch, likelihood_weights=spread * batch.loss_mask)
+    return replace(batch, likelihood_weights=batch.spread(weights) * batch.loss_mask)
 
 
 def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
@@ -214,7 +190,7 @@ def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _stand_in(failed: Trajectory) -> Trajectory:
+def _placeholder(failed: Trajectory) -> Trajectory:
     return replace(
         failed,
         tokens=np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32),
@@ -244,13 +220,13 @@ def _pack(tokens: Sequence[Int32Array], masks: Sequence[BoolArray], weights: Seq
             raise ValueError(f"sequence {number} starts with a trained token, which has no logprob")
     lengths = [len(sequence) for sequence in tokens]
     loss_mask = _flat(masks, np.bool_)  # [N]
-    per_sequence = torch.tensor(weights, dtype=torch.float32)
+    per_token = torch.tensor(weights, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
     return PackedBatch(
         tokens=_flat(tokens, np.int64),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         loss_mask=loss_mask,
-        weights=per_sequence.repeat_interleave(torch.tensor(lengths)) * loss_mask,
+        weights=per_token * loss_mask,
     )
 
 

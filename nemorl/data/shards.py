@@ -1,20 +1,19 @@
-"""Layout of a batch over the data-parallel ranks of a model: sequences and fields, by object reference.
+"""Distribution of a batch over the data-parallel ranks of a model, and into micro-batches on each rank.
+
+Pure functions of lengths in tokens, and of references: the driver plans, workers get indices and fetch their
+sequences. What is planned is a unit: one sequence, or several that a loss compares, such as a pair, which
+share a micro-batch.
 
 Layouts of the same sequences differ between models, so a field is transferred by sequence and not through the
 driver: each data-parallel rank of the one model stores a list of arrays, and a rank of the other reads
 those of its sequences.
-
-Distribution of a step's work: sequences over data-parallel ranks, and into micro-batches on each rank.
-
-Pure functions of lengths in tokens; the driver calls them, workers get the indices. What is planned is a
-unit: one sequence, or several that a loss compares, such as a pair, which share a micro-batch.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +22,60 @@ from nemorl.trajectories import Float32Array, Int32Array
 
 from .packed import Advantage, Compared, PackedBatch
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SequencePlace:
+    """One sequence: a reference to a list, and the row in it."""
+
+    store: Any  # reference to a list of trajectories or examples
+    row: int
+    num_tokens: int
+    advantage: Advantage = 0.0
+    weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
+    likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
+    rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
+    compared: Compared | None = None  # of a sequence that a loss compares with others
+
+
+@dataclass(frozen=True)
+class ColumnShard:
+    """Rows of several lists, those of one data-parallel rank in the order in which it holds its sequences.
+
+    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
+    """
+
+    stores: tuple[Any, ...]  # each list once
+    places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
+
+    def rows(self) -> list[Any]:
+        """The rows themselves, once the references are resolved: arrays, trajectories or examples."""
+        return [self.stores[store][row] for store, row in self.places]
+
+
+@dataclass(frozen=True)
+class Shard(ColumnShard):
+    """The sequences of one data-parallel rank."""
+
+    advantages: tuple[Advantage, ...]  # [S]
+    weights: tuple[float, ...]  # [S]
+    likelihood: tuple[float, ...] | None = None  # [S]
+    rewards: tuple[tuple[float, ...], ...] | None = None  # [S]
+    compared: tuple[Compared, ...] | None = None  # [S]
+
+
+Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
+
+TokenArray = Float32Array | Int32Array
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a batch of S sequences, in the order of the batch."""
+
+    places: tuple[tuple[Any, int], ...]  # [S] reference to a list of arrays, and the row in it
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -30,6 +83,84 @@ class BatchPlan:
 
     ranks: list[list[int]]  # [rank] indices into the batch, in the order in which the rank holds them
     minibatches: list[list[list[list[int]]]]  # [minibatch][rank][micro-batch] places in that rank's list
+    lengths: tuple[int, ...] = ()  # [S] tokens
+    max_tokens: int = 0  # of a micro-batch
+    hidden_size: int = 0
+
+    @property
+    def micro_batches(self) -> list[list[list[int]]]:
+        """[rank][micro-batch] of all minibatches together."""
+        return [
+            [batch for minibatch in self.minibatches for batch in minibatch[rank]]
+            for rank in range(len(self.ranks))
+        ]
+
+    def shards(self, sequences: Sequence[SequencePlace]) -> list[Shard]:
+        shards = []
+        for held in self.ranks:
+            mine = [sequences[place] for place in held]
+            shards.append(
+                Shard(
+                    *_by_store([(s.store, s.row) for s in mine]),
+                    advantages=tuple(s.advantage for s in mine),
+                    weights=tuple(s.weight for s in mine),
+                    likelihood=_all_or_none([s.likelihood for s in mine], "weighted to be imitated"),
+                    rewards=_all_or_none([s.rewards for s in mine], "rewarded"),
+                    compared=_all_or_none([s.compared for s in mine], "compared"),
+                )
+            )
+        return shards
+
+    def column(self, stores: Sequence[Any]) -> Column:
+        """The field that the data-parallel ranks have stored, each for the sequences that it holds."""
+        rows = [
+            [(store, row) for row in range(len(held))] for store, held in zip(stores, self.ranks, strict=True)
+        ]
+        return Column(tuple(self.in_order(rows)))
+
+    def column_shards(self, column: Column) -> list[ColumnShard]:
+        return [ColumnShard(*_by_store([column.places[place] for place in held])) for held in self.ranks]
+
+    def in_order(self, values: Sequence[Sequence[T]]) -> list[T]:
+        """[S] in the order of the batch, of values by data-parallel rank in the order of its sequences."""
+        by_place = dict(zip(chain(*self.ranks), chain(*values), strict=True))
+        return [by_place[place] for place in range(len(by_place))]
+
+    def packing_metrics(self) -> dict[str, float]:
+        """Balance of the plan's work, and fill of its micro-batches.
+
+        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
+        even; over several minibatches both are summed, since ranks wait for one another at each.
+        `packing/fill` is the share of the token budget that is used, `packing/micro_batches` their number on
+        a rank.
+        """
+        most, mean = 0.0, 0.0
+        for minibatch in self.minibatches:
+            costs = [
+                sum(sequence_cost(self.lengths[held[i]], self.hidden_size) for i in chain(*batches))
+                for held, batches in zip(self.ranks, minibatch, strict=True)
+            ]
+            most += max(costs)
+            mean += sum(costs) / len(costs)
+        count = sum(len(minibatch[0]) for minibatch in self.minibatches)
+        return {
+            "packing/imbalance": most / mean,
+            "packing/fill": sum(self.lengths) / (count * len(self.ranks) * self.max_tokens),
+            "packing/micro_batches": float(count),
+        }
+
+
+def _by_store(rows: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
+    """The stores of these rows, each once, and for each row the index of its store and its place in it."""
+    index = {store: number for number, store in enumerate(dict.fromkeys(store for store, _ in rows))}
+    return tuple(index), tuple((index[store], row) for store, row in rows)
+
+
+def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] | None:
+    known = tuple(each for each in of_sequences if each is not None)
+    if known and len(known) < len(of_sequences):
+        raise ValueError(f"{len(known)} of {len(of_sequences)} sequences of a shard are {what}: all or none")
+    return known or None
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
@@ -58,7 +189,8 @@ def plan_batch(
     without it each sequence goes alone. Raises ValueError when the counts do not divide, or a unit is longer
     than `max_tokens`.
     """
-    members = _runs(range(len(lengths)) if units is None else units)
+    numbers = range(len(lengths)) if units is None else units
+    members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
     size, rest = divmod(len(members), num_minibatches)
     if rest or not size:
         raise ValueError(f"{len(members)} sequences do not divide into {num_minibatches} minibatches")
@@ -70,52 +202,15 @@ def plan_batch(
         costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit) for unit in part]
         shares = balance(costs, num_ranks)
         local = plan_micro_batches([[tokens[u] for u in share] for share in shares], max_tokens, fewest)
-        minibatches.append(
-            [
-                _take([part[u] for u in share], batches, rank)
-                for share, batches, rank in zip(shares, local, ranks, strict=True)
-            ]
-        )
-    return BatchPlan(ranks, minibatches)
-
-
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Group the positions of equal neighbors."""
-    return [list(run) for _, run in groupby(range(len(numbers)), key=lambda place: numbers[place])]
-
-
-def _take(units: list[list[int]], batches: list[list[int]], rank: list[int]) -> list[list[int]]:
-    """Append the units' sequences to what a rank holds; micro-batches of units as places in that."""
-    places = []
-    for unit in units:
-        places.append(range(len(rank), len(rank) + len(unit)))
-        rank.extend(unit)
-    return [[place for unit in batch for place in places[unit]] for batch in batches]
-
-
-def packing_metrics(
-    plan: BatchPlan, lengths: Sequence[int], max_tokens: int, hidden_size: int
-) -> dict[str, float]:
-    """Balance of a plan's work, and fill of its micro-batches.
-
-    `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
-    even; over several minibatches both are summed, since ranks wait for one another at each. `packing/fill`
-    is the share of the token budget that is used, `packing/micro_batches` their number on a rank.
-    """
-    most, mean = 0.0, 0.0
-    for minibatch in plan.minibatches:
-        costs = [
-            sum(sequence_cost(lengths[held[i]], hidden_size) for batch in batches for i in batch)
-            for held, batches in zip(plan.ranks, minibatch, strict=True)
-        ]
-        most += max(costs)
-        mean += sum(costs) / len(costs)
-    count = sum(len(minibatch[0]) for minibatch in plan.minibatches)
-    return {
-        "packing/imbalance": most / mean,
-        "packing/fill": sum(lengths) / (count * len(plan.ranks) * max_tokens),
-        "packing/micro_batches": float(count),
-    }
+        minibatch = []
+        for share, batches, held in zip(shares, local, ranks, strict=True):
+            places = []  # of each unit's sequences in what the rank holds
+            for u in share:
+                places.append(range(len(held), len(held) + len(part[u])))
+                held.extend(part[u])
+            minibatch.append([[place for unit in batch for place in places[unit]] for batch in batches])
+        minibatches.append(minibatch)
+    return BatchPlan(ranks, minibatches, tuple(lengths), max_tokens, hidden_size)
 
 
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -198,129 +293,31 @@ def plan_micro_batches(
                 f"data-parallel rank {rank} has {len(lengths)} sequences, but {required} micro-batches: make "
                 "the number of sequences a larger multiple of the data-parallel size"
             )
-        while len(plan) < count:
-            _split_largest(plan, lengths)
+        while len(plan) < count:  # halve the micro-batch of most tokens that has several sequences
+            batch = max((b for b in plan if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
+            plan.remove(batch)
+            plan.extend([batch[i] for i in half] for half in balance([lengths[i] for i in batch], 2))
     return plans
 
 
-def _split_largest(plan: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve, by tokens, the micro-batch of most tokens that has more than one sequence."""
-    batch = max((b for b in plan if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
-    plan.remove(batch)
-    plan.extend([batch[i] for i in half] for half in balance([lengths[i] for i in batch], 2))
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SequencePlace:
-    """One sequence: a reference to a list, and the row in it."""
-
-    store: Any  # reference to a list of trajectories or examples
-    row: int
-    num_tokens: int
-    advantage: Advantage = 0.0
-    weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
-    likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
-    rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
-    compared: Compared | None = None  # of a sequence that a loss compares with others
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The sequences of one data-parallel rank, in the order in which it holds them.
-
-    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
-    """
-
-    stores: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]  # [S] index of the store, row in it
-    advantages: tuple[Advantage, ...]  # [S]
-    weights: tuple[float, ...]  # [S]
-    likelihood: tuple[float, ...] | None = None  # [S]
-    rewards: tuple[tuple[float, ...], ...] | None = None  # [S]
-    compared: tuple[Compared, ...] | None = None  # [S]
-
-    def sequences(self) -> list[Any]:
-        """The trajectories or examples themselves, once the references are resolved."""
-        return [self.stores[store][row] for store, row in self.places]
-
-
-def make_shards(sequences: Sequence[SequencePlace], plan: BatchPlan) -> list[Shard]:
-    """One shard for each data-parallel rank of the plan; each names every store it needs once."""
-    return [_shard([sequences[i] for i in members]) for members in plan.ranks]
-
-
-def _shard(sequences: Sequence[SequencePlace]) -> Shard:
-    stores: dict[Any, int] = {}
-    for sequence in sequences:
-        stores.setdefault(sequence.store, len(stores))
-    return Shard(
-        stores=tuple(stores),
-        places=tuple((stores[s.store], s.row) for s in sequences),
-        advantages=tuple(s.advantage for s in sequences),
-        weights=tuple(s.weight for s in sequences),
-        likelihood=_all_or_none([s.likelihood for s in sequences], "weighted to be imitated"),
-        rewards=_all_or_none([s.rewards for s in sequences], "rewarded"),
-        compared=_all_or_none([s.compared for s in sequences], "compared"),
+def plan_sequences(
+    sequences: Sequence[SequencePlace],
+    config: PolicyConfig,
+    hidden_size: int,
+    num_ranks: int,
+    num_minibatches: int,
+) -> BatchPlan:
+    """`plan_batch` of sequences for a model of this config; those that are compared stay together."""
+    layout = config.layout
+    return plan_batch(
+        [s.num_tokens for s in sequences],
+        num_ranks,
+        num_minibatches,
+        config.micro_batch_tokens,
+        hidden_size,
+        fewest=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1,
+        units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
     )
-
-
-def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] | None:
-    known = tuple(each for each in of_sequences if each is not None)
-    if known and len(known) < len(of_sequences):
-        raise ValueError(f"{len(known)} of {len(of_sequences)} sequences of a shard are {what}: all or none")
-    return known or None
-
-
-Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
-
-TokenArray = Float32Array | Int32Array
-
-
-@dataclass(frozen=True)
-class Column:
-    """One field of a batch of S sequences, in the order of the batch."""
-
-    places: tuple[tuple[Any, int], ...]  # [S] reference to a list of arrays, and the row in it
-
-
-@dataclass(frozen=True)
-class ColumnShard:
-    """The part of a column that a data-parallel rank holds the sequences of.
-
-    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
-    """
-
-    stores: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
-
-    def rows(self) -> list[TokenArray]:
-        """The arrays themselves, once the references are resolved."""
-        return [self.stores[store][row] for store, row in self.places]
-
-
-def column_of(stores: Sequence[Any], plan: BatchPlan) -> Column:
-    """What the data-parallel ranks of a plan have stored, each for the sequences that it holds."""
-    found = {
-        place: (store, row)
-        for store, held in zip(stores, plan.ranks, strict=True)
-        for row, place in enumerate(held)
-    }
-    return Column(tuple(found[place] for place in range(len(found))))
-
-
-def column_shards(column: Column, plan: BatchPlan) -> list[ColumnShard]:
-    """One for each data-parallel rank of the plan; each names every store that it needs once."""
-    return [_shard_columns([column.places[place] for place in held]) for held in plan.ranks]
-
-
-def _shard_columns(places: Sequence[tuple[Any, int]]) -> ColumnShard:
-    stores: dict[Any, int] = {}
-    for store, _ in places:
-        stores.setdefault(store, len(stores))
-    return ColumnShard(tuple(stores), tuple((stores[store], row) for store, row in places))
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
@@ -343,65 +340,3 @@ def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> P
         )
     values = torch.cat([torch.from_numpy(row.copy()) for row in rows])
     return replace(batch, **{field: values})
-
-
-@dataclass(frozen=True)
-class LoadedBatch:
-    """A batch as it lies on the ranks of one model."""
-
-    plan: BatchPlan
-    lengths: tuple[int, ...]  # [S] tokens
-    micro_batch_tokens: int
-    hidden_size: int
-
-    @classmethod
-    def plan_for(
-        cls,
-        sequences: Sequence[SequencePlace],
-        config: PolicyConfig,
-        hidden_size: int,
-        num_ranks: int,
-        num_minibatches: int,
-    ) -> Self:
-        """Plan micro-batches and minibatches for `num_ranks` data-parallel ranks."""
-        layout, lengths = config.layout, [s.num_tokens for s in sequences]
-        interleaved = layout.virtual_pipeline_parallel_size > 1
-        plan = plan_batch(
-            lengths,
-            num_ranks,
-            num_minibatches,
-            config.micro_batch_tokens,
-            hidden_size,
-            fewest=layout.pipeline_parallel_size if interleaved else 1,
-            units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
-        )
-        return cls(plan, tuple(lengths), config.micro_batch_tokens, hidden_size)
-
-    @property
-    def micro_batches(self) -> list[list[list[int]]]:
-        """[rank][micro-batch] of all minibatches together."""
-        return [
-            [batch for minibatch in self.plan.minibatches for batch in minibatch[rank]]
-            for rank in range(len(self.plan.ranks))
-        ]
-
-    def shards(self, sequences: Sequence[SequencePlace]) -> list[Shard]:
-        """`make_shards` of the batch's sequences."""
-        return make_shards(sequences, self.plan)
-
-    def column(self, stores: Sequence[Any]) -> Column:
-        """The field that the data-parallel ranks have stored."""
-        return column_of(stores, self.plan)
-
-    def column_shards(self, column: Column) -> list[ColumnShard]:
-        """A field by data-parallel rank."""
-        return column_shards(column, self.plan)
-
-    def in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
-        """[S] in the order of the batch, of values by data-parallel rank in the order of its sequences."""
-        by_place = dict(zip(chain(*self.plan.ranks), chain(*values), strict=True))
-        return [by_place[place] for place in range(len(by_place))]
-
-    def packing_metrics(self) -> dict[str, float]:
-        """How evenly the batch is spread, and how full its micro-batches are."""
-        return packing_metrics(self.plan, list(self.lengths), self.micro_batch_tokens, self.hidden_size)

@@ -1,16 +1,13 @@
-"""The model's tokenizer and chat template, loaded without torch.
+"""The model's tokenizer and chat template, loaded without torch, and conversations as tokens turn by turn.
 
-A conversation's tokens, turn by turn: what was sampled stays as it was sampled.
-
-A chat template renders complete conversations. Here it is used only for what surrounds a turn: a
-placeholder takes the turn's place, and the text after it is what the template adds: its end of the turn,
-the observation, and the opening of the next turn.
+What was sampled stays as it was sampled. A chat template renders complete conversations; here it is used only
+for what surrounds a turn: a placeholder takes the turn's place, and the text after it is what the template
+adds: its end of the turn, the observation, and the opening of the next turn.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import NemorlError
@@ -42,12 +39,10 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if messages can be rendered."""
         return bool(self._backend.chat_template)
 
     @property
     def chat_template(self) -> str:
-        """The template's text; empty without one."""
         return str(self._backend.chat_template or "")
 
     @property
@@ -103,10 +98,7 @@ class Tokenizer:
         try:
             return str(
                 self._backend.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             )
         except jinja2.TemplateError as error:
@@ -139,37 +131,35 @@ def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
             backend.chat_template = policy.tokenizer.chat_template.read_text(encoding="utf-8")
         except OSError as error:
             raise TokenizerError(f"cannot read the chat template: {error}") from error
-    ends = _end_tokens(policy.model_path)
-    if backend.eos_token_id is not None:
-        ends |= {backend.eos_token_id}
-    return Tokenizer(backend, str(folder), ends)
-
-
-def _end_tokens(model: Path) -> frozenset[int]:
-    """`eos_token_id` of the model's config.json and generation_config.json; either may be one or several."""
-    ends: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            value = json.loads((model / name).read_text(encoding="utf-8")).get("eos_token_id")
+    ends = set() if backend.eos_token_id is None else {backend.eos_token_id}
+    for file in (policy.model_path / "config.json", policy.model_path / "generation_config.json"):
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")  # one or several
             ends.update([value] if isinstance(value, int) else value or [])
-    return frozenset(ends)
+    return Tokenizer(backend, str(folder), frozenset(ends))
 
 
 class TemplateError(TokenizerError):
     """A chat template that cannot be applied turn by turn; the message names the template."""
 
 
-class Prompts(Protocol):
-    """Renders messages as the tokens between the policy's turns."""
+class Prompts:
+    """Renders messages as the tokens between the policy's turns: here as plain text, joined.
+
+    For models without a chat format.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     @property
     def end_token_id(self) -> int:
         """The token that should end a turn."""
-        ...
+        return self._tokenizer.eos_token_id
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         """The tokens before the first turn."""
-        ...
+        return self._tokenizer.encode_document("".join(m.content for m in messages))
 
     def after_turn(
         self,
@@ -182,40 +172,11 @@ class Prompts(Protocol):
 
         `history` precedes the turn; `last_token` is the last one sampled, None for an empty turn.
         """
-        ...
-
-
-class PlainPrompts:
-    """Messages as plain text, joined: for models without a chat format."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @property
-    def end_token_id(self) -> int:
-        """The tokenizer's end token."""
-        return self._tokenizer.eos_token_id
-
-    def open(self, messages: Sequence[Message]) -> list[int]:
-        """The texts joined, with the model's start token."""
-        return self._tokenizer.encode_document("".join(m.content for m in messages))
-
-    def after_turn(
-        self,
-        history: Sequence[Message],
-        turn: Message,
-        observation: Sequence[Message],
-        last_token: int | None,
-    ) -> list[int]:
-        """The observation's texts joined."""
         return self._tokenizer.encode("".join(m.content for m in observation))
 
 
-class ChatPrompts:
+class ChatPrompts(Prompts):
     """Messages by the tokenizer's chat template, applied to one turn at a time."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     @property
     def end_token_id(self) -> int:
@@ -224,7 +185,6 @@ class ChatPrompts:
         return self._tokenizer.eos_token_id if template_end is None else template_end
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The opening messages and the header of the policy's first turn."""
         return self._tokenizer.encode(self._tokenizer.render(messages, add_generation_prompt=True))
 
     def after_turn(
@@ -238,9 +198,19 @@ class ChatPrompts:
 
         Raises TemplateError when the template does not leave the turns before as they were.
         """
-        self._check_prefix(history, turn, observation)
-        stand_in = Message("assistant", PLACEHOLDER)
-        rendered = self._tokenizer.render([*history, stand_in, *observation], add_generation_prompt=True)
+        # The complete conversation, rendered again, begins with what the policy saw and then says what it
+        # said; but for white space, which templates trim and the kept tokens do not.
+        before = self._tokenizer.render(history, add_generation_prompt=True)
+        after = self._tokenizer.render([*history, turn, *observation], add_generation_prompt=True)
+        said, kept = ("".join(text.split()) for text in (turn.content, after[len(before) :]))
+        if not after.startswith(before) or not kept.startswith(said):
+            raise TemplateError(
+                f"the chat template of {self._tokenizer.name} rewrites earlier turns (many drop a turn's "
+                "reasoning when the next message comes), so the policy would be trained on a conversation "
+                "it never had: give a template that keeps them in `policy.tokenizer.chat_template`"
+            )
+        replaced = [*history, Message("assistant", PLACEHOLDER), *observation]
+        rendered = self._tokenizer.render(replaced, add_generation_prompt=True)
         if rendered.count(PLACEHOLDER) != 1:
             raise TemplateError(
                 f"the chat template of {self._tokenizer.name} does not write an assistant's message exactly "
@@ -251,30 +221,7 @@ class ChatPrompts:
         # A model may end its turn with another end token than the template's; one end is enough either way.
         return tokens[1:] if last_token in ends and tokens[:1] and tokens[0] in ends else tokens
 
-    def _check_prefix(
-        self, history: Sequence[Message], turn: Message, observation: Sequence[Message]
-    ) -> None:
-        """The whole conversation, rendered again, begins with what the policy saw and then says what it said.
-
-        White space is left out of the comparison of the turn: templates trim it, the kept tokens do not.
-        """
-        before = self._tokenizer.render(history, add_generation_prompt=True)
-        after = self._tokenizer.render([*history, turn, *observation], add_generation_prompt=True)
-        kept = after.startswith(before) and _without_space(after[len(before) :]).startswith(
-            _without_space(turn.content)
-        )
-        if not kept:
-            raise TemplateError(
-                f"the chat template of {self._tokenizer.name} rewrites earlier turns (many drop a turn's "
-                "reasoning when the next message comes), so the policy would be trained on a conversation "
-                "it never had: give a template that keeps them in `policy.tokenizer.chat_template`"
-            )
-
 
 def prompts_of(tokenizer: Tokenizer, chat: bool) -> Prompts:
     """By the chat template where `data.chat` asks for it, else plain."""
-    return ChatPrompts(tokenizer) if chat else PlainPrompts(tokenizer)
-
-
-def _without_space(text: str) -> str:
-    return "".join(text.split())
+    return ChatPrompts(tokenizer) if chat else Prompts(tokenizer)

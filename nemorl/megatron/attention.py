@@ -2,23 +2,18 @@
 
 Megatron's own `DotProductAttention` refuses packed sequences. This one takes them in every back end: a
 variable-length kernel where the device has one, else dense buckets of sequences of similar length. The rotary
-embedding is applied here too, because here the packed positions are known once for all layers.
+embedding is applied here too, because here the packed positions are known once for all layers. Under context
+parallelism a rank has the queries of its share of every sequence, and collects the keys and values of the
+other ranks.
 
-Under context parallelism a rank has the queries of its share of every sequence, and collects the keys and
-values of the other ranks.
-
-Attention with sinks: a learned logit per head, to which a query may turn instead of to any token.
-
-With the logits S of a query and the sink s, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the
-softmax without the sink, times sigmoid(lse - s), where lse = log sum exp(S). Flash attention returns lse with
-its output, and its backward pass recomputes the shares as exp(S - lse). Given log(exp(lse) + exp(s)) in its
-place, and the output with the sink, it therefore computes the gradients with the sink. The sink's own is the
-share it takes, times what it would add to the output (nothing) less the output.
-
-Rotating queries and keys of packed sequences, with a backward pass that saves only the angles.
+Sinks: a learned logit s per head, to which a query may turn instead of to any token. With the logits S of a
+query, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the softmax without the sink, times
+sigmoid(lse - s), where lse = log sum exp(S). Flash attention returns lse with its output, and its backward
+pass recomputes the shares as exp(S - lse). Given log(exp(lse) + exp(s)) in its place, and the output with the
+sink, it therefore computes the gradients with the sink. The sink's own is the share it takes, times what it
+would add to the output (nothing) less the output.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +24,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .device import KernelRows
-from .packing import Bucket, PackedLayout, Span
+from .device import KernelRows, window_size
+from .packing import Bucket, PackedLayout
 
 
 class FlashKernel(Protocol):
@@ -62,7 +57,6 @@ class DenseKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention for these shapes of query, key and value."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         causal, options = self.sees is None, self._options(query)
         return backward(grad, query, key, value, out, lse, 0.0, causal, **options)  # type: ignore[no-any-return]
@@ -85,46 +79,27 @@ class PackedKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """[n, heads, dim] and [n, heads]"""
-        grouped = query.shape[1] != key.shape[1]
+        causal, window, grouped = self.window is None, self._window(), query.shape[1] != key.shape[1]
         out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *self._sizes(), self._causal, self.scale, self._window_size, grouped
+            query, key, value, *self.rows.sizes, causal, self.scale, window, grouped
         )
         return out, lse.t()
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention for these shapes of query, key and value."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
-            grad.contiguous(),
-            query,
-            key,
-            value,
-            out,
-            lse.t().contiguous(),
-            *self._sizes(),
-            self._causal,
-            no_dropout,
-            self.scale,
-            self._window_size,
+            *(grad.contiguous(), query, key, value, out, lse.t().contiguous(), *self.rows.sizes),
+            *(self.window is None, no_dropout, self.scale, self._window()),
         )
 
-    @property
-    def _causal(self) -> bool:
-        return self.window is None
-
-    @property
-    def _window_size(self) -> list[int]:
-        return [-1 if self.window is None else self.window - 1, 0]
-
-    def _sizes(self) -> tuple[Tensor, Tensor, int, int]:
-        rows = self.rows
-        return rows.cu_queries, rows.cu_keys, rows.max_queries, rows.max_keys
+    def _window(self) -> list[int]:
+        return list(window_size(self.window))
 
 
 def attend(kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """The output of the kernel, with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
+    """Output of the kernel with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
     return _Attend.apply(kernel, query, key, value, sinks)  # type: ignore[no-any-return]
 
 
@@ -192,7 +167,7 @@ class PackedAttention(torch.nn.Module):
         """Attention of one layer: a query sees `window` tokens, itself included, or all before it.
 
         `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
-        second angles. `softmax_scale` is 1 / sqrt(dim) if None. `sinks` adds a parameter (sinks.py) for each
+        second angles. `softmax_scale` is 1 / sqrt(dim) if None. `sinks` adds a parameter for each
         head of the rank, whose number and type are in Megatron's `config`.
         """
         super().__init__()
@@ -201,7 +176,7 @@ class PackedAttention(torch.nn.Module):
         self.window = window
         self.rotates = rotates
         self.local_rope = local_rope
-        self.softmax_offset = None  # Megatron's name for the sinks
+        self.softmax_offset: torch.nn.Parameter | None = None  # Megatron's name for the sinks
         if sinks:
             assert config is not None, "a layer with sinks is made from Megatron's config"
             if config.params_dtype == torch.float32 and not config.use_cpu_initialization:
@@ -230,103 +205,65 @@ class PackedAttention(torch.nn.Module):
             assert angles is not None, "a packed layout carries the angles that its layers need"
             query, key = rotate(query, *angles), rotate(key, *angles)
         if layout.key_order is not None:
-            key, value = _of_all_ranks(key, value, layout)
+            # Of whole sequences; in backward each rank gets the sum of its own tokens' gradients.
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat((key, value), -1), group=layout.share.group
+            ).index_select(0, layout.key_order)
+            key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
         width = value.shape[-1]
         # Kernels require values as wide as keys; columns of zeros give columns of zeros.
         value = F.pad(value, (0, key.shape[-1] - width))
-        return self._attend(query, key, value, layout)[..., :width].flatten(1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-        """[N, heads, dim]"""
         scale, window, sinks = self.softmax_scale, self.window, self.softmax_offset
         if layout.cached is not None:
             layout.cached.keep(self.layer_number, key, value)
-            if layout.cached.step is not None:
-                return layout.cached.attend(self.layer_number, query, scale, window, sinks)
-        if layout.kernel is not None:
+        if layout.cached is not None and layout.cached.step is not None:
+            out = layout.cached.attend(self.layer_number, query, scale, window, sinks)
+        elif layout.kernel is not None:
             rows = layout.kernel_rows
+            assert rows is not None, "rows come with a kernel"
             if layout.kernel_keys is not None:
                 key, value = (x.index_select(0, layout.kernel_keys) for x in (key, value))
-            assert rows is not None, "rows come with a kernel"
             if sinks is not None:
-                return attend(PackedKernel(rows, scale, window), query, key, value, sinks)
-            return layout.kernel(query, key, value, rows, scale, window)
-        parts = [
-            _dense_attention(query, key, value, bucket, scale, window, sinks) for bucket in layout.buckets
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                out = attend(PackedKernel(rows, scale, window), query, key, value, sinks)
+            else:
+                out = layout.kernel(query, key, value, rows, scale, window)
+        else:
+            parts = [self._dense(query, key, value, bucket) for bucket in layout.buckets]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out[..., :width].flatten(1)  # of [N, heads, dim]
 
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+        """[tokens of the bucket, heads, dim]
 
-def _of_all_ranks(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole sequences; in backward each rank gets the sum of its own tokens' gradients."""
-    both = tensor_parallel.gather_from_sequence_parallel_region(
-        torch.cat((key, value), -1), group=layout.share.group
-    )
-    whole = both.index_select(0, layout.key_order)
-    return whole[..., : key.shape[-1]], whole[..., key.shape[-1] :]
+        Blocks of queries are taken with no more keys than they see. The rows of one rank that holds whole
+        sequences begin with their first query, so without a window the causal mask is all the mask there is.
+        """
+        q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
+        window = self.window if self.window is not None and self.window < k.shape[2] else None
+        parts = []
+        for span in bucket.spans:
+            if window is None and span.starts is None:
+                of_span = q[:, :, span.first : span.first + span.length]
+                parts.append(self._masked(of_span, k, v, None))
+                continue
+            size = span.length if window is None else max(window, BLOCK)
+            for first in range(0, span.length, size):
+                block = range(first, min(first + size, span.length))
+                start = 0 if window is None else max(span.min_start + first - window + 1, 0)
+                keys = range(start, min(span.largest_start + block.stop, k.shape[2]))
+                seen = slice(keys.start, keys.stop)
+                of_block = q[:, :, span.first + block.start : span.first + block.stop]
+                sees = span.sees(block, keys, window, q.device)
+                parts.append(self._masked(of_block, k[:, :, seen], v[:, :, seen], sees))
+        return bucket.queries.packed(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
 
-
-def _dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bucket: Bucket,
-    scale: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one bucket -> [its tokens, heads, dim]."""
-    q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
-    parts: list[Tensor] = []
-    for span in bucket.spans:
-        queries = q[:, :, span.first : span.first + span.length]
-        parts += _span_attention(queries, k, v, span, scale, window, sinks)
-    return bucket.queries.packed(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
-
-
-def _span_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    span: Span,
-    scale: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Iterator[Tensor]:
-    """[count, heads, queries, dim] of blocks of queries, each with no more keys than they see.
-
-    The rows of one rank that holds whole sequences begin with their first query, so without a window the
-    causal mask is all the mask there is.
-    """
-    if window is not None and window >= k.shape[2]:
-        window = None
-    if window is None and span.starts is None:
-        yield _masked_attention(q, k, v, None, scale, sinks)
-        return
-    size = span.length if window is None else max(window, BLOCK)
-    for first in range(0, span.length, size):
-        block = range(first, min(first + size, span.length))
-        start = 0 if window is None else max(span.min_start + first - window + 1, 0)
-        keys = range(start, min(span.largest_start + block.stop, k.shape[2]))
-        yield _masked_attention(
-            q[:, :, block.start : block.stop],
-            k[:, :, keys.start : keys.stop],
-            v[:, :, keys.start : keys.stop],
-            span.sees(block, keys, window, q.device),
-            scale,
-            sinks,
-        )
-
-
-def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None, scale: float | None, sinks: Tensor | None
-) -> Tensor:
-    """[count, heads, queries, dim]; causal where `sees` is None."""
-    groups = q.shape[1] // k.shape[1]
-    if sinks is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, sees, is_causal=sees is None, scale=scale, enable_gqa=groups > 1
-        )
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return attend(DenseKernel(sees, scale), q, k, v, sinks.unsqueeze(1))
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None) -> Tensor:
+        """[count, heads, queries, dim]; causal where `sees` is None."""
+        groups = q.shape[1] // k.shape[1]
+        if self.softmax_offset is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, sees, is_causal=sees is None, scale=self.softmax_scale, enable_gqa=groups > 1
+            )
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return attend(DenseKernel(sees, self.softmax_scale), q, k, v, self.softmax_offset.unsqueeze(1))

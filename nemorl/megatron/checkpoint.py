@@ -3,14 +3,11 @@
 Saving is a snapshot and its writing. The snapshot of a running training is a copy in host memory, which
 another thread writes during the next steps.
 
-To and from megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads and writes.
-
-A model of one process is built and described by its `sharded_state_dict`, in which every shard has its place
-in the whole tensor; the files that come of it load under any layout. Weights only. Parameters are named as
-Megatron's Transformer Engine layers name them, which is how Megatron-LM's GPTModel is saved.
-
-Reading one unpickles its metadata (in megatron-core), which runs whatever code it contains; nothing of ours
-reads one but `import_megatron`.
+Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads
+and writes: weights only, as the `sharded_state_dict` of a model of one process describes them, in which every
+shard has its place in the complete tensor; the files load under any layout. Parameters are named as
+Transformer Engine's layers name them, which is how Megatron-LM's GPTModel is saved. Reading one unpickles its
+metadata (in megatron-core), which runs whatever code it contains; only `import_megatron` reads one.
 """
 
 import shutil
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from safetensors.torch import load_file
@@ -40,7 +38,15 @@ from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
 from . import parallel
-from .checkpoint_files import WEIGHT, SavedState, Shard, write_index, write_safetensors, write_state
+from .checkpoint_files import (
+    WEIGHT,
+    SavedState,
+    Shard,
+    UnfitCheckpoint,
+    write_index,
+    write_safetensors,
+    write_state,
+)
 from .checkpoint_store import FileRecord, writing
 from .device import (
     DeviceKind,
@@ -69,7 +75,7 @@ class Snapshot:
     def of(cls, optimizer: PolicyOptimizer, device: DeviceKind) -> "Snapshot":
         """References to the tensors, valid until the next step."""
         states = {
-            state: {name: s for name, s in optimizer.shards(state).items() if optimizer.saves(name)}
+            state: {name: shard for name, shard in optimizer.shards(state).items() if shard.is_first}
             for state in optimizer.state_names
         }
         return cls(states, random_states(device), replace(optimizer.progress))
@@ -85,30 +91,25 @@ class SnapshotCopier:
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same in host memory, valid until the next copy."""
-        states = {
-            state: {
-                name: replace(shard, values=self._copied(state, name, shard.values))
-                for name, shard in shards.items()
-            }
-            for state, shards in snapshot.states.items()
-        }
+        states: dict[str, dict[str, Shard]] = {state: {} for state in snapshot.states}
+        for state, shards in snapshot.states.items():
+            for name, shard in shards.items():
+                if (state, name) not in self._buffers:
+                    self._buffers[state, name] = host_buffer(self._device, shard.values)
+                copy = self._buffers[state, name].copy_(shard.values, non_blocking=True)
+                states[state][name] = replace(shard, values=copy)
         finish_copies(self._device)
         return replace(snapshot, states=states)
 
-    def _copied(self, state: str, name: str, values: Tensor) -> Tensor:
-        key = state, name
-        if key not in self._buffers:
-            self._buffers[key] = host_buffer(self._device, values)
-        return self._buffers[key].copy_(values, non_blocking=True)
-
 
 def save(
-    folder: Path, snapshot: Snapshot, *, rank: int, trained: TrainedWeights, layout: LayoutConfig
+    folder: Path, snapshot: Snapshot, *, trained: TrainedWeights, layout: LayoutConfig
 ) -> tuple[FileRecord, ...]:
     """Write this rank's files; rank 0 also writes what all ranks share. Touches nothing of the training.
 
     Raises `UnwritableCheckpoint` naming the file.
     """
+    rank = dist.get_rank()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     records = [write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
@@ -121,12 +122,9 @@ def save(
 @torch.no_grad()
 def load(
     folder: Path,
-    *,
-    rank: int,
     trained: TrainedWeights,
-    layout: LayoutConfig,
-    slices: list[TensorSlice],
-    parameters: dict[str, torch.Tensor],
+    place: PolicyRank,
+    parameters: Mapping[str, Tensor],
     optimizer: PolicyOptimizer,
     device: DeviceKind,
 ) -> None:
@@ -137,25 +135,30 @@ def load(
     Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
     """
     saved = SavedState(folder, trained)
-    optimizer.check_state_names(saved.states, folder)
+    if saved.states != optimizer.state_names:
+        raise UnfitCheckpoint(
+            f"{folder} holds the optimizer states {', '.join(saved.states)}; policy.optimizer "
+            f"{optimizer.name!r} requires {', '.join(optimizer.state_names)}: resume with the optimizer the "
+            "run began with"
+        )
     by_param: dict[str, list[TensorSlice]] = defaultdict(list)
-    for part in slices:
+    for part in trained.slices(place):
         by_param[part.param].append(part)
-    for name, parameter in parameters.items():
-        mine = by_param[name]
-        if name not in optimizer.trained and not all(saved.holds(part.name) for part in mine):
+    for name, parts in by_param.items():
+        parameter = parameters[name]
+        if name not in optimizer.trained and not all(saved.holds(part.name) for part in parts):
             continue
         for state in optimizer.states_of(name):
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-            saved.fill(state, {name: values}, mine)
+            saved.fill(state, {name: values}, parts)
             if state == WEIGHT:
                 parameter.copy_(values)
             optimizer.set_shard(name, state, values.flatten())
     optimizer.resume(OptimizerProgress(**saved.progress))
-    if saved.layout == layout:
+    if saved.layout == place.layout:
         # Another layout has other processes; the model draws nothing at random, so nothing hangs on it.
-        restore_random_states(device, load_file(_random_file(folder, rank)))
+        restore_random_states(device, load_file(_random_file(folder, dist.get_rank())))
 
 
 def _random_file(folder: Path, rank: int) -> Path:
@@ -165,7 +168,7 @@ def _random_file(folder: Path, rank: int) -> Path:
 # Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
 _TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
 _DEADLINE_SECONDS = 600.0
-_MAX_REASON_CHARACTERS = 300  # characters
+_MAX_REASON_CHARACTERS = 300
 
 
 class UnfitMegatronCheckpoint(RunError, ValueError):
@@ -205,14 +208,27 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
     dtype: torch.dtype = getattr(torch, shape.torch_dtype)
     count = 0
+    tracker = source / _TRACKER
+    if tracker.is_file():  # the newest that Megatron-LM has named
+        named = tracker.read_text().strip()
+        source = source / (named if named == _RELEASE else f"iter_{int(named):07d}")
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+        raise UnfitMegatronCheckpoint(
+            f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
+            f"folder that holds one, or {_TRACKER}"
+        )
     with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
-        _load(model, shape, _checkpoint_folder(source))
+        _load(model, shape, source)
         weights, boxes = model.weights(), _boxes(shape)
         buffers = dict(model.named_buffers())  # a router's bias keeps its own type
         for name, extents in hf_tensors(shape).items():
-            tensor = _whole(boxes[name], weights).view(extents)
+            parts = boxes[name]
+            tensor = torch.empty(parts[0].shape, dtype=weights[parts[0].param].dtype)
+            for part in parts:
+                tensor[part.box] = local_view(weights, part)
+            tensor = tensor.view(extents)
             count += tensor.numel()
-            writer.add(name, tensor if boxes[name][0].param in buffers else tensor.to(dtype))
+            writer.add(name, tensor if parts[0].param in buffers else tensor.to(dtype))
     return ImportedModel(shape, count, count * dtype.itemsize, left_out=())
 
 
@@ -224,23 +240,18 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
     kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
     if len(kinds) == 1:
         model.config.moe_layer_freq = 1
+    # The norms that Transformer Engine keeps with the matrix behind them.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if shape.mla is not None:
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    dense = {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     for layer in model.decoder.layers:
         is_moe = shape.is_moe(layer.layer_number - 1)
-        layer.submodules_config.sharded_state_dict_keys_map = _names(shape, is_moe)
+        layer.submodules_config.sharded_state_dict_keys_map = names if is_moe else dense
     return model.sharded_state_dict()  # type: ignore[no-any-return]
-
-
-def _names(shape: ModelShape, is_moe: bool) -> dict[str, str]:
-    """The norms that Transformer Engine keeps with the matrix behind them, in one layer."""
-    names = {}
-    if shape.mla is None:
-        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    else:
-        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
-    if not is_moe:
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return names
 
 
 @contextmanager
@@ -267,37 +278,18 @@ def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyMode
 def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
     try:
         state = dist_checkpointing.load(sharded_state(model, shape), str(folder))
-    except CheckpointException as error:
-        reason, _ = error.failures[0]  # of the one rank there is
-        raise _unfit(folder, reason) from reason
-    except CheckpointingException as error:
-        raise _unfit(folder, error) from error
+    except (CheckpointException, CheckpointingException) as error:
+        reason: BaseException = error
+        if isinstance(error, CheckpointException):
+            reason, _ = error.failures[0]  # of the one rank there is
+        text = str(reason)  # may be a list of all names that Megatron knows
+        text = text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} …"
+        raise UnfitMegatronCheckpoint(
+            f"{folder} does not hold the model that --like names: name the folder it was trained from. "
+            f"Megatron says: {text}"
+        ) from reason
     for name, weight in model.weights().items():
         weight.copy_(state[name])
-
-
-def _unfit(folder: Path, reason: BaseException) -> UnfitMegatronCheckpoint:
-    """Megatron's reason may be a list of all names that it knows."""
-    words = str(reason)
-    words = words if len(words) <= _MAX_REASON_CHARACTERS else f"{words[:_MAX_REASON_CHARACTERS]} …"
-    return UnfitMegatronCheckpoint(
-        f"{folder} does not hold the model that --like names: name the folder it was trained from. "
-        f"Megatron says: {words}"
-    )
-
-
-def _checkpoint_folder(source: Path) -> Path:
-    """The folder with megatron-core's files: `source`, or the newest that Megatron-LM has named in it."""
-    tracker = source / _TRACKER
-    if tracker.is_file():
-        named = tracker.read_text().strip()
-        source = source / (named if named == _RELEASE else f"iter_{int(named):07d}")
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
-        raise UnfitMegatronCheckpoint(
-            f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
-            f"folder that holds one, or {_TRACKER}"
-        )
-    return source
 
 
 def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
@@ -306,11 +298,3 @@ def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
     for part in policy_slices(shape, PolicyRank()):
         boxes[part.name].append(part)
     return boxes
-
-
-def _whole(parts: list[TensorSlice], weights: dict[str, Tensor]) -> Tensor:
-    """An HF tensor put together from its boxes."""
-    whole = torch.empty(parts[0].shape, dtype=weights[parts[0].param].dtype)
-    for part in parts:
-        whole[part.box] = local_view(weights, part)
-    return whole

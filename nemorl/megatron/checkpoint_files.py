@@ -12,21 +12,18 @@ Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`,
 checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
 distributed optimizer formats know Adam's states only. Seen with megatron-core 0.16.1.
 
-Safetensors files written in pieces: no second copy in memory, and other threads run meanwhile.
-
-The library's `save_file` makes the whole file in memory first and holds the interpreter's lock while it does;
-a checkpoint is written during training, so both would slow it.
+Safetensors files are written in pieces: the library's `save_file` makes the whole file in memory first and
+holds the interpreter's lock while it does, which would slow the training meanwhile.
 """
 
 import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -52,21 +49,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     """
     # The format allows no gaps; the widest types first leaves every tensor aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    digest, size = hashlib.sha256(), 0
-    with writing(path), path.open("wb") as file:
-        for piece in _pieces(tensors, order, metadata):
-            digest.update(piece)
-            size += len(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(path.name, size, digest.hexdigest())
-
-
-def _pieces(
-    tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
-    """The file's bytes: length of the header, header, tensors."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
@@ -79,11 +61,19 @@ def _pieces(
         }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    yield len(encoded).to_bytes(8, "little") + encoded
-    for name in order:
-        content = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        for start in range(0, len(content), _PIECE_BYTES):
-            yield content[start : start + _PIECE_BYTES]
+    encoded = len(encoded).to_bytes(8, "little") + encoded
+    digest = hashlib.sha256(encoded)
+    with writing(path), path.open("wb") as file:
+        file.write(encoded)
+        for name in order:
+            content = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            for start in range(0, len(content), _PIECE_BYTES):
+                piece = content[start : start + _PIECE_BYTES]
+                digest.update(piece)
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(path.name, len(encoded) + end, digest.hexdigest())
 
 
 INDEX = "policy.json"
@@ -101,10 +91,10 @@ class Shard:
 
     start: int
     values: Tensor  # [number of elements] float32
+    is_first: bool = True  # of the ranks that update the same elements: the one that saves them
 
 
 def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]) -> FileRecord:
-    """One state of one rank: its shards by parameter."""
     tensors = {name: shard.values for name, shard in shards.items()}
     starts = {name: shard.start for name, shard in shards.items()}
     return write_safetensors(_state_file(folder, state, rank), tensors, {"starts": json.dumps(starts)})
@@ -134,14 +124,6 @@ def _adapter_scale(trained: TrainedWeights) -> float | None:
     return trained.lora.scale if trained.lora else None
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A box as ranks of the writing layout held it."""
-
-    ranks: tuple[int, ...]  # that updated the parameter, each a share of it
-    part: TensorSlice
-
-
 class SavedState:
     """A training state on disk. Raises `UnfitCheckpoint` when it is not of this model."""
 
@@ -152,7 +134,13 @@ class SavedState:
             raise UnfitCheckpoint(
                 f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
             )
-        _check_same_model(folder, index["tensors"], trained.tensors())
+        here, there = trained.tensors(), index["tensors"]
+        for name in here.keys() | there.keys():
+            if tuple(there.get(name, ())) != here.get(name, ()):
+                raise UnfitCheckpoint(
+                    f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
+                    "in the model of policy.model_path with policy.lora as it is"
+                )
         if index["adapter_scale"] != _adapter_scale(trained):
             raise UnfitCheckpoint(
                 f"{folder} holds adapters that were trained with alpha / rank = {index['adapter_scale']:g}; "
@@ -161,7 +149,18 @@ class SavedState:
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
         self.progress: dict[str, int] = index["progress"]
-        self._sources = _sources(trained, self.layout)
+        # By tensor: its boxes as ranks of the writing layout held them, with the ranks that updated the
+        # parameter, each a share of it; the optimizer spreads a parameter over all ranks that hold it.
+        ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)
+        for rank in range(self.layout.world_size):
+            ranks_of[policy_rank(self.layout, rank)].append(rank)
+        holders: dict[TensorSlice, list[int]] = defaultdict(list)
+        for place, ranks in ranks_of.items():
+            for part in trained.slices(place):
+                holders[part] += ranks
+        self._sources: dict[str, list[tuple[TensorSlice, tuple[int, ...]]]] = defaultdict(list)
+        for part, held_by in holders.items():
+            self._sources[part.name].append((part, tuple(held_by)))
         self._starts = lru_cache(maxsize=None)(self._read_starts)
         # Slices come parameter by parameter, so the last few are all that is asked for again.
         self._parameter = lru_cache(maxsize=4)(self._read_parameter)
@@ -169,8 +168,8 @@ class SavedState:
     def holds(self, name: str) -> bool:
         """True if a tensor was trained: what was frozen is in no checkpoint."""
         return all(
-            any(source.part.param in self._starts(WEIGHT, rank) for rank in source.ranks)
-            for source in self._sources[name]
+            any(part.param in self._starts(WEIGHT, rank) for rank in ranks)
+            for part, ranks in self._sources[name]
         )
 
     def fill(self, state: str, targets: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
@@ -178,20 +177,18 @@ class SavedState:
         for part in slices:
             target = local_view(targets, part)
             copied: set[tuple[tuple[int, int], ...]] = set()
-            for source in self._sources[part.name]:
-                overlap = _overlap(part, source.part)
+            for source, ranks in self._sources[part.name]:
+                overlap = _overlap(part, source)
                 if overlap is None or overlap in copied:
                     continue
-                parameter = self._parameter(state, source.ranks, source.part.param)
-                held = local_view({source.part.param: parameter}, source.part)
-                target[_within(overlap, part)] = held[_within(overlap, source.part)].to(
-                    target.device, target.dtype
-                )
+                held = local_view({source.param: self._parameter(state, ranks, source.param)}, source)
+                values = held[_within(overlap, source)]
+                target[_within(overlap, part)] = values.to(target.device, target.dtype)
                 copied.add(overlap)
 
     def hf_tensor(self, name: str) -> Tensor:
         """A whole tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
-        extents = self._sources[name][0].part.shape
+        extents = self._sources[name][0][0].shape
         whole = torch.empty(extents)
         strides = whole.stride()
         box = TensorSlice(name, extents, (0,) * len(extents), extents, name, 0, strides)
@@ -226,23 +223,7 @@ def _state_file(folder: Path, state: str, rank: int) -> Path:
     return folder / f"{state}_{rank:05d}.safetensors"
 
 
-def _sources(trained: TrainedWeights, layout: LayoutConfig) -> dict[str, list[_Source]]:
-    """The boxes of each HF tensor by rank: the optimizer spreads a parameter over all ranks that hold it."""
-    ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)
-    for rank in range(layout.world_size):
-        ranks_of[policy_rank(layout, rank)].append(rank)
-    holders: dict[TensorSlice, list[int]] = defaultdict(list)
-    for place, ranks in ranks_of.items():
-        for part in trained.slices(place):
-            holders[part] += ranks
-    sources: dict[str, list[_Source]] = defaultdict(list)
-    for part, held_by in holders.items():
-        sources[part.name].append(_Source(tuple(held_by), part))
-    return sources
-
-
 def _overlap(a: TensorSlice, b: TensorSlice) -> tuple[tuple[int, int], ...] | None:
-    """First and last-plus-one index of the common box per dimension, or None."""
     box = []
     for a_start, a_size, b_start, b_size in zip(a.start, a.size, b.start, b.size, strict=True):
         first, last = max(a_start, b_start), min(a_start + a_size, b_start + b_size)
@@ -254,12 +235,3 @@ def _overlap(a: TensorSlice, b: TensorSlice) -> tuple[tuple[int, int], ...] | No
 
 def _within(box: tuple[tuple[int, int], ...], part: TensorSlice) -> tuple[slice, ...]:
     return tuple(slice(first - s, last - s) for (first, last), s in zip(box, part.start, strict=True))
-
-
-def _check_same_model(folder: Path, there: Mapping[str, Any], here: Mapping[str, tuple[int, ...]]) -> None:
-    for name in here.keys() | there.keys():
-        if tuple(there.get(name, ())) != here.get(name, ()):
-            raise UnfitCheckpoint(
-                f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} in "
-                "the model of policy.model_path with policy.lora as it is"
-            )

@@ -49,8 +49,6 @@ def writing(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint."""
-
     path: str  # relative to the checkpoint
     size: int  # bytes
     sha256: str
@@ -89,8 +87,6 @@ class Found:
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -134,11 +130,9 @@ class CheckpointStore:
         return final
 
     def path(self, step: int) -> Path:
-        """The folder of the committed checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """The folder of a step's checkpoint between `begin` and `commit`."""
         return self.folder / f".step_{step:08d}.tmp"
 
     def latest_valid(self) -> Found | None:

@@ -30,7 +30,7 @@ from nemorl.config.policy import LayoutConfig
 
 from .cache import CachedPass, KeyValueCache, NextTokens
 from .model import PolicyModel
-from .packing import MicroBatchMaker, PackedLayout, TokenRouting, packed_layout
+from .packing import MicroBatchMaker, ModelInput, PackedLayout, TokenRouting, packed_layout
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,6 @@ class CachedPrompt:
 
     tokens: Sequence[int]
     rows: Sequence[int]
-
-
-@dataclass(frozen=True)
-class _Input:
-    """The model's input in one pass."""
-
-    tokens: Tensor  # [1, n] padded
-    position_ids: Tensor  # [1, n]
-    layout: PackedLayout
 
 
 class CachedModel:
@@ -141,7 +132,7 @@ class CachedModel:
 
     def _input(
         self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
-    ) -> _Input:
+    ) -> ModelInput:
         """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
         missing = -n % maker.multiple if n else maker.multiple
@@ -160,9 +151,9 @@ class CachedModel:
             chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
             balance = rotary[0].new_zeros(1)
             layout.routing = TokenRouting(places < n, torch.zeros_like(places), balance, chosen=chosen)
-        return _Input(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
+        return ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
 
-    def _chosen_experts(self, step: _Input, size: tuple[int, int]) -> Tensor:
+    def _chosen_experts(self, step: ModelInput, size: tuple[int, int]) -> Tensor:
         """[n, MoE layers, top_k] of all tokens and layers, which are spread over the ranks of the copy."""
         assert step.layout.routing is not None
         experts = torch.full((step.tokens.numel(), *size), -1, dtype=torch.int32, device=self._device)

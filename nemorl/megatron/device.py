@@ -44,8 +44,15 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     # Megatron overlaps tensor-parallel communication in the order it issued it; it warns if this is not
     # set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _patch_router_without_transformer_engine()
-    _patch_recompute_without_transformer_engine()
+    # Its router asks whether a name is None that it imports only together with Transformer Engine.
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Its recomputation of norms asks for Transformer Engine's FP8 state also where there is no FP8.
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not random.HAVE_TE:
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
     if kind == "cpu":
         _patch_megatron_for_cpu()
         return torch.device("cpu")
@@ -60,7 +67,6 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
 
 
 def communication_backend(kind: DeviceKind) -> str:
-    """The torch.distributed backend of a device."""
     return "gloo" if kind == "cpu" else "nccl"
 
 
@@ -79,6 +85,10 @@ class KernelRows:
     max_queries: int
     max_keys: int
 
+    @property
+    def sizes(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
+
 
 # (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
 # are seen, itself included, or None for all
@@ -94,27 +104,20 @@ def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
     if name == "flash_attn":
         flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
         return lambda q, k, v, rows, scale, window: flash_attn(
-            q, k, v, *_sizes(rows), causal=True, softmax_scale=scale, window_size=(_before(window), 0)
+            q, k, v, *rows.sizes, causal=True, softmax_scale=scale, window_size=window_size(window)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     return lambda q, k, v, rows, scale, window: varlen_attn(
-        q,
-        k,
-        v,
-        *_sizes(rows),
+        *(q, k, v, *rows.sizes),
         scale=scale,
-        window_size=(_before(window), 0),
+        window_size=window_size(window),
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
-def _sizes(rows: KernelRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    return rows.cu_queries, rows.cu_keys, rows.max_queries, rows.max_keys
-
-
-def _before(window: int | None) -> int:
-    """Tokens before itself that a query sees, as kernels say it: -1 for all."""
-    return -1 if window is None else window - 1
+def window_size(window: int | None) -> tuple[int, int]:
+    """Tokens before and after itself that a query sees, as kernels say it: -1 for all."""
+    return (-1 if window is None else window - 1), 0
 
 
 @contextmanager
@@ -265,19 +268,3 @@ def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
             if isinstance(counts, torch.Tensor):
                 setattr(self, name, counts.numpy())
     return tokens_per_expert
-
-
-def _patch_router_without_transformer_engine() -> None:
-    """Its router asks whether a name is None that it imports only together with Transformer Engine."""
-    utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(utils, "te_general_gemm"):
-        utils.te_general_gemm = None
-
-
-def _patch_recompute_without_transformer_engine() -> None:
-    """Its recomputation of norms asks for Transformer Engine's FP8 state also where there is no FP8."""
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not random.HAVE_TE:
-        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = lambda **_: nullcontext()
-        random.fp8_autocast = lambda **_: nullcontext()

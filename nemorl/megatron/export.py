@@ -1,6 +1,6 @@
-"""A checkpoint's adapters as a folder that PEFT, and engines that take adapters, load.
+"""A checkpoint's weights as a Hugging Face folder, and its adapters as one that PEFT and engines load.
 
-A checkpoint's weights as a Hugging Face folder; needs neither its processes nor Megatron.
+Needs neither the checkpoint's processes nor Megatron.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from nemorl.config.policy import LoraConfig, PolicyConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.models.adapters import (
     PEFT_PREFIX,
     TrainedWeights,
@@ -25,7 +25,6 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
-from nemorl.models.shape import ModelShape
 from nemorl.models.tensors import merge_adapter
 
 from .checkpoint_files import SavedState
@@ -88,25 +87,21 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     folder = begin_folder(out)
     try:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        description = _description(shape, config, config.lora)
+        # PEFT's `LoraConfig`; what is left out has its default there.
+        description = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if shape.head == "lm" else "SEQ_CLS",
+            "base_model_name_or_path": str(config.model_path),
+            "r": config.lora.rank,
+            "lora_alpha": config.lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(adapted_projections(shape, config.lora)),
+            "modules_to_save": None if shape.head == "lm" else ["score"],
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
         (folder / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
         complete_folder(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _description(shape: ModelShape, config: PolicyConfig, lora: LoraConfig) -> dict[str, object]:
-    """PEFT's `LoraConfig`; what is left out has its default there."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if shape.head == "lm" else "SEQ_CLS",
-        "base_model_name_or_path": str(config.model_path),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(adapted_projections(shape, lora)),
-        "modules_to_save": None if shape.head == "lm" else ["score"],
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }

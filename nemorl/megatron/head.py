@@ -10,9 +10,7 @@ columns:
 
 One chunk keeps its logits for backward; of several, each is computed again.
 
-From hidden states to the likeliest tokens, and to logprobs of several given tokens at each place.
-
-Vocab-parallel and in chunks as in `head.py`. With logits `z` (already divided by the temperature):
+The likeliest tokens, and logprobs of several given tokens at each place, in the same way:
 
     logprob of token i:  z_i - lse(z)      d/dz_j of sum_i g_i logprob_i: sum_i g_i 1[j = i] - p_j sum_i g_i
 """
@@ -106,7 +104,12 @@ class _TokenLogprobs(torch.autograd.Function):
         # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
-            chunk = kept.pop() if kept else _again(hidden[rows], weight, shard, temperature)
+            if kept:
+                chunk = kept.pop()
+            else:
+                shifted = shifted_logits(hidden[rows], weight, shard, temperature)
+                chunk = _Chunk(shifted, sum_over_ranks(shifted.exp().sum(-1), shard).log())
+                del shifted
             grad = _grad_logits(
                 chunk,
                 labels[rows],
@@ -128,7 +131,6 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def rows_of_chunks(count: int, chunk: int) -> Iterator[slice]:
-    """The rows of each chunk."""
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
@@ -144,18 +146,13 @@ def shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, tempe
     return logits.sub_(largest.unsqueeze(1))
 
 
-def _again(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> _Chunk:
-    shifted = shifted_logits(hidden, weight, shard, temperature)
-    return _Chunk(shifted, sum_over_ranks(shifted.exp().sum(-1), shard).log())
-
-
 def _reduce(
     shifted: Tensor, labels: Tensor, shard: VocabularyShard, needs_entropy: bool
 ) -> tuple[_Chunk, Tensor, Tensor]:
     """Chunk for backward, logprobs [m] and entropies [m] (0 unless needed)."""
     exponentials = shifted.exp()
-    column, is_mine = _local_column(labels, shard)
-    label_logit = shifted.gather(1, column).squeeze(1) * is_mine
+    column, is_mine = _local_columns(labels, shard)
+    label_logit = shifted.gather(1, column.unsqueeze(1)).squeeze(1) * is_mine
     total = exponentials.sum(-1)
     weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else torch.zeros_like(total)
     total, label_logit, weighted = sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
@@ -182,15 +179,8 @@ def _grad_logits(
         p = log_p.exp()
         grad = log_p.add_(entropies.unsqueeze(1)).mul_(grad_entropies.unsqueeze(1))
         grad = grad.add_(grad_logprobs.unsqueeze(1)).mul_(p).neg_()
-    column, is_mine = _local_column(labels, shard)
-    return grad.scatter_add_(1, column, (grad_logprobs * is_mine).unsqueeze(1))
-
-
-def _local_column(labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Column [m, 1] of each label in this rank's shard, and whether it is there at all [m]."""
-    local = labels - shard.start
-    is_mine = (local >= 0) & (local < shard.num_real)
-    return torch.where(is_mine, local, 0).unsqueeze(1), is_mine
+    column, is_mine = _local_columns(labels, shard)
+    return grad.scatter_add_(1, column.unsqueeze(1), (grad_logprobs * is_mine).unsqueeze(1))
 
 
 def sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
@@ -276,7 +266,7 @@ class _LogprobsAt(torch.autograd.Function):
         shard, temperature, chunk_tokens = ctx.options
         grad_logprobs = grads[0]
         grad_hidden = torch.zeros_like(hidden)
-        # In float32, as in `head.py`; None when frozen.
+        # In float32, as above; None when frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in rows_of_chunks(ids.shape[0], chunk_tokens):
             shifted = shifted_logits(hidden[rows], weight, shard, temperature)
@@ -296,7 +286,7 @@ class _LogprobsAt(torch.autograd.Function):
 
 
 def _local_columns(ids: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Column [m, C] of each id in this rank's shard, 0 where it is another's, and whether it is there."""
+    """Column of each id in this rank's shard, 0 where it is another's, and whether it is there."""
     local = ids - shard.start
     is_mine = (local >= 0) & (local < shard.num_real)
     return torch.where(is_mine, local, 0), is_mine

@@ -7,16 +7,6 @@
 | `adam` with `on_host` | `HostAdam` | a rank's shards of the model's weights |
 | `sgd` | torch's | a rank's float32 shards |
 | `muon` | `Muon` | whole float32 parameters |
-
-AdamW in host memory keeps float32 weights and moments there and takes the step on the CPU.
-
-The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down, torch's
-fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus lies in two
-pinned buffers, as large as the largest parameter; the states are ordinary memory, as torch rounds pinned
-memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a float32 copy of the
-weights on the device too.
-
-`MainShard` describes the elements that a rank updates and the states that its optimizer keeps of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +34,13 @@ from .muon import Muon, group_of, matrices
 
 
 class HostAdam(torch.optim.Optimizer):
-    """Steps the model's own weights, of which `state` has the float32 ones.
+    """AdamW that keeps float32 weights and moments in host memory and takes the step on the CPU.
+
+    The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down,
+    torch's fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus
+    lies in two pinned buffers, as large as the largest parameter; the states are ordinary memory, as torch
+    rounds pinned memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a
+    float32 copy of the weights on the device too.
 
     `param_groups` are assigned by the caller, and every parameter is allocated before the first step.
     """
@@ -67,45 +63,34 @@ class HostAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update from `decoupled_grad`, where Megatron puts gradients of a type of their own."""
+        on_cpu = self._kind == "cpu"
         for group in self.param_groups:
             group["step"] += 1
             for param in group["params"]:
-                self._update(param, group)
-
-    def _update(self, param: Any, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        adamw(
-            [state[WEIGHT]],
-            [self._on_host(param.decoupled_grad)],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [torch.tensor(float(group["step"] - 1))],  # it counts this step itself
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=self._config.beta1,
-            beta2=self._config.beta2,
-            eps=self._config.eps,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-        )
-        self._to_device(state[WEIGHT], param)
-
-    def _on_host(self, gradient: Tensor) -> Tensor:
-        """Valid until the next one. The weight before it has then gone up."""
-        if self._kind == "cpu":
-            return gradient
-        arrived = self._gradient[: gradient.numel()].copy_(gradient, non_blocking=True)
-        finish_copies(self._kind)
-        return arrived
-
-    def _to_device(self, weight: Tensor, param: Tensor) -> None:
-        """Rounded here, so that half the bytes go up."""
-        if self._kind == "cpu":
-            param.copy_(weight)
-        else:
-            param.copy_(self._weight[: weight.numel()].copy_(weight), non_blocking=True)
+                state, gradient = self.state[param], param.decoupled_grad
+                if not on_cpu:
+                    gradient = self._gradient[: gradient.numel()].copy_(gradient, non_blocking=True)
+                    finish_copies(self._kind)  # the weight before it has then gone up as well
+                adamw(
+                    [state[WEIGHT]],
+                    [gradient],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [torch.tensor(float(group["step"] - 1))],  # it counts this step itself
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
+                    beta1=self._config.beta1,
+                    beta2=self._config.beta2,
+                    eps=self._config.eps,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                )
+                weight = state[WEIGHT]
+                if not on_cpu:  # rounded here, so that half the bytes go up
+                    weight = self._weight[: weight.numel()].copy_(weight)
+                param.copy_(weight, non_blocking=not on_cpu)
 
 
 _FUSED_ADAMS_NAMES = {WEIGHT: "master_param"}
@@ -151,20 +136,17 @@ class HeldShard(MainShard):
 
     @property
     def gradient(self) -> Tensor:
-        """In the type of Megatron's buffers, which need not be that of the parameter."""
+        # In the type of Megatron's buffers, which need not be that of the parameter.
         return self.param.decoupled_grad  # type: ignore[attr-defined, no-any-return]
 
     def state(self, name: str) -> Tensor:
-        """The float32 weight or one of the optimizer's own tensors [elements]."""
         return self.optimizer.state[self.param][name]  # type: ignore[no-any-return]
 
     def take_weight(self) -> None:
-        """Have the weight that the model has."""
         self.set_state(WEIGHT, self.param.detach().float())
 
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """No tensors: all state is in host memory."""
-        return iter(())
+        return iter(())  # all state is in host memory
 
 
 class NarrowShard(HeldShard):
@@ -174,23 +156,19 @@ class NarrowShard(HeldShard):
 
     def state(self, name: str) -> Tensor:
         """A copy [elements] float32 of a state, in host memory: what saves it reads all of them at a time."""
-        return self.optimizer.get_unscaled_state(self.param, self._stored(name)).cpu()  # type: ignore[no-any-return]
+        stored = _FUSED_ADAMS_NAMES.get(name, name)
+        return self.optimizer.get_unscaled_state(self.param, stored).cpu()  # type: ignore[no-any-return]
 
     def set_state(self, name: str, values: Tensor) -> None:
-        """Take [elements] float32 as one of its states."""
-        stored = self._stored(name)
+        stored = _FUSED_ADAMS_NAMES.get(name, name)
         if values.any():
             self.optimizer.set_scaled_state(self.param, stored, values.clone())  # scaled in place
         else:  # which has no scale
             self.optimizer._initialize_state(self.param, stored, zero_buffer=True)
 
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """All of them; of one in FP8 its bytes."""
-        states = (self.optimizer.state[self.param][self._stored(name)] for name in names)
-        return (getattr(state, "_data", state) for state in states)
-
-    def _stored(self, name: str) -> str:
-        return _FUSED_ADAMS_NAMES.get(name, name)
+        states = (self.optimizer.state[self.param][_FUSED_ADAMS_NAMES.get(name, name)] for name in names)
+        return (getattr(state, "_data", state) for state in states)  # of one in FP8 its bytes
 
 
 # FP8 as Transformer Engine's Adam is asked for it.
@@ -208,137 +186,114 @@ def build_optimizer(
 
     Moments are allocated, so that a checkpoint can be read into them.
     """
+    megatron = _megatron_config(config)
+    # Megatron's own overrides (no weight decay for norms and biases), and none for routers that stay.
+    overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
+    if config.moe.freeze_router:
+        overrides[ParamKey(name="*.router.weight")] = ParamGroupOverride(wd_mult=0.0)
     with building(device):
-        megatron = _megatron_config(config)
         whole = get_megatron_optimizer(
-            megatron,
-            list(chunks),
-            config_overrides=_group_overrides(config, megatron),
-            use_gloo_process_groups=False,
+            megatron, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
         )
+    shards: dict[str, MainShard] = {}
     # One for the ordinary parameters and, where there are any, one for the experts.
-    each = list(whole.chained_optimizers)
-    if isinstance(config.optimizer, MuonConfig):
-        shards = _replace_by_muon(config, config.optimizer, each, trained, parameters)
-    else:
-        for distributed in each:
-            _replace_inner(config, distributed, device)
-        shards = _main_shards(config, each, parameters)
-    for one in each:
-        _prepare_groups(config, one.optimizer)
+    for part in whole.chained_optimizers:
+        if isinstance(config.optimizer, MuonConfig):
+            shards |= _replace_by_muon(config, config.optimizer, part, trained, parameters)
+        else:
+            shards |= _replace_inner(config, part, device, parameters)
+        inner = part.optimizer
+        is_torch_adam = isinstance(inner, torch.optim.AdamW)
+        for group in inner.param_groups:
+            # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
+            group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
+            if is_torch_adam:
+                # One pass over memory instead of about ten; a CPU feels it most.
+                group["fused"], group["foreach"] = True, False
+            for main in group["params"]:
+                if isinstance(inner, HostAdam):
+                    inner.allocate(main)
+                elif config.optimizer.narrow_fields:
+                    inner.initialize_state(main, store_param_remainders=False)
+                else:
+                    if is_torch_adam:
+                        inner.state[main]["step"] = torch.zeros((), device=main.device)
+                    names = inner.moments(main) if isinstance(inner, Muon) else config.optimizer.moments
+                    inner.state[main] |= {name: torch.zeros_like(main) for name in names}
     return whole, shards
 
 
-def holds_weights(config: PolicyConfig) -> bool:
+def _holds_weights(config: PolicyConfig) -> bool:
     """True if the float32 weights are a state of the inner optimizer, which updates the model's weights."""
     return bool(config.optimizer.narrow_fields) or config.optimizer.state_is_on_host
 
 
-def _replace_inner(config: PolicyConfig, distributed: Any, device: DeviceKind) -> None:
-    """Megatron's distributed optimizer takes only Adam because its checkpoints know no other; ours do."""
+def _replace_inner(
+    config: PolicyConfig, distributed: Any, device: DeviceKind, parameters: Mapping[str, Tensor]
+) -> dict[str, MainShard]:
+    """Replace the Adam of Megatron's distributed optimizer, which takes only Adam because its checkpoints
+    support no other; ours do.
+    """
     optimizer = config.optimizer
-    inner: torch.optim.Optimizer
+    inner: torch.optim.Optimizer | None = None
     match optimizer:
         case SgdConfig():
             inner = torch.optim.SGD([torch.zeros(())], optimizer.lr, momentum=optimizer.momentum)
-        case AdamConfig(on_host=True):
-            inner = HostAdam(optimizer, device)
         case AdamConfig():
-            return  # Megatron's
+            inner = HostAdam(optimizer, device) if optimizer.on_host else None
         case _:  # or it would be trained by Adam
             raise AssertionError(f"{type(optimizer).__name__} has no inner optimizer: construct it here")
-    # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
-    # non-leaves.
-    inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
-    distributed.optimizer = inner
+    if inner is not None:
+        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
+        # non-leaves.
+        inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
+        distributed.optimizer = inner
+    kind = MainShard
+    if _holds_weights(config):
+        kind = NarrowShard if optimizer.narrow_fields else HeldShard
+    shards = {}
+    for name, parameter in parameters.items():
+        if parameter in distributed.model_param_gbuf_map:
+            group, order = distributed.model_param_group_index_map[parameter]
+            start = distributed._get_model_param_range_map(parameter)["param"].start
+            main = distributed.optimizer.param_groups[group]["params"][order]
+            shards[name] = kind(start, main, distributed.optimizer)
+    return shards
 
 
 def _replace_by_muon(
     config: PolicyConfig,
     muon_config: MuonConfig,
-    optimizers: Sequence[Any],
+    ordinary: Any,
     trained: TrainedWeights,
     parameters: Mapping[str, Tensor],
 ) -> dict[str, MainShard]:
-    """In place of the AdamW in Megatron's ordinary optimizers, which keep parameters whole."""
+    """Replace the AdamW in an ordinary optimizer of Megatron's, which keeps parameters whole."""
     place = policy_rank(config.layout, dist.get_rank())
-    found = {e: matrices(trained, place, of_experts=e) for e in (False, True)}
+    mains = {main for group in ordinary.optimizer.param_groups for main in group["params"]}
+    theirs = {
+        name: (main, not getattr(parameter, "allreduce", True))
+        for name, parameter in parameters.items()
+        if (main := getattr(parameter, "main_param", parameter)) in mains
+    }
+    found = {
+        e: matrices(trained, place, of_experts=e) for e in {is_expert for _, is_expert in theirs.values()}
+    }
+    muon = Muon(
+        muon_config,
+        {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]},
+        {main: group_of(e) for main, e in theirs.values()},
+    )
+    muon.param_groups = [{**group, **muon.defaults} for group in ordinary.optimizer.param_groups]
+    ordinary.optimizer = muon
     shards = {}
-    for whole in optimizers:
-        mains = {main for group in whole.optimizer.param_groups for main in group["params"]}
-        theirs = {
-            name: (main, not getattr(parameter, "allreduce", True))
-            for name, parameter in parameters.items()
-            if (main := getattr(parameter, "main_param", parameter)) in mains
-        }
-        muon = Muon(
-            muon_config,
-            {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]},
-            {main: group_of(e) for main, e in theirs.values()},
-        )
-        muon.param_groups = [{**group, **muon.defaults} for group in whole.optimizer.param_groups]
-        whole.optimizer = muon
-        for name, (main, is_expert) in theirs.items():
-            shards[name] = MainShard(0, main, muon, _data_parallel_rank(is_expert) == 0)
+    for name, (main, is_expert) in theirs.items():
+        if is_expert:
+            copy = parallel_state.get_expert_data_parallel_rank()
+        else:
+            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        shards[name] = MainShard(0, main, muon, is_first=copy == 0)
     return shards
-
-
-def _main_shards(
-    config: PolicyConfig, optimizers: Sequence[Any], parameters: Mapping[str, Tensor]
-) -> dict[str, MainShard]:
-    kind = MainShard
-    if holds_weights(config):
-        kind = NarrowShard if config.optimizer.narrow_fields else HeldShard
-    found = {}
-    for distributed in optimizers:
-        for name, parameter in parameters.items():
-            if parameter in distributed.model_param_gbuf_map:
-                group, order = distributed.model_param_group_index_map[parameter]
-                start = distributed._get_model_param_range_map(parameter)["param"].start
-                optimizer = distributed.optimizer
-                found[name] = kind(start, optimizer.param_groups[group]["params"][order], optimizer)
-    return found
-
-
-def _prepare_groups(config: PolicyConfig, optimizer: Any) -> None:
-    """Set the weight decays and allocate the moments, into which a checkpoint can then be read."""
-    is_torch_adam = isinstance(optimizer, torch.optim.AdamW)
-    for group in optimizer.param_groups:
-        # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
-        group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
-        if is_torch_adam:
-            # One pass over memory instead of about ten; a CPU feels it most.
-            group["fused"], group["foreach"] = True, False
-        for main in group["params"]:
-            if isinstance(optimizer, HostAdam):
-                optimizer.allocate(main)
-                continue
-            if config.optimizer.narrow_fields:
-                optimizer.initialize_state(main, store_param_remainders=False)
-                continue
-            state = optimizer.state[main]
-            if is_torch_adam:
-                state["step"] = torch.zeros((), device=main.device)
-            names = optimizer.moments(main) if isinstance(optimizer, Muon) else config.optimizer.moments
-            for name in names:
-                state[name] = torch.zeros_like(main)
-
-
-def _data_parallel_rank(is_expert: bool) -> int:
-    """Among the ranks that hold the same parameters."""
-    if is_expert:
-        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
-
-
-def _group_overrides(
-    config: PolicyConfig, megatron: MegatronOptimizerConfig
-) -> dict[ParamKey, ParamGroupOverride]:
-    """Megatron's own (no weight decay for norms and biases), and none for routers that stay as they are."""
-    overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
-    if config.moe.freeze_router:
-        overrides[ParamKey(name="*.router.weight")] = ParamGroupOverride(wd_mult=0.0)
-    return overrides
 
 
 def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
@@ -366,5 +321,5 @@ def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
     )
     # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
     # type as `decoupled_grad`.
-    megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = holds_weights(config)
+    megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = _holds_weights(config)
     return megatron

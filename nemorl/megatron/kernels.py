@@ -17,11 +17,14 @@ computes the same for every family, window and sink, under context parallelism t
 import importlib
 import shutil
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.policy import AdamConfig, OptimizerConfig
+from nemorl.config.policy import AdamConfig, OptimizerConfig, RecomputeConfig, SelectiveRecompute
+from nemorl.models.layout_rules import norms_are_fused
+from nemorl.models.shape import ModelShape
 
 Device = Literal["cpu", "cuda"]
 AttentionName = Literal["flash_attn", "torch_varlen", "torch_buckets"]
@@ -53,7 +56,12 @@ class Installed:
     @classmethod
     def find(cls) -> "Installed":
         """The libraries of this process; one whose import fails counts as missing."""
-        found = {name: version for name in _MODULES if (version := _version(name)) is not None}
+        found = {}
+        for name, module in _MODULES.items():
+            # An import fails where it is missing, or built for another torch or a CUDA that is not here.
+            with suppress(ImportError, OSError):
+                importlib.import_module(module)
+                found[name] = str(getattr(importlib.import_module(name), "__version__", ""))
         headers = Path(sysconfig.get_path("include"), "Python.h").exists()
         return cls(found, compiler=headers and any(map(shutil.which, ("cc", "gcc", "clang"))))
 
@@ -67,8 +75,6 @@ class Installed:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a policy process."""
-
     attention: AttentionName = "torch_buckets"
     layers: LayerKernels = "local"
     fused_gradients: bool = False
@@ -85,7 +91,9 @@ class Kernels:
                 "torch_varlen": f"torch varlen_attn ({flash})",
                 "torch_buckets": "torch scaled_dot_product_attention in buckets",
             }[self.attention],
-            "layer kernels": _layers(self.layers, installed, kind),
+            "layer kernels": installed.described(TRANSFORMER_ENGINE)
+            if self.layers == "transformer_engine"
+            else "megatron-core local" + _missing(TRANSFORMER_ENGINE, installed, kind),
             "activation kernel": _fused(self.fused_activation, TRITON, installed, kind),
             "optimizer kernel": optimizer_kernel(installed, kind, optimizer),
             "gradient accumulation": _fused(self.fused_gradients, FUSED_WEIGHT_GRADIENT, installed, kind),
@@ -109,11 +117,9 @@ def choose(
     Raises `KernelsNotFound` where `requested` is `transformer_engine` and it cannot be had.
     """
     if requested == "transformer_engine" and (kind == "cpu" or TRANSFORMER_ENGINE not in installed):
-        why = (
-            "this process runs on the CPU, where it has no kernels"
-            if kind == "cpu"
-            else "the package transformer_engine cannot be imported here"
-        )
+        why = "the package transformer_engine cannot be imported here"
+        if kind == "cpu":
+            why = "this process runs on the CPU, where it has no kernels"
         raise KernelsNotFound(
             f"policy.kernels is transformer_engine, but {why}: set it to auto to use what is there"
         )
@@ -157,12 +163,6 @@ def optimizer_kernel(installed: Installed, kind: Device, optimizer: OptimizerCon
     return "torch AdamW" + _missing(TRANSFORMER_ENGINE, installed, kind) + _missing(APEX, installed, kind)
 
 
-def _layers(layers: LayerKernels, installed: Installed, kind: Device) -> str:
-    if layers == "transformer_engine":
-        return installed.described(TRANSFORMER_ENGINE)
-    return "megatron-core local" + _missing(TRANSFORMER_ENGINE, installed, kind)
-
-
 def _fused(is_fused: bool, library: str, installed: Installed, kind: Device) -> str:
     if is_fused:
         return f"fused ({installed.described(library)})"
@@ -174,10 +174,9 @@ def _missing(library: str, installed: Installed, kind: Device) -> str:
     return "" if kind == "cpu" or library in installed else f" ({installed.described(library)})"
 
 
-def _version(library: str) -> str | None:
-    try:
-        importlib.import_module(_MODULES[library])
-    except (ImportError, OSError):  # missing, or built for another torch or a CUDA that is not here
-        return None
-    package = importlib.import_module(library)
-    return str(getattr(package, "__version__", ""))
+def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: LayerKernels) -> dict[str, str]:
+    """A line for a run's header where something that is asked for has nothing to do."""
+    asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
+    if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
+        return {}
+    return {"recomputation": "not of norms: Transformer Engine computes them with the matrices behind them"}

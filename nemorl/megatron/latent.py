@@ -62,8 +62,12 @@ class LatentAttention(MLASelfAttention):
         joint = self._whole(self.linear_kv_down_proj(hidden_states)[0])
         latent, shared_key = joint.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
         shared_key = copy_to_tensor_model_parallel_region(shared_key)  # sums the gradient over ranks
+        query_input = hidden_states
+        if self.config.q_lora_rank is not None:
+            query_latent = self._whole(self.linear_q_down_proj(hidden_states)[0])
+            query_input = self.q_layernorm(self._own_tokens(query_latent))
         inputs = (
-            self._query_input(hidden_states),
+            query_input,
             self.kv_layernorm(self._own_tokens(latent)),
             shared_key,
             *packed_seq_params.rotary,
@@ -92,13 +96,6 @@ class LatentAttention(MLASelfAttention):
             torch.cat((key, turned), -1),
             value.contiguous(),
         )
-
-    def _query_input(self, hidden_states: Tensor) -> Tensor:
-        """The input of the queries' projection: the hidden states, or their normed latent."""
-        if self.config.q_lora_rank is None:
-            return hidden_states
-        latent = self._whole(self.linear_q_down_proj(hidden_states)[0])
-        return self.q_layernorm(self._own_tokens(latent))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, 1, heads * dim] -> [N, heads, dim]."""

@@ -73,11 +73,22 @@ class AdapterBranch(torch.nn.Module):
         super().__init__()
         self.enabled = True
         self._rows, self._groups, self._scale = rows, groups, scale
-        self._sums_input, self._sequence_parallel = sums_input, sequence_parallel
+        # From `A x` of this rank's columns or tokens to that of the tokens of its output. The last: each rank
+        # has the gradient of its own rows only, and backward sums them.
+        self._exchange = {
+            (True, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+            (True, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
+            (False, True): tensor_parallel.gather_from_sequence_parallel_region,
+            (False, False): tensor_parallel.copy_to_tensor_model_parallel_region,
+        }[sums_input, sequence_parallel]
         self._names = tuple(adapters)
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
-            self._mark(adapter)
+            # Mark the parameters that are shards (the norm sums them) and whose gradients are partial.
+            shard, dim, copy = (adapter.a, 1, adapter.b) if sums_input else (adapter.b, 0, adapter.a)
+            set_tensor_model_parallel_attributes(shard, True, dim, 1)
+            # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
+            copy.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, 1, rows of the weight on this rank] from the weight's own input."""
@@ -96,34 +107,19 @@ class AdapterBranch(torch.nn.Module):
         ]
         return torch.cat(groups, dim=-1).flatten(-2)
 
-    def _exchange(self, low: Tensor) -> Tensor:
-        """From `A x` of this rank's columns or tokens to that of the tokens of its output."""
-        exchanges = {
-            (True, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
-            (True, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
-            (False, True): tensor_parallel.gather_from_sequence_parallel_region,
-            # Each rank has the gradient of its own rows only; backward sums them.
-            (False, False): tensor_parallel.copy_to_tensor_model_parallel_region,
-        }
-        exchanged: Tensor = exchanges[self._sums_input, self._sequence_parallel](low)
-        return exchanged
-
-    def _mark(self, adapter: Adapter) -> None:
-        """Mark the parameters that are shards (the norm sums them) and whose gradients are partial."""
-        shard, dim, copy = (adapter.a, 1, adapter.b) if self._sums_input else (adapter.b, 0, adapter.a)
-        set_tensor_model_parallel_attributes(shard, True, dim, 1)
-        # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
-        copy.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
-
 
 class Adapters:
-    """All adapters of this rank."""
-
     def __init__(self, shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> None:
         self.slices = adapter_slices(shape, lora, rank)
         self._lora = lora
         self._sequence_parallel = rank.layout.sequence_parallel
-        self._weights = _adapted_weights(policy_slices(shape, rank), self.slices)
+        # By weight: the matrices in it, of which at least one has a pair.
+        pairs = {part.param: part for part in self.slices}
+        matrices: dict[str, list[_Matrix]] = defaultdict(list)
+        for part in policy_slices(shape, rank):
+            names = adapter_params(part.param, part.name)
+            matrices[part.param].append(_Matrix(part, pairs.get(names.a), pairs.get(names.b)))
+        self._weights = {param: found for param, found in matrices.items() if any(m.a for m in found)}
         self._branches: list[AdapterBranch] = []
 
     def attach(self, model: Any, chunk: int) -> None:
@@ -133,14 +129,23 @@ class Adapters:
             model.scalar_head.requires_grad_(True)
         for param, matrices in self._weights.items():
             number, name = chunk_of(param)
-            if number == chunk:
-                linear: Any = model.get_submodule(name.removesuffix(".weight"))
-                linear.lora = self._branch(matrices, linear.weight)
-                linear.register_forward_hook(_add_branch)
-                self._branches.append(linear.lora)
+            if number != chunk:
+                continue
+            linear: Any = model.get_submodule(name.removesuffix(".weight"))
+            pairs = {m.projection: (m.a, m.b) for m in matrices}
+            columns = next(a for a, _ in pairs.values() if a is not None)
+            linear.lora = AdapterBranch(
+                {name: Adapter(a, b, linear.weight) for name, (a, b) in pairs.items() if a and b},
+                {m.projection: m.part.size[0] for m in matrices},
+                groups=len(matrices) // len(pairs),
+                scale=self._lora.scale,
+                sums_input=columns.size != columns.shape,
+                sequence_parallel=self._sequence_parallel,
+            )
+            linear.register_forward_hook(_add_branch)
+            self._branches.append(linear.lora)
 
     def described(self) -> dict[str, str]:
-        """For the head of a run's log."""
         targets = ", ".join(dict.fromkeys(m.projection for ms in self._weights.values() for m in ms if m.a))
         return {"adapters": f"rank {self._lora.rank}, alpha {self._lora.alpha:g}, on {targets}"}
 
@@ -172,18 +177,6 @@ class Adapters:
     def merged(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters with the adapters added to the weights, computed when one is asked for."""
         return _Merged(parameters, self._weights, self._lora.scale)
-
-    def _branch(self, matrices: Sequence[_Matrix], weight: Tensor) -> AdapterBranch:
-        pairs = {m.projection: (m.a, m.b) for m in matrices}
-        columns = next(a for a, _ in pairs.values() if a is not None)
-        return AdapterBranch(
-            {name: Adapter(a, b, weight) for name, (a, b) in pairs.items() if a and b},
-            {m.projection: m.part.size[0] for m in matrices},
-            groups=len(matrices) // len(pairs),
-            scale=self._lora.scale,
-            sums_input=columns.size != columns.shape,
-            sequence_parallel=self._sequence_parallel,
-        )
 
 
 class _Merged(Mapping[str, Tensor]):
@@ -220,29 +213,13 @@ class _Merged(Mapping[str, Tensor]):
         return merged[name]
 
 
-def _adapted_weights(
-    weights: Sequence[TensorSlice], adapters: Sequence[TensorSlice]
-) -> dict[str, list[_Matrix]]:
-    """By weight: the matrices in it, of which at least one has a pair."""
-    there = {part.param: part for part in adapters}
-    found: dict[str, list[_Matrix]] = defaultdict(list)
-    for part in weights:
-        names = adapter_params(part.param, part.name)
-        found[part.param].append(_Matrix(part, there.get(names.a), there.get(names.b)))
-    return {param: matrices for param, matrices in found.items() if any(m.a for m in matrices)}
-
-
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Megatron's linears give their output and the bias that a later module adds."""
     if not linear.lora.enabled:
         return output
-    return output[0] + linear.lora(_normed(linear, inputs[0])), output[1]
-
-
-def _normed(linear: Any, x: Tensor) -> Tensor:
-    """The input of the weight: Transformer Engine puts a norm into the module of some."""
+    x = inputs[0]
     norm = getattr(linear, "layer_norm_weight", None)
-    if norm is None:
-        return x
-    weight = norm + 1 if linear.zero_centered_gamma else norm
-    return torch.nn.functional.rms_norm(x, norm.shape, weight, linear.eps)
+    if norm is not None:  # Transformer Engine puts a norm into the module of some weights
+        weight = norm + 1 if linear.zero_centered_gamma else norm
+        x = torch.nn.functional.rms_norm(x, norm.shape, weight, linear.eps)
+    return output[0] + linear.lora(x), output[1]

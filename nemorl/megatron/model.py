@@ -1,46 +1,14 @@
-"""The policy's model: Megatron's GPTModel with our norm, our attention and deferred logits.
+"""The policy's model: Megatron's GPTModel with our norms, attention, router and deferred logits.
 
-Megatron's configuration of a model, from the model's shape and the policy's.
-
-Modules of a model's layers: Megatron's, with our core attention and, in local layers, our norms.
-
-One number after each token instead of the vocabulary: the head of a critic or a reward model.
-
-Layers of Transformer Engine's linears and norms, as Megatron puts them together.
-
-They hold the same tensors as Megatron's local layers, under names that `nemorl.megatron.model` reads.
-The core attention, the norms behind attention and MLP and the routing stay ours: see `layers.py`, which
-replaces them in either, and `kernels.py` for the reason.
-
-Megatron's two schemes of parameter names, brought into one.
-
-Families name parameters as Megatron's local layer spec does. Its Transformer Engine spec has the same tensors
-under other names: a norm before one matrix belongs to that matrix' module, and the experts of a
-layer are one module. Each of its names has exactly one place among the local ones, so this direction needs to
-know nothing of the model. The other would: whether `input_layernorm` moves depends on the attention, whether
-`pre_mlp_layernorm` does on the layer's MLP.
-
-In megatron-core 0.16.1 (`models/gpt/gpt_layer_specs.py` unless a file is named):
-
-| local spec | Transformer Engine spec | made by |
-|---|---|---|
-| `input_layernorm` | `self_attention.linear_qkv.layer_norm_` | `get_gpt_layer_with_…_spec`, without MLA |
-| `pre_mlp_layernorm` | `mlp.linear_fc1.layer_norm_` | `get_mlp_module_spec_for_backend`, without experts |
-| `self_attention.q_layernorm` | `self_attention.linear_q_up_proj.layer_norm_` | the first, with MLA |
-| `self_attention.kv_layernorm` | `self_attention.linear_kv_up_proj.layer_norm_` | the first, with MLA |
-| `mlp.experts.local_experts.{i}.linear_fc1.` | `mlp.experts.linear_fc1.` … `{i}` | `grouped_mlp_modules` |
-
-The last is in `extensions/transformer_engine_spec_provider.py`; `linear_fc2` follows the same rule. The names
-after the dots are Transformer Engine's: `layer_norm_weight` of its `LayerNormLinear`, `weight0`, `bias0` and
-so on of its `GroupedLinear`. All else has the same name in both: MLA's `input_layernorm` and the
-`pre_mlp_layernorm` before experts, which are separate modules, the norms of queries and keys without MLA, the
-router, shared experts, attention sinks and everything outside of layers.
+Layers are Megatron's local ones or those of Transformer Engine, whose linears and norms hold the same tensors
+under other names. The core attention (see kernels.py), the norms behind attention and MLP and the routing are
+ours in both.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +36,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import FullRecompute, PolicyConfig, SelectiveRecompute
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
@@ -79,24 +47,7 @@ from .kernels import Kernels
 from .latent import LatentAttention
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
-from .packing import MicroBatch, PackedLayout
-from .parallel import pipeline_arguments, recompute_arguments
-
-
-def transformer_engine_layer(shape: ModelShape, layer: int) -> ModuleSpec:
-    """One layer by its number in the whole model; only where Transformer Engine can be imported."""
-    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
-        moe_grouped_gemm=True,
-        # Latent attention always has its norms, and the specification has to be asked for them.
-        qk_layernorm=shape.qk_norm or shape.mla is not None,
-        multi_latent_attention=shape.mla is not None,
-    )
-    if shape.mla is not None:
-        attention = spec.submodules.self_attention.submodules
-        # Megatron would copy these to all tensor-parallel ranks here and divide them in local layers.
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
-    return spec
+from .packing import MicroBatch, ModelInput
 
 
 class RMSNorm(torch.nn.Module):
@@ -110,7 +61,6 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as `x` [..., hidden_size]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -141,54 +91,54 @@ class NormedAdd(torch.nn.Module):
         return residual + normed
 
 
-def block_spec(
-    config: TransformerConfig, shape: ModelShape, layers: Iterable[int]
-) -> TransformerBlockSubmodules:
-    """A run of layers, by their numbers in the whole model."""
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, shape, layer) for layer in layers],
-        layer_norm=TENorm if config.transformer_impl == "transformer_engine" else _norm(shape),
-    )
-
-
 def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
+    """A layer by its number in the complete model."""
+    norm, latent = _norm(shape), shape.mla is not None
+    spec: ModuleSpec
     if config.transformer_impl == "transformer_engine":
-        spec = transformer_engine_layer(shape, layer)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
+            moe_grouped_gemm=True,
+            # Latent attention always has its norms, and the specification has to be asked for them.
+            qk_layernorm=shape.qk_norm or latent,
+            multi_latent_attention=latent,
+        )
+        attention = spec.submodules.self_attention.submodules
+        if latent:
+            # Megatron would copy these to all tensor-parallel ranks here and divide them in local layers.
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     else:
-        spec = _local_layer(shape)
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=shape.qk_norm, multi_latent_attention=latent, normalization="RMSNorm"
+        )
+        attention = spec.submodules.self_attention.submodules
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        if shape.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = norm
+        if latent:
+            attention.q_layernorm = attention.kv_layernorm = norm
     if shape.is_moe(layer):
         spec.module, spec.submodules.mlp = RoutedLayer, ExpertLayer
-    spec.submodules.self_attention.submodules.core_attention = _core_attention(shape, layer)
-    if shape.mla is not None:
+    window = shape.window(layer)
+    attention.core_attention = ModuleSpec(
+        PackedAttention,
+        params={
+            "window": window,
+            "local_rope": window is not None and shape.local_rope is not None,
+            "rotates": not latent,
+            "sinks": shape.sinks,
+        },
+    )
+    if latent:
         spec.submodules.self_attention.module = LatentAttention
     if shape.post_norms:
-        add = ModuleSpec(NormedAdd, params={"norm": _norm(shape), "config": config})
+        add = ModuleSpec(NormedAdd, params={"norm": norm, "config": config})
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
-    return spec
-
-
-def _local_layer(shape: ModelShape) -> ModuleSpec:
-    spec: ModuleSpec = get_gpt_layer_local_spec(
-        qk_layernorm=shape.qk_norm, multi_latent_attention=shape.mla is not None, normalization="RMSNorm"
-    )
-    attention, norm = spec.submodules.self_attention.submodules, _norm(shape)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    if shape.mla is not None:
-        attention.q_layernorm = attention.kv_layernorm = norm
     return spec
 
 
 def _norm(shape: ModelShape) -> type[RMSNorm]:
     return ZeroCenteredRMSNorm if shape.zero_centered_norm else RMSNorm
-
-
-def _core_attention(shape: ModelShape, layer: int) -> ModuleSpec:
-    window = shape.window(layer)
-    local_rope = window is not None and shape.local_rope is not None
-    params = {"window": window, "local_rope": local_rope, "rotates": shape.mla is None, "sinks": shape.sinks}
-    return ModuleSpec(PackedAttention, params=params)
 
 
 class ScalarHead(torch.nn.Module):
@@ -215,12 +165,45 @@ class ScalarHead(torch.nn.Module):
         )
 
 
+# Megatron's fields for `activation(gate) * up` of an MLP or an expert.
+_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"activation_func": F.silu},
+    "gelu_tanh": {"activation_func": partial(F.gelu, approximate="tanh")},
+    # gate * sigmoid(1.702 gate) * (up + 1), both clamped first
+    "clamped_swiglu": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+    },
+}
+
+
 def transformer_config(
     shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, kernels: Kernels
 ) -> TransformerConfig:
     """Megatron's configuration of a model, laid out and run as `policy` says."""
-    layout, dtype = policy.layout, DTYPES[policy.precision]
-    return (TransformerConfig if shape.mla is None else MLATransformerConfig)(
+    layout, recompute, mla, dtype = policy.layout, policy.recompute, shape.mla, DTYPES[policy.precision]
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
+    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
+    options: dict[str, Any] = {**_ACTIVATIONS[shape.activation], **expert_arguments(shape, policy)}
+    if isinstance(recompute, FullRecompute):
+        options["recompute_granularity"] = "full"
+        options["recompute_method"] = recompute.method
+        options["recompute_num_layers"] = recompute.num_layers
+    elif isinstance(recompute, SelectiveRecompute):
+        options["recompute_granularity"] = "selective"
+        options["recompute_modules"] = list(recompute.modules)
+    if mla is not None:  # positions and the softmax scale are ours (latent.py)
+        options |= {
+            "q_lora_rank": mla.query_rank,
+            "kv_lora_rank": mla.key_value_rank,
+            "qk_head_dim": mla.head_dim,
+            "qk_pos_emb_head_dim": mla.rotary_dim,
+            "v_head_dim": mla.value_dim,
+            "rope_type": "rope",
+            "rotary_scaling_factor": 1.0,
+        }
+    return (TransformerConfig if mla is None else MLATransformerConfig)(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -240,8 +223,17 @@ def transformer_config(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
-        **pipeline_arguments(layout, kind),
-        **recompute_arguments(policy.recompute),
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers_in_first_pipeline_stage=first,
+        # Of two stages the first says it all, and Megatron divides by the number of stages that are left.
+        num_layers_in_last_pipeline_stage=None if stages == 2 and first is not None else last,
+        # Interleaved stages exchange with one neighbor in both directions at a time, and of two stages both
+        # neighbors are the same: only separate sends keep the two apart.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        # A gloo send may still be reading an output when the interleaved schedule would free it.
+        deallocate_pipeline_outputs=stages > 1 and not (chunks > 1 and kind == "cpu"),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -262,42 +254,8 @@ def transformer_config(
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        **_latent_attention(shape),
-        **_activation(shape),
-        **expert_arguments(shape, policy),
+        **options,
     )
-
-
-def _latent_attention(shape: ModelShape) -> dict[str, Any]:
-    """Fields of `MLATransformerConfig`; positions and the softmax scale are ours (latent.py)."""
-    mla = shape.mla
-    if mla is None:
-        return {}
-    return {
-        "q_lora_rank": mla.query_rank,
-        "kv_lora_rank": mla.key_value_rank,
-        "qk_head_dim": mla.head_dim,
-        "qk_pos_emb_head_dim": mla.rotary_dim,
-        "v_head_dim": mla.value_dim,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-    }
-
-
-def _activation(shape: ModelShape) -> dict[str, Any]:
-    """Megatron's fields for `activation(gate) * up` of an MLP or an expert."""
-    match shape.activation:
-        case "silu":
-            return {"activation_func": F.silu}
-        case "gelu_tanh":
-            return {"activation_func": partial(F.gelu, approximate="tanh")}
-        case "clamped_swiglu":
-            # gate * sigmoid(1.702 gate) * (up + 1), both clamped first
-            return {
-                "activation_func": quick_gelu,
-                "activation_func_clamp_value": 7.0,
-                "glu_linear_offset": 1.0,
-            }
 
 
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
@@ -307,25 +265,6 @@ def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -
 
 # Dimension of the weight that tensor parallelism divides.
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-
-
-class ModelInput(Protocol):
-    """What a forward pass needs of the tokens; a `MicroBatch` has it."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[1, n]"""
-        ...
-
-    @property
-    def position_ids(self) -> Tensor:
-        """[1, n]"""
-        ...
-
-    @property
-    def layout(self) -> PackedLayout:
-        """The layout of the packed tokens."""
-        ...
 
 
 class PolicyModel(GPTModel):
@@ -341,10 +280,12 @@ class PolicyModel(GPTModel):
     ) -> None:
         tp_size = policy.layout.tensor_parallel_size
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        layers = stage_layers(shape.num_layers, policy.layout, stage, chunk)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(
-                config, shape, stage_layers(shape.num_layers, policy.layout, stage, chunk)
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[_layer_spec(config, shape, layer) for layer in layers],
+                layer_norm=TENorm if config.transformer_impl == "transformer_engine" else _norm(shape),
             ),
             vocab_size=padded_vocab_size(shape, tp_size),
             max_sequence_length=policy.max_sequence_length,
@@ -354,15 +295,32 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
-        self.embedding_scale = _rounded(shape.embedding_scale, config.params_dtype)
+        self.embedding_scale: float | None = None
+        if shape.embedding_scale is not None:  # as the type of the weights has it, which transformers uses
+            self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
         self.chunk_tokens = policy.logprob_chunk_tokens
-        self.vocabulary = _vocabulary_shard(shape.vocab_size, self.vocab_size)
+        columns = self.vocab_size // tp_size
+        start = parallel_state.get_tensor_model_parallel_rank() * columns
+        self.vocabulary = VocabularyShard(
+            start=start,
+            num_real=min(max(shape.vocab_size - start, 0), columns),
+            group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
+        )
         self.scalar_head: ScalarHead | None = None
         if shape.head == "scalar" and self.post_process:
             del self.output_layer
             self.scalar_head = ScalarHead(config)
-        self._mark_sharded_weights()
-        self._clear_padding_rows()
+        # Mark weights that are shards, not copies, or the gradient norm counts those of one rank only.
+        # Megatron does this when it draws random weights, which we skip; from 0.17 on in any case.
+        for module in self.modules():
+            for kind, dim in _SHARDED_DIM.items():
+                weight = module.weight if isinstance(module, kind) else None
+                if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
+        # Rows that pad the vocabulary are never loaded; uninitialised memory there may be NaN.
+        for name, parameter in self.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parameter.data[self.vocabulary.num_real :] = 0
 
     def forward(self, micro: ModelInput) -> Tensor:
         """Hidden states [N + padding, 1, H] after this stage; of N / TP tokens under sequence parallelism."""
@@ -447,26 +405,6 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self.output_layer.weight  # type: ignore[no-any-return]
 
-    def _mark_sharded_weights(self) -> None:
-        """Mark weights that are shards, not copies, or the gradient norm counts those of one rank only.
-
-        Megatron does this itself when it draws random weights, which we skip.
-        """
-        for module in self.modules():
-            for kind, dim in _SHARDED_DIM.items():
-                if not isinstance(module, kind) or module.weight is None:
-                    continue
-                # Releases from 0.17 on mark them also without drawing weights.
-                if not hasattr(module.weight, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
-
-    @torch.no_grad()
-    def _clear_padding_rows(self) -> None:
-        """Rows that pad the vocabulary are never loaded; uninitialised memory there may be NaN."""
-        for name, parameter in self.named_parameters():
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                parameter[self.vocabulary.num_real :] = 0
-
 
 class PolicyParallel(DistributedDataParallel):
     """Data parallelism with the distributed optimizer.
@@ -476,12 +414,10 @@ class PolicyParallel(DistributedDataParallel):
     """
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Sum the gradients over the data-parallel ranks; each keeps the shard that it updates."""
         if self._has_copies:
             super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def start_param_sync(self, *_: Any, **options: bool) -> None:
-        """Collect the updated shards from the data-parallel ranks."""
         if self._has_copies:
             super().start_param_sync(**options)
 
@@ -526,11 +462,6 @@ def build_model(
         return [PolicyParallel(config, ddp_config, model) for model in models]
 
 
-def _rounded(scale: float | None, dtype: torch.dtype) -> float | None:
-    """A factor as the type of the weights has it: transformers multiplies by that."""
-    return None if scale is None else float(torch.tensor(scale, dtype=dtype))
-
-
 def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor:
     """[N, ...] from what this rank has at some places and the other context-parallel ranks at others."""
     size = (micro.batch.num_tokens, *values.shape[1:])
@@ -539,17 +470,12 @@ def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 
 
-def _vocabulary_shard(vocab_size: int, padded_size: int) -> VocabularyShard:
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    columns = padded_size // tp_size
-    start = parallel_state.get_tensor_model_parallel_rank() * columns
-    return VocabularyShard(
-        start=start,
-        num_real=min(max(vocab_size - start, 0), columns),
-        group=parallel_state.get_tensor_model_parallel_group() if tp_size > 1 else None,
-    )
-
-
+# Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1,
+# `models/gpt/gpt_layer_specs.py` and `extensions/transformer_engine_spec_provider.py`) have the same tensors
+# under other names: a norm before one matrix belongs to the module of that matrix, and the experts of a layer
+# are one module. Each of their names has exactly one place among the local ones, so this direction needs no
+# knowledge of the model; the other would. All else has the same name in both, also MLA's `input_layernorm`
+# and the `pre_mlp_layernorm` before experts, which are separate modules.
 _RULES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),

@@ -1,7 +1,4 @@
-"""The router in reinforcement learning: replayed choices, an exact balance loss, tokens counted.
-
-Layers with experts: their part of Megatron's configuration, and corrections of it.
-"""
+"""Layers with experts, and their router in reinforcement learning: replay, an exact balance loss, counts."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -62,7 +59,6 @@ class PolicyRouter(TopKRouter):
         self.balance_loss = torch.zeros(())  # this rank's part, before the coefficient
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [n, 1, experts] of [n, 1, H]."""
         if not self.freeze:
             return super().gating(input)  # type: ignore[no-any-return]
         bias = None if self.bias is None else self.bias.detach()
@@ -113,10 +109,10 @@ class PolicyRouter(TopKRouter):
 class Routers:
     """All routers of a rank, over one optimizer step after another."""
 
-    def __init__(self, modules: Iterable[Module], num_layers: int, config: MoeConfig) -> None:
-        """`num_layers` are those with experts in the whole model; 0 makes all of this do nothing."""
+    def __init__(self, modules: Iterable[Module], shape: ModelShape, config: MoeConfig) -> None:
+        assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
-        self._num_layers = num_layers
+        self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
         self._num_sequences = 0
         self._routers = [r for module in modules for r in module.modules() if isinstance(r, PolicyRouter)]
         for router in self._routers:
@@ -124,8 +120,6 @@ class Routers:
 
     def begin_step(self, layouts: Iterable[TokenRouting | None], device: torch.device) -> None:
         """Reset the counts before a step on micro-batches with these tokens."""
-        if not self._num_layers:
-            return
         learned = sum((tokens.balance > 0).sum() for tokens in layouts if tokens is not None)
         num_sequences = torch.as_tensor(learned, device=device)
         dist.all_reduce(num_sequences, group=parallel_state.get_data_parallel_group())
@@ -135,18 +129,16 @@ class Routers:
             router.tokens_per_expert = torch.zeros_like(router.tokens_per_expert)
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
-    def load(self, num_experts: int, device: torch.device) -> dict[str, float] | None:
+    def metrics(self, device: torch.device) -> dict[str, float]:
         """Metrics of the step, equal on all ranks; each holds other tokens or other layers."""
-        if not self._num_layers:
-            return None
-        counts = torch.zeros(self._num_layers, num_experts, dtype=torch.float64, device=device)
+        counts = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
         balance = torch.zeros((), dtype=torch.float64, device=device)
         for router in self._routers:
             counts[router.moe_layer] = router.tokens_per_expert.to(device, torch.float64)
             balance += router.balance_loss.to(device, torch.float64)
         dist.all_reduce(counts)
         dist.all_reduce(balance)
-        largest = counts.amax(1) / counts.mean(1).clamp(min=1 / num_experts)
+        largest = counts.amax(1) / counts.mean(1).clamp(min=1 / self._num_experts)
         metrics = {
             # Tokens of the busiest expert over the mean, averaged over the layers; the least even layer's.
             "experts/load_max": float(largest.mean()),
@@ -184,15 +176,10 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
     }
 
 
-def _recomputed(config: TransformerConfig) -> list[str]:
-    return list(config.recompute_modules or []) if config.recompute_granularity == "selective" else []
-
-
 class RoutedLayer(TransformerLayer):
     """A layer that passes the tokens to its router, also when it is recomputed."""
 
     def forward(self, *args: Any, packed_seq_params: PackedLayout, **options: Any) -> Any:
-        """Megatron's."""
         self.mlp.tokens = packed_seq_params.routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
@@ -210,9 +197,24 @@ class ExpertLayer(MoELayer):
         super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts, PolicyRouter), **options)
         self.tokens: TokenRouting | None = None
         # Done below instead, where the tokens are known.
-        self._is_recomputed: bool = "moe" in _recomputed(config)
+        self._is_recomputed: bool = config.recompute_granularity == "selective" and "moe" in (
+            config.recompute_modules or []
+        )
         self.moe_layer_recompute = False
-        self._mark_experts()
+        # Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
+        # them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not
+        # summed over the TP ranks; and it sums the biases of different experts over the TP ranks under SP.
+        experts: Module = self.experts
+        for parameter in experts.parameters():
+            marks: Any = parameter
+            marks.allreduce = False
+            marks.sequence_parallel = False
+            marks.tensor_model_parallel = True  # no TP rank holds a copy: the gradient norm counts each
+        for module in experts.modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                # The dispatcher has moved the tokens already. Without this, a bias is added in place to a
+                # view of what a collective of one rank returned, which autograd refuses.
+                module.explicit_expert_comm = True
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the layer in the complete model, from 1."""
@@ -229,39 +231,15 @@ class ExpertLayer(MoELayer):
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
             output = MoELayer.forward(self, hidden)
-            self._forget_graph()
+            # Let go of what the dispatcher keeps of the forward pass: its weights of the experts lead by way
+            # of autograd to Megatron's gradient hooks, which hold the model: a cycle through C++ that is
+            # never collected. A worker would keep its memory and threads after `close`.
+            kept: dict[str, Any] = self.token_dispatcher.__dict__
+            for name, value in list(kept.items()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    kept[name] = None
             return output  # type: ignore[no-any-return]
 
         if self._is_recomputed:
             return tensor_parallel.checkpoint(compute, False, hidden_states)  # type: ignore[no-any-return]
         return compute(hidden_states)
-
-    def _forget_graph(self) -> None:
-        """Let go of what the dispatcher keeps of the forward pass.
-
-        Its weights of the experts lead by way of autograd to Megatron's gradient hooks, which hold the model:
-        a cycle through C++ that is never collected. A worker would keep its memory and threads after `close`.
-        """
-        kept: dict[str, Any] = self.token_dispatcher.__dict__
-        kept.update(
-            {name: None for name, value in kept.items() if isinstance(value, Tensor) and value.requires_grad}
-        )
-
-    def _mark_experts(self) -> None:
-        """Say of the experts' parameters what Megatron says only of some layouts'.
-
-        Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
-        them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not
-        summed over the TP ranks; and it sums the biases of different experts over the TP ranks under SP.
-        """
-        experts: Module = self.experts
-        for parameter in experts.parameters():
-            marks: Any = parameter
-            marks.allreduce = False
-            marks.sequence_parallel = False
-            marks.tensor_model_parallel = True  # no TP rank holds a copy: the gradient norm counts each
-        for module in experts.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                # The dispatcher has moved the tokens already. Without this, a bias is added in place to a
-                # view of what a collective of one rank returned, which autograd refuses.
-                module.explicit_expert_comm = True

@@ -12,6 +12,7 @@ optimizer's runs of elements are no matrices.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,12 +52,6 @@ class Matrix:
     size: tuple[int, ...]  # with the extents of 1 that do not count
     is_shared: bool  # by several tensor-parallel ranks
 
-    @property
-    def rows_and_columns(self) -> tuple[int, int]:
-        """The extents that count."""
-        rows, columns = (extent for extent in self.size if extent > 1)
-        return rows, columns
-
     def gather(self, param: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The whole matrix [rows, columns] from the parts that the ranks of a group have in `param`."""
         whole = param.new_zeros(self.size)
@@ -64,10 +59,9 @@ class Matrix:
             whole[self._within(box)] = local_view({box.param: param}, box)
         if self.is_shared:
             dist.all_reduce(whole, group=group)
-        return whole.view(self.rows_and_columns)
+        return whole.view([extent for extent in self.size if extent > 1])
 
     def scatter(self, whole: Tensor, param: Tensor) -> None:
-        """Write this rank's parts of a matrix into `param`."""
         whole = whole.reshape(self.size)
         for box in self.boxes:
             local_view({box.param: param}, box).copy_(whole[self._within(box)])
@@ -78,12 +72,13 @@ class Matrix:
 
 def matrices(trained: TrainedWeights, place: PolicyRank, *, of_experts: bool) -> dict[str, list[Matrix]]:
     """The matrices in each parameter of a rank, its experts' or the others, as its group shares them."""
+    layout = place.layout
     if of_experts:
-        group = [replace(place, etp_rank=n) for n in range(place.layout.expert_tensor_parallel_size)]
+        group = [replace(place, etp_rank=n) for n in range(layout.expert_tensor_parallel_size)]
     else:
-        group = [replace(place, tp_rank=n) for n in range(place.layout.tensor_parallel_size)]
+        group = [replace(place, tp_rank=n) for n in range(layout.tensor_parallel_size)]
     together: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
-    for part in (part for rank in group for part in trained.slices(rank)):
+    for part in chain(*map(trained.slices, group)):
         together[part.param, part.name].append(part)
     own: dict[tuple[str, str], list[TensorSlice]] = defaultdict(list)
     for part in trained.slices(place):
@@ -94,10 +89,10 @@ def matrices(trained: TrainedWeights, place: PolicyRank, *, of_experts: bool) ->
         axes = range(len(parts[0].shape))
         start = tuple(min(part.start[axis] for part in parts) for axis in axes)
         end = tuple(max(part.start[axis] + part.size[axis] for part in parts) for axis in axes)
-        size = tuple(e - s for s, e in zip(start, end, strict=True))
-        if sum(extent > 1 for extent in size) == 2 and not param.endswith(_NO_MATRICES):
+        extents = tuple(e - s for s, e in zip(start, end, strict=True))
+        if sum(extent > 1 for extent in extents) == 2 and not param.endswith(_NO_MATRICES):
             is_shared = set(parts) != set(boxes)
-            found[param].append(Matrix(tuple(boxes), start, size, is_shared))
+            found[param].append(Matrix(tuple(boxes), start, extents, is_shared))
     return found
 
 
@@ -124,7 +119,6 @@ class Muon(torch.optim.Optimizer):
         self._groups = groups
 
     def moments(self, param: Tensor) -> tuple[str, ...]:
-        """Names of the state of a parameter."""
         return ("momentum_buffer",) if param in self._matrices else ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
@@ -134,12 +128,10 @@ class Muon(torch.optim.Optimizer):
             group["step"] += 1
             for param in group["params"]:
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                if param in self._matrices:
-                    self._move_matrices(param, group["lr"])
-                else:
-                    self._move_as_adam(param, group["lr"], group["step"])
+                move = self._move_matrices if param in self._matrices else self._move_as_adam
+                move(param, group["lr"], group["step"])
 
-    def _move_matrices(self, param: Tensor, lr: float) -> None:
+    def _move_matrices(self, param: Tensor, lr: float, step: int) -> None:
         gradient: Any = param.grad
         momentum = self.state[param]["momentum_buffer"].lerp_(gradient, 1 - self._config.momentum)
         ahead = gradient.lerp(momentum, self._config.momentum)  # Nesterov's
@@ -152,8 +144,7 @@ class Muon(torch.optim.Optimizer):
     def _move_as_adam(self, param: Tensor, lr: float, step: int) -> None:
         config, state = self._config, self.state[param]
         first = state["exp_avg"].lerp_(param.grad, 1 - config.beta1)
-        second = (
-            state["exp_avg_sq"].mul_(config.beta2).addcmul_(param.grad, param.grad, value=1 - config.beta2)
-        )
+        second = state["exp_avg_sq"].mul_(config.beta2)
+        second.addcmul_(param.grad, param.grad, value=1 - config.beta2)
         root = (second / (1 - config.beta2**step)).sqrt_().add_(config.eps)
         param.addcdiv_(first, root, value=-lr / (1 - config.beta1**step))

@@ -1,14 +1,7 @@
-"""The optimizer of a policy: Megatron's distributed one, a schedule and the guard against NaN.
+"""Training state of a policy on its device: the optimizer step, offloading, and the reference weights.
 
-The learning rate of an optimizer step, a pure function of its number.
-
-The tensors of a policy on its device, and their offload while generation uses the device.
-
-Everything moves by storage: Megatron's parameters and gradients are views of a few large buffers, and in
-float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory back
-behind them. On a CPU it is the same path, to the same memory; gradients are freed there too.
-
-The reference policy: the weights as they were loaded, kept in addition to those that are trained.
+An optimizer step is Megatron's, with a learning rate that is a pure function of the step's number and a guard
+against gradients that are not finite.
 """
 
 import logging
@@ -16,20 +9,27 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
-from nemorl.config.policy import ConstantSchedule, InverseSqrtSchedule, PolicyConfig, ScheduleConfig
+from nemorl.config.policy import (
+    ConstantSchedule,
+    InverseSqrtSchedule,
+    OffloadConfig,
+    PolicyConfig,
+    ScheduleConfig,
+)
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import chunk_prefix
 
-from .checkpoint_files import WEIGHT, Shard, UnfitCheckpoint
+from .checkpoint_files import WEIGHT, Shard
 from .device import DeviceKind, finish_copies, host_buffer, release_memory
 from .inner_optimizer import build_optimizer
 from .model import local_name
+
+logger = logging.getLogger(__name__)
 
 
 def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -52,17 +52,12 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
     return schedule.min_lr + left * (peak - schedule.min_lr)
 
 
-logger = logging.getLogger(__name__)
-
-
 class TooManySkippedSteps(RuntimeError):
     """Gradients stayed non-finite for more optimizer steps in a row than the config allows."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step; equal on all ranks."""
-
     grad_norm: float  # before clipping, over all parameters
     lr: float  # the rate of this step
     skipped: bool = False  # the norm was not finite, so nothing was changed
@@ -88,6 +83,7 @@ class PolicyOptimizer:
         trained: TrainedWeights,
     ) -> None:
         self._config = config
+        self.name = config.optimizer.name
         self._chunks = chunks
         self.progress = OptimizerProgress()
         # The float32 weights and the optimizer's own tensors, as a checkpoint names them.
@@ -102,7 +98,6 @@ class PolicyOptimizer:
         self.megatron, self._main = build_optimizer(config, chunks, device, trained, parameters)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
@@ -120,7 +115,19 @@ class PolicyOptimizer:
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
-            self._skip(norm)
+            self.progress.skipped_in_a_row += 1
+            row, most = self.progress.skipped_in_a_row, self._config.max_skipped_steps
+            logger.warning(
+                "optimizer step skipped: the gradient norm is %s (%d in a row, "
+                "policy.max_skipped_steps is %d)",
+                *(norm, row, most),
+            )
+            if row > most:
+                raise TooManySkippedSteps(
+                    f"the gradient norm was not finite in {row} optimizer steps in a row "
+                    f"(policy.max_skipped_steps is {most}): lower policy.optimizer.lr, or look at the "
+                    "rewards and logprobs of these steps for infinities"
+                )
             return StepResult(norm, lr, skipped=True)
         if norm == 0:
             return StepResult(norm, lr, empty=True)
@@ -144,16 +151,14 @@ class PolicyOptimizer:
     def shards(self, state: str) -> dict[str, Shard]:
         """This rank's shards of one state, by parameter; the tensors themselves if they are float32."""
         return {
-            name: Shard(part.start, part.state(state)) for name, part in self._main.items() if part.has(state)
+            name: Shard(part.start, part.state(state), part.is_first)
+            for name, part in self._main.items()
+            if part.has(state)
         }
 
     def device_tensors(self) -> Iterator[Tensor]:
         """All state tensors that this rank holds on its device, as they are stored."""
         return (t for part in self._main.values() for t in part.device_tensors(self.state_names))
-
-    def saves(self, name: str) -> bool:
-        """True if this rank's shards of a parameter go into a checkpoint, not those of a copy of it."""
-        return self._main[name].is_first
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """The states of which this rank has a part, for one parameter; the weights in any case."""
@@ -165,15 +170,6 @@ class PolicyOptimizer:
         if name in self._main:
             part = self._main[name]
             part.set_state(state, values[part.start : part.start + part.param.numel()])
-
-    def check_state_names(self, saved: tuple[str, ...], where: Path) -> None:
-        """Raise `UnfitCheckpoint` unless these are the states of this optimizer."""
-        if saved != self.state_names:
-            raise UnfitCheckpoint(
-                f"{where} holds the optimizer states {', '.join(saved)}; policy.optimizer "
-                f"{self._config.optimizer.name!r} requires {', '.join(self.state_names)}: resume with the "
-                "optimizer the run began with"
-            )
 
     def resume(self, progress: OptimizerProgress) -> None:
         """Continue from here, after the shards were set."""
@@ -187,54 +183,14 @@ class PolicyOptimizer:
                 for group in optimizer.param_groups:
                     group["step"] = progress.updates
 
-    def _skip(self, norm: float) -> None:
-        self.progress.skipped_in_a_row += 1
-        logger.warning(
-            "optimizer step skipped: the gradient norm is %s (%d in a row, policy.max_skipped_steps is %d)",
-            norm,
-            self.progress.skipped_in_a_row,
-            self._config.max_skipped_steps,
-        )
-        if self.progress.skipped_in_a_row > self._config.max_skipped_steps:
-            raise TooManySkippedSteps(
-                f"the gradient norm was not finite in {self.progress.skipped_in_a_row} optimizer steps in a "
-                f"row (policy.max_skipped_steps is {self._config.max_skipped_steps}): lower "
-                "policy.optimizer.lr, or look at the rewards and logprobs of these steps for infinities"
-            )
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """Tensors of a policy by what becomes of them; several may share one storage."""
-
-    weights: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    optimizer: Sequence[Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: PolicyOptimizer | None,
-        reference: Iterable[Tensor],
-    ) -> "Holdings":
-        """The tensors of a policy's layers, of its optimizer if it trains, and of the reference weights."""
-        buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        modules = [chunk.module for chunk in chunks]
-        return cls(
-            weights=[
-                *(p.data for module in modules for p in module.parameters()),
-                *(b for module in modules for b in module.buffers()),
-                *(buffer.param_data for buffer in buffers),
-                *reference,
-            ],
-            gradients=[buffer.grad_data for buffer in buffers],
-            optimizer=[] if optimizer is None else list(optimizer.device_tensors()),
-        )
-
 
 class Offload:
-    """Takes memory from the device and gives it back, to the bit."""
+    """Takes memory from the device and gives it back, to the bit.
+
+    Everything moves by storage: Megatron's parameters and gradients are views of a few large buffers, and in
+    float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory
+    back behind them. On a CPU it is the same path, to the same memory; gradients are freed there too.
+    """
 
     def __init__(self, kind: DeviceKind) -> None:
         self._kind = kind
@@ -243,25 +199,46 @@ class Offload:
 
     def require_back(self) -> None:
         """Raise RuntimeError while something is away: reading it would read memory that is not there."""
-        if self._is_out:
+        if self._moved or self._freed:
             raise RuntimeError("the policy has left its device to generation: call onload first")
 
-    def out(self, holdings: Holdings, *, weights: bool, optimizer: bool) -> int:
-        """Move the weights; free the gradients and move the state; bytes that the device then has.
+    def out(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: PolicyOptimizer | None,
+        reference: Iterable[Tensor],
+        config: OffloadConfig,
+    ) -> int:
+        """Move weights, and free gradients and move the optimizer's state, as `config` says.
 
-        Where weights and optimizer share memory, as in float32, it goes with the weights.
+        Returns the bytes that the device then has. Where weights and optimizer share memory, as in float32,
+        it goes with the weights.
         """
         self.require_back()
-        theirs, state = self._storages(holdings.weights), self._storages(holdings.optimizer)
-        state = {address: storage for address, storage in state.items() if address not in theirs}
-        moving = [*(theirs.values() if weights else ()), *(state.values() if optimizer else ())]
-        freeing = self._storages(holdings.gradients).values() if optimizer else ()
-        num_bytes: int = sum(storage.nbytes() for storage in (*moving, *freeing))
+        buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        weights = self._storages(
+            [
+                *(p.data for chunk in chunks for p in chunk.module.parameters()),
+                *(b for chunk in chunks for b in chunk.module.buffers()),
+                *(buffer.param_data for buffer in buffers),
+                *reference,
+            ]
+        )
+        moving = list(weights.values()) if config.weights else []
+        freeing: list[UntypedStorage] = []
+        if config.optimizer:
+            states = self._storages(optimizer.device_tensors() if optimizer else ())
+            moving += [storage for address, storage in states.items() if address not in weights]
+            freeing = list(self._storages(buffer.grad_data for buffer in buffers).values())
+        num_bytes = sum(storage.nbytes() for storage in (*moving, *freeing))
         for storage in freeing:
             self._freed.append((storage, storage.nbytes()))
             storage.resize_(0)
         for storage in moving:
-            self._moved.append((storage, self._copy(storage)))
+            original = _bytes(storage)
+            copy = host_buffer(self._kind, original).copy_(original, non_blocking=True)
+            finish_copies(self._kind)
+            self._moved.append((storage, copy))
             storage.resize_(0)
         release_memory(self._kind)
         return num_bytes
@@ -277,21 +254,10 @@ class Offload:
         finish_copies(self._kind)
         self._freed, self._moved = [], []
 
-    @property
-    def _is_out(self) -> bool:
-        return bool(self._moved or self._freed)
-
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
         """Storages on the policy's device by address, each once."""
         storages = (t.untyped_storage() for t in tensors if t.device.type == self._kind)
         return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
-
-    def _copy(self, storage: UntypedStorage) -> Tensor:
-        original = _bytes(storage)
-        copy = host_buffer(self._kind, original)
-        copy.copy_(original, non_blocking=True)
-        finish_copies(self._kind)
-        return copy
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
@@ -306,7 +272,6 @@ class ReferenceWeights:
         self._copies = [(p, p.detach().clone()) for module in modules for p in module.parameters()]
 
     def tensors(self) -> list[Tensor]:
-        """The copies."""
         return [copy for _, copy in self._copies]
 
     @contextmanager

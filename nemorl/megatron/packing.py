@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.models.rope import RotaryTable
-from nemorl.models.shape import ModelShape, Rope
+from nemorl.models.shape import ModelShape
 
 from .cache import CachedPass
 from .device import DTYPES, AttentionKernel, KernelRows, packed_attention_kernel
@@ -108,7 +109,7 @@ class Rows:
 
     def packed(self, dense: Tensor) -> Tensor:
         """[count, heads, length, dim] -> [end - start, heads, dim]."""
-        x = dense.transpose(1, 2).reshape(self.count * self.length, dense.shape[1], dense.shape[3])
+        x = dense.transpose(1, 2).flatten(0, 1)
         return x if self.index is None else x.index_select(0, self.index)
 
 
@@ -179,6 +180,18 @@ def packed_layout(
     """
     device = rotary[0].device
     cu_seqlens = _starts(lengths, device)
+    buckets, rows, keys = [], None, None
+    if kernel is None:
+        buckets = _buckets(lengths, share, device)
+    else:
+        # A row for each chunk that the rank takes: its queries, and the sequence's keys up to its end.
+        queries = [length // share.num_chunks for length in lengths for _ in share.chunks]
+        seen = [length // share.num_chunks * (number + 1) for length in lengths for number in share.chunks]
+        rows = KernelRows(_starts(queries, device), _starts(seen, device), max(queries), max(seen))
+        if share.size > 1:
+            starts = [s for s in accumulate(lengths[:-1], initial=0) for _ in share.chunks]
+            places = [torch.arange(count) + start for count, start in zip(seen, starts, strict=True)]
+            keys = torch.cat(places).to(device)
     return PackedLayout(
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -186,30 +199,13 @@ def packed_layout(
         max_seqlen_kv=max(lengths),
         rotary=rotary,
         local_rotary=local_rotary,
-        buckets=[] if kernel else _buckets(lengths, share, device),
+        buckets=buckets,
         kernel=kernel,
-        kernel_rows=_kernel_rows(lengths, share, device) if kernel else None,
-        kernel_keys=_kernel_keys(lengths, share, device) if kernel and share.size > 1 else None,
+        kernel_rows=rows,
+        kernel_keys=keys,
         share=share,
         key_order=share.order(lengths).to(device) if share.size > 1 else None,
     )
-
-
-def _kernel_rows(lengths: Sequence[int], share: ContextShare, device: torch.device) -> KernelRows:
-    """A row for each chunk that the rank takes: its queries, and the sequence's keys up to its end."""
-    queries = [length // share.num_chunks for length in lengths for _ in share.chunks]
-    keys = [length // share.num_chunks * (number + 1) for length in lengths for number in share.chunks]
-    return KernelRows(_starts(queries, device), _starts(keys, device), max(queries), max(keys))
-
-
-def _kernel_keys(lengths: Sequence[int], share: ContextShare, device: torch.device) -> Tensor:
-    starts = accumulate(lengths, initial=0)
-    places = [
-        torch.arange(length // share.num_chunks * (number + 1)) + start
-        for start, length in zip(starts, lengths, strict=False)
-        for number in share.chunks
-    ]
-    return torch.cat(places).to(device)
 
 
 def _buckets(lengths: Sequence[int], share: ContextShare, device: torch.device) -> list[Bucket]:
@@ -246,11 +242,7 @@ def _bucket(lengths: Sequence[int], start: int, share: ContextShare, device: tor
 
 
 def _rows(
-    lengths: Sequence[int],
-    row_length: int,
-    runs: Sequence[tuple[int, int]],
-    start: int,
-    device: torch.device,
+    lengths: Sequence[int], row_length: int, runs: Sequence[tuple[int, int]], start: int, device: torch.device
 ) -> Rows:
     """`runs` of tokens (first place in the row, number), equally many for each row, in packed order."""
     num_tokens = sum(number for _, number in runs)
@@ -270,7 +262,16 @@ def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class ModelInput:
+    """The input of a forward pass."""
+
+    tokens: Tensor  # [1, n]
+    position_ids: Tensor  # [1, n], 0 for padding
+    layout: PackedLayout
+
+
+@dataclass(frozen=True)
+class MicroBatch(ModelInput):
     """Sequences of one forward pass, shortest first.
 
     A rank computes `tokens`: its share of every sequence, which is padded to cut into equal chunks under
@@ -280,9 +281,6 @@ class MicroBatch:
 
     batch: PackedBatch  # [N] whole sequences
     places: Tensor  # [N] position of each token in the complete batch of this rank
-    tokens: Tensor  # [1, n]
-    position_ids: Tensor  # [1, n], 0 for padding
-    layout: PackedLayout
     scored: Tensor  # [M] places in `batch` whose logprob is computed: those of the loss mask
     labels: Tensor  # [m] those of them whose logprob this rank computes; without context parallelism all
     predictors: Tensor  # [m] place in `tokens` of the token before each label
@@ -295,17 +293,33 @@ class MicroBatch:
         return self.tokens.numel() * self.layout.share.size
 
 
-@dataclass(frozen=True)
 class MicroBatchMaker:
-    """The settings that micro-batches of one worker share."""
+    """Makes the micro-batches of a policy process that has joined the others."""
 
-    rotary: RotaryTable
-    local_rotary: RotaryTable | None  # of the layers with a window, where theirs is another
-    kernel: AttentionKernel | None
-    multiple: int  # the number of a rank's tokens is padded to a multiple of this
-    share: ContextShare
-    device: torch.device
-    routes: bool = False  # the model has experts
+    def __init__(
+        self, shape: ModelShape, config: PolicyConfig, kernels: Kernels, device: torch.device
+    ) -> None:
+        layout = config.layout
+        rotary = partial(
+            RotaryTable,
+            shape.rotary_dim,
+            max_positions=config.max_sequence_length,
+            dtype=DTYPES[config.precision],
+            device=device,
+        )
+        self.rotary: RotaryTable = rotary(shape.rope)
+        # Of the layers with a window, where theirs is another.
+        self.local_rotary: RotaryTable | None = rotary(shape.local_rope) if shape.local_rope else None
+        self.kernel = packed_attention_kernel(kernels.attention)
+        # The number of a rank's tokens is padded to a multiple of this.
+        self.multiple = layout.tensor_parallel_size if layout.sequence_parallel else 1
+        self.share = ContextShare(
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_group(),
+        )
+        self.device = device
+        self.routes = shape.moe is not None
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""
@@ -315,13 +329,14 @@ class MicroBatchMaker:
         sequences, lengths = [sequences[i] for i in order], [lengths[i] for i in order]
         selected = batch.select(sequences)
         places = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
-        padded = self._padded(lengths)
-        real = torch.cat(
-            [
-                torch.arange(n) + start
-                for n, start in zip(lengths, accumulate(padded, initial=0), strict=False)
-            ]
-        )  # [N] position of each token of the batch in the padded sequences
+        # Tokens of each sequence with its padding, and of the last one, which is padding alone, if any.
+        chunks, size = self.share.num_chunks, self.share.size
+        padded = [-(-length // chunks) * chunks for length in lengths]
+        missing = -(sum(padded) // size) % math.lcm(self.multiple, len(self.share.chunks)) * size
+        padded += [missing] * (missing > 0)
+        begins = accumulate(padded, initial=0)
+        # [N] position of each token of the batch in the padded sequences
+        real = torch.cat([torch.arange(n) + begin for n, begin in zip(lengths, begins, strict=False)])
         held = self.share.places(padded)  # [n] positions of the rank's tokens in the same
         place_here = torch.full((sum(padded),), -1)
         place_here[held] = torch.arange(len(held))
@@ -352,14 +367,6 @@ class MicroBatchMaker:
             local_positions=place_here[real[own]].to(self.device),
         )
 
-    def _padded(self, lengths: list[int]) -> list[int]:
-        """Tokens of each sequence with its padding, and of the last one, which is padding alone, if any."""
-        chunks = self.share.num_chunks
-        padded = [-(-length // chunks) * chunks for length in lengths]
-        multiple = math.lcm(self.multiple, len(self.share.chunks))
-        missing = -(sum(padded) // self.share.size) % multiple * self.share.size
-        return padded + [missing] * (missing > 0)
-
 
 def _routing(
     batch: PackedBatch, padded: list[int], real: Tensor, held: Tensor, device: torch.device
@@ -384,36 +391,6 @@ def _routing(
 def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
     """[size] with the values at their places and 0 elsewhere."""
     return values.new_zeros(size).index_copy(0, places, values)
-
-
-def micro_batch_maker(
-    shape: ModelShape, config: PolicyConfig, kernels: Kernels, device: torch.device
-) -> MicroBatchMaker:
-    """That of a policy process which has joined the others."""
-    layout = config.layout
-
-    def rotary(rope: Rope) -> RotaryTable:
-        return RotaryTable(
-            shape.rotary_dim,
-            rope,
-            max_positions=config.max_sequence_length,
-            dtype=DTYPES[config.precision],
-            device=device,
-        )
-
-    return MicroBatchMaker(
-        rotary=rotary(shape.rope),
-        local_rotary=rotary(shape.local_rope) if shape.local_rope else None,
-        kernel=packed_attention_kernel(kernels.attention),
-        multiple=layout.tensor_parallel_size if layout.sequence_parallel else 1,
-        share=ContextShare(
-            parallel_state.get_context_parallel_rank(),
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_context_parallel_group(),
-        ),
-        device=device,
-        routes=shape.moe is not None,
-    )
 
 
 def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:

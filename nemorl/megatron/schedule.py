@@ -1,16 +1,15 @@
-"""Running micro-batches through the pipeline with Megatron's schedules.
+"""Micro-batches through the pipeline, by Megatron's schedules, and their results on all ranks.
 
 Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums
 over micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
-`model_config.finalize_sums` keeps it from dividing by a token count at the end.
+`model.finalize_sums` keeps it from dividing by a token count at the end.
 
-Outputs of the current weights for a batch, token by token, and metrics of them over all ranks.
-
-Metrics and logprobs are broadcast from the last stage to all ranks of the policy.
+Only the last stage has outputs: logprobs and metrics are broadcast from it to all stages.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,128 +24,128 @@ from nemorl.data.packed import PackedBatch
 from .model import PolicyModel, PolicyParallel
 from .packing import MicroBatch
 
-
-def run_training(
-    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
-) -> list[LossOutput]:
-    """Forward and backward of all micro-batches; gradients are complete afterwards.
-
-    Returns the outputs of the loss on ranks of the last pipeline stage, nothing elsewhere.
-    """
-
-    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
-        micro, policy = next(batches), model.module
-
-        def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
-            output = _apply(loss, policy, hidden, micro, temperature)
-            # The count would divide the loss; see the module's docstring.
-            return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
-
-        return model(micro), loss_of
-
-    return _run(chunks, forward_step, micro_batches, forward_only=False)
+# From hidden states to what is asked of a micro-batch, on ranks of the last stage.
+Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
 
 
-@torch.no_grad()
-def run_evaluation(
-    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float
-) -> list[LossOutput]:
-    """Results of a loss for each micro-batch, without backward; on ranks of the last pipeline stage."""
+class Pipeline:
+    """Forward and backward passes of this rank's part of a model. All ranks of the model call it together."""
 
-    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
-        micro, policy = next(batches), model.module
+    def __init__(self, chunks: Sequence[PolicyParallel], temperature: float, device: torch.device) -> None:
+        self._chunks, self._temperature, self._device = chunks, temperature, device
 
-        def outputs_of(hidden: Tensor, non_loss_data: bool) -> LossOutput:
-            return _apply(loss, policy, hidden, micro, temperature)
+    def train(self, made: Sequence[MicroBatch], loss: Loss) -> tuple[dict[str, float], dict[str, float]]:
+        """Gradients of the loss over all micro-batches; sums and maxima of the loss's metrics."""
+        return self._global_metrics(self._run(made, partial(self._apply, loss), backward=True))
 
-        return model(micro), outputs_of
+    def evaluate(self, made: Sequence[MicroBatch], loss: Loss) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima of the loss's metrics, without gradients."""
+        return self._global_metrics(self._run(made, partial(self._apply, loss)))
 
-    return _run(chunks, forward_step, micro_batches, forward_only=True)
+    def outputs(
+        self, batch: PackedBatch, made: Sequence[MicroBatch], *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs, or a scalar head's values, and entropies if requested: [N] on the CPU.
 
+        0 in sequences that are in no micro-batch, and logprobs and entropies also outside the loss mask.
+        """
 
-@torch.no_grad()
-def run_outputs(
-    chunks: Sequence[PolicyParallel],
-    micro_batches: Sequence[MicroBatch],
-    temperature: float,
-    *,
-    entropy: bool = False,
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Outputs of the head for each micro-batch: logprobs [N], or values [N] of a scalar head; entropies [N].
+        def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+            return policy.score(hidden, micro, temperature=self._temperature, entropy=entropy)
 
-    On ranks of the last pipeline stage; nothing elsewhere.
-    """
+        values = self._over_batch(batch, made, score, [torch.empty(0)] * (2 if entropy else 1))
+        return values[0], values[1] if entropy else None
 
-    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
-        micro, policy = next(batches), model.module
+    def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> tuple[Tensor, Tensor]:
+        """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""
 
-        def outputs_of(hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor | None]:
-            outputs, entropies = policy.score(hidden, micro, temperature=temperature, entropy=entropy)
-            return outputs, entropies
+        def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            ids, logprobs = policy.top(hidden, micro, k, temperature=self._temperature)
+            return ids.int(), logprobs
 
-        return model(micro), outputs_of
+        like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
+        ids, logprobs = self._over_batch(batch, made, top, like)
+        return ids, logprobs
 
-    return _run(chunks, forward_step, micro_batches, forward_only=True)
-
-
-@torch.no_grad()
-def run_top(
-    chunks: Sequence[PolicyParallel], micro_batches: Sequence[MicroBatch], k: int, temperature: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Ids [N, k] and logprobs [N, k] of the likeliest tokens at the places of each micro-batch.
-
-    On ranks of the last pipeline stage; nothing elsewhere.
-    """
-
-    def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
-        micro, policy = next(batches), model.module
-
-        def outputs_of(hidden: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
-            return policy.top(hidden, micro, k, temperature=temperature)  # type: ignore[no-any-return]
-
-        return model(micro), outputs_of
-
-    return _run(chunks, forward_step, micro_batches, forward_only=True)
-
-
-def _apply(
-    loss: Loss, policy: PolicyModel, hidden: Tensor, micro: MicroBatch, temperature: float
-) -> LossOutput:
-    outputs, entropy = policy.score(
-        hidden,
-        micro,
-        temperature=temperature,
-        entropy=loss.needs_entropy,
-        candidates=loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None,
-    )
-    return loss(micro.batch, outputs, entropy)
-
-
-def _run(
-    chunks: Sequence[PolicyParallel],
-    forward_step: Any,
-    micro_batches: Sequence[MicroBatch],
-    *,
-    forward_only: bool,
-) -> list[Any]:
-    config = chunks[0].config
-    if len(chunks) > 1:
-        config.microbatch_group_size_per_vp_stage = micro_batches_in_a_row(
-            len(micro_batches), config.pipeline_model_parallel_size
+    def _apply(self, loss: Loss, policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
+        outputs, entropy = policy.score(
+            hidden,
+            micro,
+            temperature=self._temperature,
+            entropy=loss.needs_entropy,
+            candidates=loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None,
         )
-    iterators = [iter(micro_batches) for _ in chunks]
-    outputs = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks),
-        num_microbatches=len(micro_batches),
-        # Stages exchange the real number of tokens (variable_seq_lengths).
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-    return list(outputs)
+        return loss(micro.batch, outputs, entropy)
+
+    def _run(self, made: Sequence[MicroBatch], compute: Compute, *, backward: bool = False) -> list[Any]:
+        """Results of `compute` for each micro-batch on ranks of the last stage, nothing elsewhere."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: PolicyParallel) -> Any:
+            micro, policy = next(batches), model.module
+
+            def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                output = compute(policy, hidden, micro)
+                if not backward:
+                    return output
+                # The count would divide the loss; see the module's docstring.
+                return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), output
+
+            return model(micro), finish
+
+        config, chunks = self._chunks[0].config, list(self._chunks)
+        if len(chunks) > 1:
+            config.microbatch_group_size_per_vp_stage = micro_batches_in_a_row(
+                len(made), config.pipeline_model_parallel_size
+            )
+        iterators = [iter(made) for _ in chunks]
+        with torch.set_grad_enabled(backward):
+            outputs = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                model=chunks,
+                num_microbatches=len(made),
+                # Stages exchange the real number of tokens (variable_seq_lengths).
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=not backward,
+                collect_non_loss_data=not backward,
+            )
+        return list(outputs)
+
+    def _over_batch(
+        self, batch: PackedBatch, made: Sequence[MicroBatch], compute: Compute, like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Values by token of each micro-batch, laid out over the batch: [N, ...] of the types of `like`."""
+        outputs = self._run(made, compute)
+        places = torch.cat([micro.places for micro in made])
+        laid_out = []
+        for number, kind in enumerate(like):
+            flat = kind.new_zeros(len(places), *kind.shape[1:], device=self._device)
+            if outputs:
+                flat = torch.cat([output[number] for output in outputs])
+            values = kind.new_zeros(batch.num_tokens, *kind.shape[1:])
+            values[places] = _from_last_stage(flat).cpu()
+            laid_out.append(values)
+        return laid_out
+
+    def _global_metrics(self, outputs: list[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks."""
+        metrics: Any = None
+        if parallel_state.is_pipeline_last_stage():
+            metrics = (
+                _over_data_parallel([o.sums for o in outputs], torch.sum, dist.ReduceOp.SUM),
+                _over_data_parallel([o.maxima for o in outputs], torch.amax, dist.ReduceOp.MAX),
+            )
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            # As JSON: `broadcast_object_list` would pickle it.
+            text = torch.frombuffer(bytearray(json.dumps(metrics), "utf-8"), dtype=torch.uint8)
+            text = text.to(self._device)
+            length = _from_last_stage(torch.tensor([len(text)], device=self._device))
+            if metrics is None:
+                text = text.new_empty(int(length))
+            metrics = json.loads(bytes(_from_last_stage(text).tolist()))
+        sums, maxima = metrics
+        return sums, maxima
 
 
 def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
@@ -165,36 +164,7 @@ def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
     )
 
 
-def global_metrics(
-    outputs: list[LossOutput], device: torch.device
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums and maxima of the loss's metrics over micro-batches, data-parallel ranks and stages.
-
-    Only ranks of the last stage have outputs; all ranks get the same metrics.
-    """
-    metrics: dict[str, dict[str, float]] = {}
-    if parallel_state.is_pipeline_last_stage():
-        sums = _over_data_parallel([o.sums for o in outputs], torch.sum, dist.ReduceOp.SUM)
-        maxima = _over_data_parallel([o.maxima for o in outputs], torch.amax, dist.ReduceOp.MAX)
-        metrics = {"sums": sums, "maxima": maxima}
-    metrics = _broadcast_json(metrics, device)
-    return metrics["sums"], metrics["maxima"]
-
-
-def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
-    """Values [n] of the data-parallel ranks, which may have differently many, end to end; on the CPU."""
-    group = parallel_state.get_data_parallel_group()
-    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    counts[group.rank()] = len(values)
-    dist.all_reduce(counts, group=group)
-    padded = values.new_zeros(int(counts.max()), device=device)
-    padded[: len(values)] = values.to(device)
-    gathered = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[:n] for part, n in zip(gathered, counts.tolist(), strict=True)]).cpu()
-
-
-def from_last_stage(values: Tensor) -> Tensor:
+def _from_last_stage(values: Tensor) -> Tensor:
     """The last pipeline stage's tensor on all its stages; the others pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -213,70 +183,24 @@ def _over_data_parallel(
     return dict(zip(names, values.tolist(), strict=True))
 
 
-def _broadcast_json(value: Any, device: torch.device) -> Any:
-    """A JSON value of the last stage on all stages; `broadcast_object_list` would pickle it."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return value
-    text = bytearray(json.dumps(value), "utf-8")
-    length = from_last_stage(torch.tensor([len(text)], device=device))
-    if parallel_state.is_pipeline_last_stage():
-        encoded = torch.frombuffer(text, dtype=torch.uint8).to(device)
-    else:
-        encoded = torch.empty(int(length), dtype=torch.uint8, device=device)
-    return json.loads(bytes(from_last_stage(encoded).tolist()))
+def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
+    """Values [n] of the data-parallel ranks, which may have differently many, end to end; on the CPU."""
+    group = parallel_state.get_data_parallel_group()
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    counts[group.rank()] = len(values)
+    dist.all_reduce(counts, group=group)
+    padded = values.new_zeros(int(counts.max()), device=device)
+    padded[: len(values)] = values.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(gathered, counts.tolist(), strict=True)]).cpu()
 
 
-def batch_outputs(
-    chunks: Sequence[PolicyParallel],
-    batch: PackedBatch,
-    made: Sequence[MicroBatch],
-    positions: Sequence[Tensor],
-    *,
-    temperature: float,
-    device: torch.device,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs of the head [N], on the CPU, at the given positions of each micro-batch; 0 elsewhere.
-
-    Of a vocabulary, if requested, also the entropies [N].
-    """
-    outputs = run_outputs(chunks, made, temperature, entropy=entropy)
-    places = torch.cat([micro.places[mine.cpu()] for micro, mine in zip(made, positions, strict=True)])
-
-    def laid_out(of_micros: Sequence[Tensor]) -> Tensor:
-        flat = torch.zeros(len(places), device=device)
-        if of_micros:
-            flat = torch.cat([of_micro[mine] for of_micro, mine in zip(of_micros, positions, strict=True)])
-        values = torch.zeros(batch.num_tokens)
-        values[places] = from_last_stage(flat).cpu()
-        return values
-
-    values = laid_out([given for given, _ in outputs])
-    return values, laid_out([spread for _, spread in outputs if spread is not None]) if entropy else None
-
-
-def batch_top(
-    chunks: Sequence[PolicyParallel],
-    batch: PackedBatch,
-    made: Sequence[MicroBatch],
-    k: int,
-    *,
-    temperature: float,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""
-    ids = torch.zeros((batch.num_tokens, k), dtype=torch.int32)
-    logprobs = torch.zeros((batch.num_tokens, k))
-    outputs = run_top(chunks, made, k, temperature)
-    places = torch.cat([micro.places for micro in made])
-    flat_ids = torch.zeros((len(places), k), dtype=torch.int32, device=device)
-    flat = torch.zeros((len(places), k), device=device)
-    if outputs:
-        flat_ids = torch.cat([of_micro.int() for of_micro, _ in outputs])
-        flat = torch.cat([of_micro for _, of_micro in outputs])
-    ids[places] = from_last_stage(flat_ids).cpu()
-    logprobs[places] = from_last_stage(flat).cpu()
-    return ids, logprobs
+def sum_over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
+    """The sum over the data-parallel ranks, on the CPU."""
+    total = values.to(device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.cpu()
 
 
 def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device) -> LogprobStats:
@@ -284,20 +208,17 @@ def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device
     gaps = torch.zeros(0)
     if trainer is not None and batch.logprobs is not None:
         gaps = (trainer - batch.logprobs)[batch.loss_mask].abs()
-    sums = torch.tensor([gaps.double().sum(), batch.loss_mask.sum()], dtype=torch.float64, device=device)
+    total, count = sum_over_data_parallel(
+        torch.tensor([gaps.double().sum(), batch.loss_mask.sum()], dtype=torch.float64), device
+    ).tolist()
     largest = torch.tensor([gaps.max() if len(gaps) else 0.0], device=device)
-    group = parallel_state.get_data_parallel_group()
-    dist.all_reduce(sums, group=group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total, count = sums.tolist()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
     return LogprobStats(total / max(count, 1.0), float(largest), int(count))
 
 
 def value_metrics(batch: PackedBatch, device: torch.device) -> ValueStats:
-    """The mean of `values` where the loss mask is set, over all data-parallel ranks."""
     assert batch.values is not None
     mask = batch.loss_mask
-    sums = torch.stack((batch.values[mask].double().sum(), mask.sum().double())).to(device)
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    total, count = sums.tolist()
+    sums = torch.stack((batch.values[mask].double().sum(), mask.sum().double()))
+    total, count = sum_over_data_parallel(sums, device).tolist()
     return ValueStats(total / max(count, 1.0), int(count))

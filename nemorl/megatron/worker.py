@@ -1,21 +1,16 @@
-"""The policy worker: one process of the policy, driven by method calls that all its processes receive.
+"""The policy worker: one rank of a model, driven by method calls that all its ranks receive.
 
 load_hf ─▶ [ load_trajectories ─▶ compute_logprobs ─▶ train ... ─▶ sender.send ] ─▶ save_checkpoint
-
-One rank of a model: its weights and optimizer, on the device, on the host, in files and sent to engines.
-
-`worker.py` has what it computes on a batch.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
@@ -49,28 +44,19 @@ from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
-from .kernels import Installed, check_optimizer, choose
+from .kernels import Installed, check_optimizer, choose, recompute_notes
 from .lora import Adapters
-from .model import PolicyModel, build_model, local_name
+from .model import build_model, local_name
 from .moe import Routers
-from .optimizer import Holdings, Offload, PolicyOptimizer, ReferenceWeights
-from .packing import MicroBatch, check_batch, micro_batch_maker
-from .parallel import recompute_notes
-from .schedule import (
-    batch_outputs,
-    batch_top,
-    global_metrics,
-    logprob_gap,
-    over_data_parallel,
-    run_evaluation,
-    run_training,
-    value_metrics,
-)
+from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
+from .packing import MicroBatch, MicroBatchMaker, check_batch
+from .schedule import Pipeline, logprob_gap, over_data_parallel, sum_over_data_parallel, value_metrics
 
 
-class ModelRank:
-    """One rank of a model. Methods are collective where they do not say otherwise: all ranks call them, in
-    the same order.
+class PolicyWorker:
+    """One rank of a model: its weights and optimizer, and what it computes on a batch.
+
+    Methods are collective where they do not say otherwise: all ranks call them, in the same order.
     """
 
     def __init__(
@@ -98,8 +84,7 @@ class ModelRank:
             torch.set_num_threads(threads)
         self._config = config
         self._kind: DeviceKind = device
-        self._device = select_device(device, rank)
-        self._temperature = temperature
+        self.device = select_device(device, rank)
         self._keep_reference = keep_reference
         self._shape = load_shape(config.model_path, config.head)
         self._installed = Installed.find()
@@ -124,15 +109,18 @@ class ModelRank:
         self._trained = TrainedWeights(self._shape, config.lora)
         self._adapters = Adapters(self._shape, config.lora, self._place) if config.lora else None
         self._chunks = build_model(
-            self._shape, config, device, self._device, self._kernels, self._adapters, trains=trains
+            self._shape, config, device, self.device, self._kernels, self._adapters, trains=trains
         )
+        self._modules = [chunk.module for chunk in self._chunks]
+        self._pipeline = Pipeline(self._chunks, temperature, self.device)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
-        self._maker = micro_batch_maker(self._shape, config, self._kernels, self._device)
-        self._routers = Routers(self._modules, self._shape.num_moe_layers, config.moe)
+        self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
+        self._routers = Routers(self._modules, self._shape, config.moe) if self._shape.moe else None
         self._reference: ReferenceWeights | Adapters | None = None
         self._offload = Offload(device)
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
+        self._batch: PackedBatch | None = None
         if load:
             self.load_hf(config.model_path)
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
@@ -141,7 +129,7 @@ class ModelRank:
     def header(self) -> dict[str, str]:
         """Device, layout, kernels and versions in use; for the header of a run's log."""
         return {
-            "device": str(self._device),
+            "device": str(self.device),
             "backend": dist.get_backend(),
             "precision": self._config.precision,
             "layout": self._config.layout.name,
@@ -200,14 +188,12 @@ class ModelRank:
         moe = self._shape.moe if self._config.moe.router_replay else None
         experts = None if moe is None else (self._shape.num_moe_layers, moe.top_k)
         cached = CachedModel(model, self._maker, self._shape.vocab_size, max_kv_tokens, experts)
-        return DecodingCopy(cached, self._config.layout, self._device)
+        return DecodingCopy(cached, self._config.layout, self.device)
 
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
         reference = self._reference.tensors() if isinstance(self._reference, ReferenceWeights) else ()
-        holdings = Holdings.of(self._chunks, self._optimizer, reference)
-        offload = self._config.offload
-        return self._offload.out(holdings, weights=offload.weights, optimizer=offload.optimizer)
+        return self._offload.out(self._chunks, self._optimizer, reference, self._config.offload)
 
     def onload(self) -> None:
         """Undo `offload`: weights and optimizer are what they were, to the bit; gradients are zero."""
@@ -215,13 +201,11 @@ class ModelRank:
 
     def save_checkpoint(self, folder: Path) -> tuple[FileRecord, ...]:
         """Write weights, optimizer, schedule and random states into a folder that all ranks share."""
-        self._offload.require_back()
-        return self._save(folder, checkpoint.Snapshot.of(self.optimizer, self._kind))
+        return checkpoint.save(folder, self._snapshot(), trained=self._trained, layout=self._config.layout)
 
     def copy_for_checkpoint(self) -> None:
         """Copy aside what `write_copy` writes; the next steps may then change the state."""
-        self._offload.require_back()
-        self._copy = self._copier.copy(checkpoint.Snapshot.of(self.optimizer, self._kind))
+        self._copy = self._copier.copy(self._snapshot())
 
     def write_copy(self, folder: Path) -> tuple[FileRecord, ...]:
         """`save_checkpoint` of the state that was copied. Not collective, and for another thread.
@@ -230,31 +214,19 @@ class ModelRank:
         """
         if self._copy is None:
             raise RuntimeError("nothing was copied: call copy_for_checkpoint before write_copy")
-        return self._save(folder, self._copy)
+        return checkpoint.save(folder, self._copy, trained=self._trained, layout=self._config.layout)
+
+    def _snapshot(self) -> checkpoint.Snapshot:
+        self._offload.require_back()
+        return checkpoint.Snapshot.of(self.optimizer, self._kind)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
-        slices = self._trained.slices(self._place)
-        trained = {part.param for part in slices}
-        checkpoint.load(
-            folder,
-            rank=dist.get_rank(),
-            trained=self._trained,
-            layout=self._config.layout,
-            slices=slices,
-            parameters={name: p for name, p in self.parameters().items() if name in trained},
-            optimizer=self.optimizer,
-            device=self._kind,
-        )
+        checkpoint.load(folder, self._trained, self._place, self.parameters(), self.optimizer, self._kind)
 
     def close(self) -> None:
         """Leave the process group; the process may join another afterwards."""
         parallel.leave()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._device
 
     @property
     def optimizer(self) -> PolicyOptimizer:
@@ -263,43 +235,20 @@ class ModelRank:
             raise RuntimeError("this model was started without training: it has no optimizer")
         return self._optimizer
 
-    @property
-    def _kept_reference(self) -> "ReferenceWeights | Adapters":
-        if self._reference is None:
-            raise RuntimeError(
-                "no reference weights are kept: start the worker with keep_reference and load_hf"
-            )
-        return self._reference
-
-    @property
-    def _modules(self) -> list[PolicyModel]:
-        return [chunk.module for chunk in self._chunks]
-
-    def _save(self, folder: Path, snapshot: checkpoint.Snapshot) -> tuple[FileRecord, ...]:
-        return checkpoint.save(
-            folder, snapshot, rank=dist.get_rank(), trained=self._trained, layout=self._config.layout
-        )
-
-
-class PolicyWorker(ModelRank):
-    """A rank that trains on batches and evaluates them. Methods are collective unless they say otherwise."""
-
-    _batch: PackedBatch | None = None
-
     # The batch
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; `shard.stores` are the lists themselves. Not collective."""
-        batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        batch = pack_trajectories(shard.rows(), shard.advantages, shard.weights)
         if shard.likelihood is not None:
             batch = with_likelihood(batch, shard.likelihood)
         if shard.rewards is not None:
-            batch = with_turns(batch, shard.sequences(), shard.rewards)
+            batch = with_turns(batch, shard.rows(), shard.rewards)
         self.load_batch(batch if shard.compared is None else with_compared(batch, shard.compared))
 
     def load_examples(self, shard: Shard) -> None:
         """Pack and keep this rank's examples. Not collective."""
-        self.load_batch(pack_examples(shard.sequences(), shard.weights, shard.compared))
+        self.load_batch(pack_examples(shard.rows(), shard.weights, shard.compared))
 
     def load_batch(self, batch: PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
@@ -315,7 +264,7 @@ class PolicyWorker(ModelRank):
 
     def take_advantages(self, shard: Shard) -> None:
         """Replace the advantages of the loaded batch. Not collective."""
-        batch = pack_trajectories(shard.sequences(), shard.advantages, shard.weights)
+        batch = pack_trajectories(shard.rows(), shard.advantages, shard.weights)
         self._batch = replace(self.batch, advantages=batch.advantages)
 
     def share(self, required: bool, field: Field) -> list[TokenArray] | None:
@@ -335,7 +284,7 @@ class PolicyWorker(ModelRank):
 
     def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
         """Fill `advantages`, and `returns` for a critic; metrics of the estimator."""
-        estimated = estimator(self.batch, self._sum_over_copies)
+        estimated = estimator(self.batch, partial(sum_over_data_parallel, device=self.device))
         self._batch = replace(self.batch, advantages=estimated.advantages, returns=estimated.returns)
         return estimated.metrics
 
@@ -354,104 +303,75 @@ class PolicyWorker(ModelRank):
 
         The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
         """
-        self._offload.require_back()
-        self._require_head("lm", "compute_logprobs")
-        batch = self.batch
-        made = self._make(batch, micro_batches)
+        batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
-            # The reference chooses experts by its own routers.
-            own = replace(batch, routed_experts=None)
-            made_of = made if batch.routed_experts is None else self._make(own, micro_batches)
-            with self._kept_reference.in_place():
-                batch = replace(batch, reference_logprobs=self._logprobs(batch, made_of))
+            if batch.routed_experts is not None:  # the reference chooses experts by its own routers
+                unrouted = replace(batch, routed_experts=None)
+                made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
+            else:
+                made_of = made
+            with self._reference_in_place():
+                batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of)[0])
         if old:
-            logprobs, entropies = self._outputs(
-                batch, made, [micro.scored for micro in made], entropy=entropy
-            )
+            logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy)
             batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
         self._batch = batch
-        return logprob_gap(batch, batch.old_logprobs if old else None, self._device)
+        return logprob_gap(batch, batch.old_logprobs if old else None, self.device)
 
     def compute_values(self, micro_batches: list[list[int]]) -> ValueStats:
         """Fill `values` of these sequences: what the scalar head says after each token."""
-        self._offload.require_back()
-        self._require_head("scalar", "compute_values")
-        made = self._make(self.batch, micro_batches)
-        everywhere = [torch.arange(micro.batch.num_tokens, device=self._device) for micro in made]
-        values, _ = self._outputs(self.batch, made, everywhere)
-        self._batch = replace(self.batch, values=values)
-        return value_metrics(self._batch, self._device)
+        batch, made = self._prepared("compute_values", micro_batches, head="scalar")
+        self._batch = replace(batch, values=self._pipeline.outputs(batch, made)[0])
+        return value_metrics(self._batch, self.device)
 
     def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
         """Fill `top_ids` and `top_logprobs`: the k likeliest tokens at each place where the mask is set.
 
         All of them where there are no k.
         """
-        self._offload.require_back()
-        self._require_head("lm", "compute_top")
-        ids, logprobs = batch_top(
-            self._chunks,
-            self.batch,
-            self._make(self.batch, micro_batches),
-            min(k, self._shape.vocab_size),
-            temperature=self._temperature,
-            device=self._device,
-        )
-        self._batch = replace(self.batch, top_ids=ids, top_logprobs=logprobs)
+        batch, made = self._prepared("compute_top", micro_batches, head="lm")
+        ids, logprobs = self._pipeline.top(batch, made, min(k, self._shape.vocab_size))
+        self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
 
     def train(self, micro_batches: list[list[int]], loss: Loss) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
-        self._offload.require_back()
-        batch = self.batch
-        made = self._make(batch, micro_batches)
-        self._routers.begin_step((micro.layout.routing for micro in made), self._device)
+        batch, made = self._prepared(
+            "a loss that needs the entropy", micro_batches, head="lm" if loss.needs_entropy else None
+        )
+        if self._routers is not None:
+            self._routers.begin_step((micro.layout.routing for micro in made), self.device)
         self.optimizer.zero_grad()
-        if loss.needs_entropy:
-            self._require_head("lm", "a loss that needs the entropy")
         if isinstance(loss, UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
-            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self._device))
-        outputs = run_training(self._chunks, made, loss, self._temperature)
+            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
+        sums, maxima = self._pipeline.train(made, loss)
         step = self.optimizer.step()
-        sums, maxima = global_metrics(outputs, self._device)
-        tokens = torch.tensor(
-            [sum(micro.batch.num_tokens for micro in made), sum(micro.num_computed for micro in made)],
-            device=self._device,
-        )
-        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        num_tokens, num_computed = tokens.tolist()
-        moe = self._shape.moe
-        experts = self._routers.load(moe.num_experts, self._device) if moe else None
+        counts = [sum(m.batch.num_tokens for m in made), sum(m.num_computed for m in made)]
+        num_tokens, num_computed = sum_over_data_parallel(torch.tensor(counts), self.device).tolist()
         return TrainStats(
-            sums,
-            maxima,
-            step.grad_norm,
-            step.lr,
-            step.skipped,
-            step.empty,
-            num_tokens,
-            num_computed,
-            experts,
+            sums=sums,
+            maxima=maxima,
+            **asdict(step),
+            num_tokens=num_tokens,
+            num_computed=num_computed,
+            experts=None if self._routers is None else self._routers.metrics(self.device),
         )
 
     def evaluate(self, micro_batches: list[list[int]], loss: Loss) -> Evaluation:
         """The loss of these sequences under the current weights, which do not change."""
-        self._offload.require_back()
-        if loss.needs_entropy:
-            self._require_head("lm", "a loss that needs the entropy")
-        outputs = run_evaluation(self._chunks, self._make(self.batch, micro_batches), loss, self._temperature)
-        return Evaluation(*global_metrics(outputs, self._device))
+        _, made = self._prepared(
+            "a loss that needs the entropy", micro_batches, head="lm" if loss.needs_entropy else None
+        )
+        return Evaluation(*self._pipeline.evaluate(made, loss))
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
         """[S] sums of the logprobs of each sequence's masked tokens, of this data-parallel rank's batch.
 
         Under the weights as they are, or the reference's. Sequences that are not named have 0.
         """
-        self._offload.require_back()
-        self._require_head("lm", "sequence_logprobs")
-        batch, made = self.batch, self._make(self.batch, micro_batches)
-        with self._kept_reference.in_place() if reference else nullcontext():
-            logprobs = self._logprobs(batch, made)
+        batch, made = self._prepared("sequence_logprobs", micro_batches, head="lm")
+        with self._reference_in_place() if reference else nullcontext():
+            logprobs, _ = self._pipeline.outputs(batch, made)
         return [float(part.double().sum()) for part in logprobs.split(batch.lengths)]
 
     @property
@@ -461,33 +381,20 @@ class PolicyWorker(ModelRank):
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch
 
-    def _sum_over_copies(self, values: Tensor) -> Tensor:
-        total = values.to(self._device)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return total.cpu()
-
-    def _make(self, batch: PackedBatch, micro_batches: list[list[int]]) -> list[MicroBatch]:
-        return [self._maker.make(batch, sequences) for sequences in micro_batches]
-
-    def _logprobs(self, batch: PackedBatch, made: list[MicroBatch]) -> Tensor:
-        """Logprobs [N] under the weights in place, on the CPU; 0 in sequences that are not named."""
-        return self._outputs(batch, made, [micro.scored for micro in made])[0]
-
-    def _outputs(
-        self, batch: PackedBatch, made: list[MicroBatch], positions: list[Tensor], *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return batch_outputs(
-            self._chunks,
-            batch,
-            made,
-            positions,
-            temperature=self._temperature,
-            device=self._device,
-            entropy=entropy,
-        )
-
-    def _require_head(self, head: str, method: str) -> None:
-        if self._shape.head != head:
+    def _prepared(
+        self, method: str, micro_batches: list[list[int]], *, head: str | None
+    ) -> tuple[PackedBatch, list[MicroBatch]]:
+        """The batch and its micro-batches, once the model can compute on them."""
+        self._offload.require_back()
+        if head not in (None, self._shape.head):
             raise RuntimeError(
                 f"{method} requires a model with policy.head {head!r}, and this one has {self._shape.head!r}"
             )
+        return self.batch, [self._maker.make(self.batch, sequences) for sequences in micro_batches]
+
+    def _reference_in_place(self) -> AbstractContextManager[None]:
+        if self._reference is None:
+            raise RuntimeError(
+                "no reference weights are kept: start the worker with keep_reference and load_hf"
+            )
+        return self._reference.in_place()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         TrainStats,
         ValueStats,
     )
-    from nemorl.data.shards import Column, Field, LoadedBatch, SequencePlace
+    from nemorl.data.shards import BatchPlan, Column, Field, SequencePlace
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.serve.app import Listening
     from nemorl.weights.messages import (
@@ -108,7 +108,7 @@ class ModelHandle:
         self._hidden_size = load_shape(spec.config.model_path, spec.config.head).hidden_size
         self._deadlines = deadlines
         self._offloaded = False
-        self._batch: LoadedBatch | None = None
+        self._batch: BatchPlan | None = None
 
     # Devices
 
@@ -145,7 +145,7 @@ class ModelHandle:
         return self.batch.packing_metrics()
 
     @property
-    def batch(self) -> "LoadedBatch":
+    def batch(self) -> "BatchPlan":
         if self._batch is None:
             raise RuntimeError("no batch is loaded: call load first")
         return self._batch
@@ -158,9 +158,9 @@ class ModelHandle:
         num_minibatches: int = 1,
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
-        from nemorl.data.shards import LoadedBatch
+        from nemorl.data.shards import plan_sequences
 
-        self._batch = LoadedBatch.plan_for(
+        self._batch = plan_sequences(
             sequences, self._config, self._hidden_size, self.group.mesh.data, num_minibatches
         )
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
@@ -217,7 +217,7 @@ class ModelHandle:
         On the output ranks, which may then share them. It gets the deadline as `seconds`.
         """
         numbers: list[list[int]] = [[] for _ in range(self.group.mesh.world_size)]
-        for rank, held in zip(self.group.mesh.output_ranks, self.batch.plan.ranks, strict=True):
+        for rank, held in zip(self.group.mesh.output_ranks, self.batch.ranks, strict=True):
             numbers[rank] = [row for row, place in enumerate(held) if place in sequences]
         seconds = self._deadlines.logprobs
         of_rank, deadline = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
@@ -262,7 +262,7 @@ class ModelHandle:
     async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
         """One optimizer step over a minibatch of the loaded batch."""
         await self.onload()
-        shards, seconds = self.batch.plan.minibatches[minibatch], self._deadlines.training
+        shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[TrainStats] = await self.group.call(
             "train", loss, shards=shards, stage="training", seconds=seconds
         )

@@ -11,7 +11,7 @@ from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference
 from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Evaluation, LogprobStats, Loss, TrainStats
-from nemorl.data.shards import SequencePlace, make_shards, packing_metrics, plan_batch
+from nemorl.data.shards import SequencePlace, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
@@ -59,7 +59,7 @@ class LocalLearner:
         self._lengths = [s.num_tokens for s in sequences]
         units = [-n if s.compared is None else s.compared.unit for n, s in enumerate(sequences, 1)]
         self._plan = plan_batch(self._lengths, 1, 1, self._tokens, HIDDEN, units=units)
-        (shard,) = make_shards(sequences, self._plan)
+        (shard,) = self._plan.shards(sequences)
         getattr(self.host, f"load_{kind}")(shard)
         self.loads += 1
 
@@ -84,7 +84,7 @@ class LocalLearner:
 
     def packing_metrics(self) -> dict[str, float]:
         """Of the plan."""
-        return packing_metrics(self._plan, self._lengths, self._tokens, HIDDEN)
+        return self._plan.packing_metrics()
 
     @property
     def _micro_batches(self) -> list[list[int]]:

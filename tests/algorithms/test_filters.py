@@ -11,7 +11,7 @@ from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names
 from nemorl.data.packed import PLACEHOLDER_TOKENS
-from nemorl.data.shards import make_shards, plan_batch
+from nemorl.data.shards import plan_batch
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary, TaskOrder
 from nemorl.trajectories import StopReason
@@ -254,7 +254,7 @@ def test_ranks_hold_the_same_advantages_however_many_they_are(
     plan = plan_batch([p.num_tokens for p in places], ranks, num_minibatches, 64, 32)
     held = {
         (shard.stores[store], row): (advantage, weight)
-        for shard in make_shards(places, plan)
+        for shard in plan.shards(places)
         for (store, row), advantage, weight in zip(shard.places, shard.advantages, shard.weights, strict=True)
     }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nemorl.data.packed import PackedBatch
-from nemorl.data.shards import BatchPlan, column_of, column_shards, rows_of, with_rows
+from nemorl.data.shards import BatchPlan, rows_of, with_rows
 
 LENGTHS = (2, 3, 1, 4)
 
@@ -26,7 +26,7 @@ def batch_of(sequences: list[int]) -> PackedBatch:
 def test_every_rank_gets_the_rows_of_its_sequences_from_the_stores_that_hold_them() -> None:
     ours, theirs = BatchPlan([[2, 0], [1, 3]], []), BatchPlan([[3], [0, 1, 2]], [])
     rows = {f"store {rank}": rows_of(batch_of(held), "values") for rank, held in enumerate(ours.ranks)}
-    shards = column_shards(column_of(list(rows), ours), theirs)
+    shards = theirs.column_shards(ours.column(list(rows)))
     assert [shard.stores for shard in shards] == [("store 1",), ("store 0", "store 1")]
     for shard, held in zip(shards, theirs.ranks, strict=True):
         found = [rows[shard.stores[store]][row] for store, row in shard.places]

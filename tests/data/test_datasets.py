@@ -4,8 +4,7 @@ import pytest
 import reasoning_gym
 
 from nemorl.config.data import ArithmeticDataset, DataConfig, JsonlDataset, ReasoningGymDataset
-from nemorl.data.datasets import load_tasks
-from nemorl.data.json_lines import DatasetError
+from nemorl.data.datasets import DatasetError, load_tasks
 from nemorl.trajectories import Message
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from nemorl.data.datasets import Dialogue
 from nemorl.data.examples import Encoder, ExampleError, dialogue_example, mismatched, steps_example
-from nemorl.data.tokenizer import ChatPrompts, PlainPrompts
+from nemorl.data.tokenizer import ChatPrompts, Prompts
 from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
 
@@ -21,7 +21,7 @@ SEVERAL = (
 
 def test_plain_examples_keep_the_boundary_between_prompt_and_answer(tokenizer):
     # "12" would be one token, but a policy that is asked "1" samples "2".
-    example = dialogue_example(ASKED, ANSWERED, tokenizer, PlainPrompts(tokenizer), 10)
+    example = dialogue_example(ASKED, ANSWERED, tokenizer, Prompts(tokenizer), 10)
     assert example.tokens.tolist() == [*tokenizer.encode("1"), *tokenizer.encode("2"), ENDOFTEXT]
     assert example.loss_mask.tolist() == [False, True, True]
     assert len(tokenizer.encode("12")) == 1
@@ -59,19 +59,19 @@ def test_all_tokens_but_the_first_can_be_learned(tokenizer):
 
 
 def test_steps_are_labeled_at_their_ends(tokenizer):
-    example = steps_example(ASKED, ["12", "ab a"], [True, False], tokenizer, PlainPrompts(tokenizer), 99)
+    example = steps_example(ASKED, ["12", "ab a"], [True, False], tokenizer, Prompts(tokenizer), 99)
     assert tokenizer.decode(example.tokens) == "112ab a"
     assert example.labels.tolist() == [0, 1, 0, -1]  # "1", "12", "ab", " a"
     assert example.loss_mask.tolist() == [False, True, False, True]
-    unsure = steps_example(ASKED, ["12", "ab a"], [0.25, 0.5], tokenizer, PlainPrompts(tokenizer), 99)
+    unsure = steps_example(ASKED, ["12", "ab a"], [0.25, 0.5], tokenizer, Prompts(tokenizer), 99)
     assert unsure.labels.tolist() == [0, -0.5, 0, 0]
     assert unsure.loss_mask.tolist() == example.loss_mask.tolist()
     with pytest.raises(ExampleError, match="2 steps and 1 labels"):
-        steps_example(ASKED, ["1", "2"], [True], tokenizer, PlainPrompts(tokenizer), 99)
+        steps_example(ASKED, ["1", "2"], [True], tokenizer, Prompts(tokenizer), 99)
 
 
 def test_mismatched_prompts_and_completions(tokenizer):
-    encoder = Encoder(tokenizer, PlainPrompts(tokenizer), 9)
+    encoder = Encoder(tokenizer, Prompts(tokenizer), 9)
     texts = [("a", "1"), ("b b", "2 2"), ("c", "3")]
     examples = encoder.dialogues(
         [Dialogue((Message("user", a),), (Message("assistant", b),)) for a, b in texts], "completion"
@@ -85,7 +85,7 @@ def test_mismatched_prompts_and_completions(tokenizer):
 
 
 def test_what_is_no_example_is_named(tokenizer):
-    encoder = Encoder(tokenizer, PlainPrompts(tokenizer), 2)
+    encoder = Encoder(tokenizer, Prompts(tokenizer), 2)
     good = Dialogue((Message("user", "1"),), (Message("assistant", ""),))
     with pytest.raises(ExampleError, match="example 1: there are 1 prompt and 2 answer tokens, more than 2"):
         encoder.dialogues([good, Dialogue(ASKED, ANSWERED)], "all")

@@ -15,8 +15,14 @@ from nemorl.config.data import (
     PreferenceDataset,
     StepsDataset,
 )
-from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
-from nemorl.data.json_lines import DatasetError
+from nemorl.data.datasets import (
+    DatasetError,
+    load_dialogues,
+    load_feedback,
+    load_pairs,
+    load_steps,
+    load_tasks,
+)
 from nemorl.trajectories import Message
 
 SUMS = ArithmeticDataset(name="arithmetic", digits=1, size=20, seed=3)

@@ -8,7 +8,6 @@ from nemorl.data.shards import (
     BatchPlan,
     balance,
     micro_batches,
-    packing_metrics,
     plan_batch,
     plan_micro_batches,
     sequence_cost,
@@ -61,15 +60,21 @@ def test_interleaved_stages_get_a_micro_batch_each():
 
 def test_metrics_of_a_plan_written_out():
     """Hidden size 1: a sequence of n tokens costs n * (12 + n)."""
-    plan = BatchPlan(ranks=[[0, 2], [1, 3]], minibatches=[[[[0]], [[0]]], [[[1]], [[1]]]])
-    metrics = packing_metrics(plan, [10, 4, 8, 8], max_tokens=20, hidden_size=1)
+    plan = BatchPlan(
+        ranks=[[0, 2], [1, 3]],
+        minibatches=[[[[0]], [[0]]], [[[1]], [[1]]]],
+        lengths=(10, 4, 8, 8),
+        max_tokens=20,
+        hidden_size=1,
+    )
+    metrics = plan.packing_metrics()
     assert metrics == {
         "packing/imbalance": pytest.approx((220 + 160) / ((220 + 64) / 2 + 160)),
         "packing/fill": pytest.approx(30 / 80),
         "packing/micro_batches": 2.0,
     }
     even = plan_batch([8] * 4, 2, 2, 8, hidden_size=1)
-    assert packing_metrics(even, [8] * 4, 8, 1) == {
+    assert even.packing_metrics() == {
         "packing/imbalance": 1.0, "packing/fill": 1.0, "packing/micro_batches": 2.0,
     }  # fmt: skip
 

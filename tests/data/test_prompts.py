@@ -1,7 +1,7 @@
 import pytest
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.tokenizer import ChatPrompts, PlainPrompts, TemplateError, load_tokenizer, prompts_of
+from nemorl.data.tokenizer import ChatPrompts, Prompts, TemplateError, load_tokenizer, prompts_of
 from nemorl.trajectories import Message
 from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
 
@@ -77,7 +77,7 @@ def test_a_template_that_writes_a_turn_twice_is_named(tmp_path):
 
 def test_plain_prompts_are_the_texts_alone(tokenizer):
     prompts = prompts_of(tokenizer, chat=False)
-    assert isinstance(prompts, PlainPrompts)
+    assert type(prompts) is Prompts
     assert prompts.open(OPENING) == tokenizer.encode("Sums.1+2?")
     assert prompts.after_turn(OPENING, Message("assistant", "x"), ANSWER, None) == tokenizer.encode("12go on")
     assert prompts.end_token_id == ENDOFTEXT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.data.shards import BatchPlan, SequencePlace, make_shards
+from nemorl.data.shards import BatchPlan, SequencePlace
 
 PLAN = BatchPlan(ranks=[[2, 0], [1]], minibatches=[])
 
@@ -12,7 +12,7 @@ def test_each_rank_gets_the_places_of_its_sequences() -> None:
         SequencePlace(f"store-{number % 2}", number, 5, weight=number / 4, likelihood=number / 8)
         for number in range(3)
     ]
-    first, second = make_shards(places, PLAN)
+    first, second = PLAN.shards(places)
     assert first.stores == ("store-0",)
     assert first.places == ((0, 2), (0, 0))
     assert (first.weights, first.likelihood) == ((0.5, 0.0), (0.25, 0.0))
@@ -23,4 +23,4 @@ def test_each_rank_gets_the_places_of_its_sequences() -> None:
 def test_what_some_sequences_of_a_rank_lack_is_refused(field: str, value: object) -> None:
     places = [SequencePlace("store", row, 5, **({field: value} if row else {})) for row in range(3)]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"1 of 2 sequences of a shard are .*: all or none"):
-        make_shards(places, PLAN)
+        PLAN.shards(places)

@@ -15,7 +15,7 @@ from nemorl.config.algorithm.losses import CriticLearningConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.losses import TrainStats
 from nemorl.data.packed import PackedBatch
-from nemorl.data.shards import BatchPlan, Column, column_of, column_shards, plan_batch, rows_of
+from nemorl.data.shards import BatchPlan, Column, plan_batch, rows_of
 from nemorl.megatron.worker import PolicyWorker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 
@@ -76,7 +76,7 @@ def rows_by_rank(
     copy = rank // sharing % config.layout.data_parallel_size
     (minibatch,) = plan.minibatches
     worker.load_batch(paid_batch().select(plan.ranks[copy]))
-    shard = None if column is None else column_shards(column, plan)[copy]
+    shard = None if column is None else plan.column_shards(column)[copy]
     stats = None
     if method != "estimate":
         worker.compute_values(minibatch[copy])
@@ -99,7 +99,7 @@ def step(pool, critic: PolicyConfig, policy: PolicyConfig) -> tuple[list, list, 
         plan, size = plan_of(config, batch), config.layout.world_size
         found = pool.run(size, rows_by_rank, config, plan, method, column)
         copies = found[:: size // config.layout.data_parallel_size]
-        return column_of([Stored(rows) for rows, _ in copies], plan), found[-1][1]
+        return plan.column([Stored(rows) for rows, _ in copies]), found[-1][1]
 
     values, _ = part(critic, "values")
     returns, _ = part(policy, "estimate", values)

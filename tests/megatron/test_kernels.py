@@ -13,8 +13,8 @@ from nemorl.megatron.kernels import (
     check_optimizer,
     choose,
     optimizer_kernel,
+    recompute_notes,
 )
-from nemorl.megatron.parallel import recompute_notes
 from nemorl.models.registry import shape_from_config
 from tests.plan.models import CONFIG
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.tokenizer import ChatPrompts, PlainPrompts, load_tokenizer
+from nemorl.data.tokenizer import ChatPrompts, Prompts, load_tokenizer
 from nemorl.generation.types import SamplingParams
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.trajectories import Message, Step, StopReason, Task, Turn
@@ -81,7 +81,7 @@ class TestTokens:
     def test_plain_conversations_are_texts_end_to_end(self, tokenizer):
         generator = ScriptedGenerator([[50, ENDOFTEXT], [60, ENDOFTEXT]])
         trajectory = run(
-            tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]), PlainPrompts(tokenizer)
+            tokenizer, generator, ScriptedEnvironment([OBSERVE, DONE]), Prompts(tokenizer)
         ).trajectory
         encode = tokenizer.encode
         assert trajectory.tokens.tolist() == [*encode("add"), 50, ENDOFTEXT, *encode("12"), 60, ENDOFTEXT]

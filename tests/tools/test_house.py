@@ -217,9 +217,9 @@ def test_every_entry_of_the_tables_exists(house: ModuleType) -> None:
 # What the product has reached. Lower a number when a change makes it smaller; docs/design.md has the goals.
 REACHED = {
     "package_cycles": 0,
-    "grpo_path_files": 44,
-    "grpo_path_outer_files": 29,
-    "single_importer_modules": 68,
+    "grpo_path_files": 43,
+    "grpo_path_outer_files": 28,
+    "single_importer_modules": 66,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 8,
