@@ -31,8 +31,7 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.channel import TransportOptions
-from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout
 from nemorl.weights.plan import plan_files, plan_transfers
 
@@ -123,10 +122,10 @@ def gathering_of(policy: Ranks, engines: Ranks) -> Gathering:
     held, needed = (asyncio.run(Side(ranks, "files").describe()) for ranks in (policy, engines))
     plan = plan_files(held, needed, bucket_bytes=2**40)  # type: ignore[arg-type]
     tensors: dict[str, list[Any]] = {}
-    for rank in range(policy.active):
-        for bucket in plan.sender_part(rank).buckets:
+    for part in plan.sender_parts(policy.active):
+        for bucket in part.buckets:
             for piece in bucket.slices:
-                tensors.setdefault(piece.name, []).append((rank, piece))
+                tensors.setdefault(piece.name, []).append((part.rank, piece))
     return list(tensors.items())
 
 
@@ -322,7 +321,7 @@ def measure_plan() -> list[Row]:
                 "parameters_billion": sum(map(math.prod, hf_tensors(shape).values())) / 1e9,
                 "senders": len(senders),
                 "receivers": len(receivers),
-                "transfers": plan.num_transfers,
+                "transfers": sum(len(b.sources) * len(b.receivers) for b in plan.buckets),
                 "buckets": len(plan.buckets),
                 "plan_seconds": planned,
                 "plan_cpu_seconds": planned_cpu,

@@ -20,7 +20,7 @@ from nemorl.models.adapters import (
     adapter_tensors,
     peft_names,
 )
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import hf_tensors

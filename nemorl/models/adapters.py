@@ -22,7 +22,7 @@ _PROJECTIONS: tuple[str, ...] = get_args(Projection)
 
 def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
     """The names of a model's matrices that can have an adapter: not experts, routers or the head."""
-    found = {projection for _, _, projection in _adaptable(shape)}
+    found = {projection_of(tensor.name) for _, tensor in _adaptable(shape)}
     return tuple(name for name in _PROJECTIONS if name in found)
 
 
@@ -51,13 +51,13 @@ class AdapterNames:
 
 
 def peft_names(matrix: str) -> AdapterNames:
-    """In PEFT's files, the pair of an HF matrix such as `model.layers.0.self_attn.q_proj.weight`."""
+    """Names in PEFT's files of the pair of an HF matrix such as `model.layers.0.self_attn.q_proj.weight`."""
     module = PEFT_PREFIX + matrix.removesuffix(".weight")
     return AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
 
 
 def adapter_params(param: str, matrix: str) -> AdapterNames:
-    """In the model, the pair of an HF matrix that lies in the Megatron parameter `param`."""
+    """Names in the model of the pair of an HF matrix that lies in the Megatron parameter `param`."""
     module = f"{param.removesuffix('.weight')}.lora.{projection_of(matrix)}"
     return AdapterNames(f"{module}.a", f"{module}.b")
 
@@ -77,7 +77,6 @@ class TrainedWeights:
         return tensors_of(*self._rules_and_shape())
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:
-        """The slices of one rank."""
         return slices_of(*self._rules_and_shape(), rank)
 
     def _rules_and_shape(self) -> tuple[tuple[WeightRule, ...], ModelShape]:
@@ -93,37 +92,31 @@ def projection_of(matrix: str) -> str:
     return matrix.removesuffix(".weight").rsplit(".", 1)[-1]
 
 
-def _adaptable(shape: ModelShape) -> Iterator[tuple[WeightRule, HfTensor, str]]:
+def _adaptable(shape: ModelShape) -> Iterator[tuple[WeightRule, HfTensor]]:
     """PEFT takes a name that experts have for the experts' matrices, those of other layers for none."""
     rules = weight_rules(shape)
     of_experts = {projection_of(tensor.name) for rule in rules if rule.experts for tensor in rule.tensors}
     for rule in rules:
         for tensor in rule.tensors:
             projection = projection_of(tensor.name)
-            names_linear = projection in _PROJECTIONS and tensor.name.endswith(".weight")
-            if names_linear and projection not in of_experts:
-                yield rule, tensor, projection
+            is_linear = tensor.name.endswith(".weight") and projection in _PROJECTIONS
+            if is_linear and projection not in of_experts:
+                yield rule, tensor
 
 
 def _rules_and_shape(shape: ModelShape, lora: LoraConfig) -> tuple[tuple[WeightRule, ...], ModelShape]:
+    """Rules of the pairs: A is divided where the matrix is divided by columns, B where it is by rows."""
     targets = adapted_projections(shape, lora)
-    rules = tuple(
-        rule
-        for base, tensor, projection in _adaptable(shape)
-        if projection in targets
-        for rule in _pair(base, tensor)
-    )
-    return rules, replace(shape, adapter_rank=lora.rank)
-
-
-def _pair(base: WeightRule, tensor: HfTensor) -> tuple[WeightRule, WeightRule]:
-    """A is divided where the matrix is divided by columns, B where it is divided by rows."""
-    rows, columns = tensor.dims
-    names, params = peft_names(tensor.name), adapter_params(base.param, tensor.name)
-    by_columns = base.split is Split.COLUMNS
-    a = HfTensor(names.a, (Dim.ADAPTER_RANK, columns))
-    b = HfTensor(names.b, (rows, Dim.ADAPTER_RANK))
-    return (
-        replace(base, param=params.a, tensors=(a,), split=Split.COLUMNS if by_columns else Split.REPLICATED),
-        replace(base, param=params.b, tensors=(b,), split=Split.REPLICATED if by_columns else Split.ROWS),
-    )
+    rules: list[WeightRule] = []
+    for base, tensor in _adaptable(shape):
+        if projection_of(tensor.name) in targets:
+            rows, columns = tensor.dims
+            names, params = peft_names(tensor.name), adapter_params(base.param, tensor.name)
+            split_a, split_b = Split.REPLICATED, Split.ROWS
+            if base.split is Split.COLUMNS:
+                split_a, split_b = Split.COLUMNS, Split.REPLICATED
+            a = (HfTensor(names.a, (Dim.ADAPTER_RANK, columns)),)
+            b = (HfTensor(names.b, (rows, Dim.ADAPTER_RANK)),)
+            rules.append(replace(base, param=params.a, tensors=a, split=split_a))
+            rules.append(replace(base, param=params.b, tensors=b, split=split_b))
+    return tuple(rules), replace(shape, adapter_rank=lora.rank)

@@ -6,24 +6,17 @@ of the policy: their tensors are left on disk.
 
 import math
 
-from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
+from .family import LayerKind, ModelFamily, Split, WeightRule, layer_rule, layer_tensor
 from .hf_config import HfConfig, decoder_shape, yarn_sharpening
 from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM
-from .mixture import ROUTER, gated_experts
+from .mixtral import gated_experts, router
 from .shape import Dim, MlaShape, ModelShape, MoeShape
-
-_HF_MLP = "model.layers.{layer}.mlp."
-_SHARED = "decoder.layers.{layer}.mlp.shared_experts."
 
 
 def _projection(param: str, name: str, split: Split, *dims: Dim) -> WeightRule:
-    tensor = HfTensor(f"model.layers.{{layer}}.self_attn.{name}.weight", dims)
-    return WeightRule(f"decoder.layers.{{layer}}.self_attention.{param}.weight", (tensor,), split)
-
-
-def _shared_expert(name: str) -> HfTensor:
-    dims = (Dim.HIDDEN, Dim.SHARED_FFN) if name == "down" else (Dim.SHARED_FFN, Dim.HIDDEN)
-    return HfTensor(f"{_HF_MLP}shared_experts.{name}_proj.weight", dims)
+    return layer_rule(
+        f"self_attention.{param}.weight", split, layer_tensor(f"self_attn.{name}.weight", *dims)
+    )
 
 
 _QUERY = (_projection("linear_q_proj", "q_proj", Split.ROWS, Dim.QUERY, Dim.HIDDEN),)
@@ -32,42 +25,29 @@ _COMPRESSED_QUERY = (
     _projection("q_layernorm", "q_a_layernorm", Split.REPLICATED, Dim.QUERY_LATENT),
     _projection("linear_q_up_proj", "q_b_proj", Split.ROWS, Dim.QUERY, Dim.QUERY_LATENT),
 )
+_KV_AND_ROTARY, _KV_FROM_LATENT = Dim.KEY_VALUE_LATENT_AND_ROTARY, Dim.KEY_VALUE_FROM_LATENT
 _KEY_VALUE_AND_OUTPUT = (
-    _projection(
-        "linear_kv_down_proj",
-        "kv_a_proj_with_mqa",
-        Split.ROWS,
-        Dim.KEY_VALUE_LATENT_AND_ROTARY,
-        Dim.HIDDEN,
-    ),
+    _projection("linear_kv_down_proj", "kv_a_proj_with_mqa", Split.ROWS, _KV_AND_ROTARY, Dim.HIDDEN),
     _projection("kv_layernorm", "kv_a_layernorm", Split.REPLICATED, Dim.KEY_VALUE_LATENT),
-    _projection(
-        "linear_kv_up_proj", "kv_b_proj", Split.ROWS, Dim.KEY_VALUE_FROM_LATENT, Dim.KEY_VALUE_LATENT
-    ),
+    _projection("linear_kv_up_proj", "kv_b_proj", Split.ROWS, _KV_FROM_LATENT, Dim.KEY_VALUE_LATENT),
     _projection("linear_proj", "o_proj", Split.COLUMNS, Dim.HIDDEN, Dim.VALUE),
 )
-_EXPERT = _HF_MLP + "experts.{expert}."
 _MOE = (
-    *gated_experts(
-        router=_HF_MLP + "gate.weight",
-        gate=_EXPERT + "gate_proj.weight",
-        up=_EXPERT + "up_proj.weight",
-        down=_EXPERT + "down_proj.weight",
-    ),
-    WeightRule(
-        ROUTER + "expert_bias",
-        (HfTensor(_HF_MLP + "gate.e_score_correction_bias", (Dim.EXPERTS,)),),
-        Split.REPLICATED,
-        layers=LayerKind.MOE,
-        learns=False,
-    ),
-    WeightRule(
-        _SHARED + "linear_fc1.weight",
-        (_shared_expert("gate"), _shared_expert("up")),
+    *gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    router("expert_bias", "mlp.gate.e_score_correction_bias", Dim.EXPERTS, learns=False),
+    layer_rule(
+        "mlp.shared_experts.linear_fc1.weight",
         Split.ROWS,
+        layer_tensor("mlp.shared_experts.gate_proj.weight", Dim.SHARED_FFN, Dim.HIDDEN),
+        layer_tensor("mlp.shared_experts.up_proj.weight", Dim.SHARED_FFN, Dim.HIDDEN),
         layers=LayerKind.MOE,
     ),
-    WeightRule(_SHARED + "linear_fc2.weight", (_shared_expert("down"),), Split.COLUMNS, layers=LayerKind.MOE),
+    layer_rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        Split.COLUMNS,
+        layer_tensor("mlp.shared_experts.down_proj.weight", Dim.HIDDEN, Dim.SHARED_FFN),
+        layers=LayerKind.MOE,
+    ),
 )
 
 
@@ -94,11 +74,15 @@ def _read(config: HfConfig) -> ModelShape:
         value_dim=config.get("v_head_dim", 128),
     )
     head_dim = mla.head_dim + mla.rotary_dim
+    # 1 / sqrt(head_dim), and YaRN's sharpening of all channels where `mscale_all_dim` says so
+    _, rope = config.rope_fields()
+    amount = rope.get("mscale_all_dim")
+    sharpening = yarn_sharpening(float(rope["factor"]), amount) if config.rope().scaling and amount else 1.0
     return decoder_shape(
         config,
         "deepseek_v3",
         head_dim=head_dim,
-        softmax_scale=_softmax_scale(config, head_dim),
+        softmax_scale=sharpening**2 / math.sqrt(head_dim),
         mla=mla,
         moe=_moe(config),
     )
@@ -126,15 +110,6 @@ def _moe(config: HfConfig) -> MoeShape:
         groups_per_token=per_token,
         expert_bias=True,
     )
-
-
-def _softmax_scale(config: HfConfig, head_dim: int) -> float:
-    """1 / sqrt(head_dim), and YaRN's sharpening of all channels where `mscale_all_dim` says so."""
-    scaling = config.rope().scaling
-    _, rope = config.rope_fields()
-    amount = rope.get("mscale_all_dim")
-    sharpening = yarn_sharpening(float(rope["factor"]), amount) if scaling and amount else 1.0
-    return sharpening**2 / math.sqrt(head_dim)
 
 
 DEEPSEEK_V3 = ModelFamily("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights)

@@ -5,6 +5,7 @@ a folder, the checks of a config.json) is computed from these declarations, so t
 file; docs/families.md shows how.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -39,6 +40,10 @@ class LayerKind(Enum):
     MOE = "moe"  # those with experts
 
 
+def _as_tuple(dims: Dim | tuple[Dim, ...]) -> tuple[Dim, ...]:
+    return dims if isinstance(dims, tuple) else (dims,)
+
+
 @dataclass(frozen=True)
 class HfTensor:
     """A tensor of the HF checkpoint, or the part of it that belongs to one parameter.
@@ -56,7 +61,11 @@ class HfTensor:
     @property
     def axes(self) -> tuple[Dim, ...]:
         """The extents in the coordinates of slices."""
-        return tuple(dim for dims in self.dims for dim in (dims if isinstance(dims, tuple) else (dims,)))
+        return tuple(dim for dims in self.dims for dim in _as_tuple(dims))
+
+    def stored_shape(self, shape: ModelShape) -> tuple[int, ...]:
+        """The extents on disk."""
+        return tuple(math.prod(map(shape.extent, _as_tuple(dims))) for dims in self.dims)
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,29 @@ class WeightRule:
     learns: bool = True  # False for a buffer, which training leaves as the checkpoint has it
 
 
+def layer_tensor(
+    name: str, *dims: Dim | tuple[Dim, ...], part: int | None = None, transposed: bool = False
+) -> HfTensor:
+    """A tensor of every layer, by its name within the layer."""
+    return HfTensor("model.layers.{layer}." + name, dims, part, transposed)
+
+
+def layer_rule(
+    param: str,
+    split: Split,
+    *tensors: HfTensor,
+    layers: LayerKind = LayerKind.ALL,
+    experts: bool = False,
+    learns: bool = True,
+) -> WeightRule:
+    """A rule of every layer, by the parameter's name within the layer."""
+    name = "decoder.layers.{layer}." + param
+    return WeightRule(name, tensors, split, layers=layers, experts=experts, learns=learns)
+
+
 @dataclass(frozen=True)
 class ModelFamily:
-    """How to read models of one architecture."""
+    """Declarations for the models of one architecture."""
 
     name: str
     architectures: tuple[str, ...]  # of config.json

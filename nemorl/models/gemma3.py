@@ -6,17 +6,11 @@ not read.
 
 from typing import Any
 
-from .family import HfTensor, ModelFamily, Split, WeightRule
+from .family import ModelFamily
 from .hf_config import HfConfig, decoder_shape, layer_windows
-from .llama import ATTENTION_OUTPUT, EMBEDDINGS, INPUT_NORM, MLP, QKV
+from .llama import ATTENTION_OUTPUT, EMBEDDINGS, INPUT_NORM, MLP, QKV, norm
 from .qwen import QK_NORMS
-from .shape import Dim, ModelShape, Rope
-
-
-def _norm(param: str, name: str) -> WeightRule:
-    tensor = HfTensor(f"model.layers.{{layer}}.{name}.weight", (Dim.HIDDEN,))
-    return WeightRule(f"decoder.layers.{{layer}}.{param}.weight", (tensor,), Split.REPLICATED)
-
+from .shape import ModelShape, Rope
 
 _WEIGHTS = (
     *EMBEDDINGS,
@@ -24,10 +18,10 @@ _WEIGHTS = (
     QKV,
     *QK_NORMS,
     ATTENTION_OUTPUT,
-    _norm("self_attn_bda.norm", "post_attention_layernorm"),
-    _norm("pre_mlp_layernorm", "pre_feedforward_layernorm"),
+    norm("self_attn_bda.norm", "post_attention_layernorm"),
+    norm("pre_mlp_layernorm", "pre_feedforward_layernorm"),
     *MLP,
-    _norm("mlp_bda.norm", "post_feedforward_layernorm"),
+    norm("mlp_bda.norm", "post_feedforward_layernorm"),
 )
 
 
@@ -48,7 +42,7 @@ def _read(config: HfConfig) -> ModelShape:
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         rope=rope,
         local_rope=local_rope,
-        windows=_windows(config),
+        windows=layer_windows(config, config.get("sliding_window_pattern", 6)),
         qk_norm=True,
         activation="gelu_tanh",
         softmax_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -56,14 +50,6 @@ def _read(config: HfConfig) -> ModelShape:
         post_norms=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
     )
-
-
-def _windows(config: HfConfig) -> tuple[int | None, ...]:
-    if "layer_types" in config.fields:
-        return layer_windows(config)
-    window, every = config.integer("sliding_window"), config.get("sliding_window_pattern", 6)
-    layers = range(1, config.integer("num_hidden_layers") + 1)
-    return tuple(None if number % every == 0 else window for number in layers)
 
 
 def _ropes(config: HfConfig) -> tuple[Rope, Rope]:

@@ -3,76 +3,48 @@
 All experts of a layer lie in one tensor, input first, and gate and up take turns along its last dimension.
 """
 
-from .family import HfTensor, LayerKind, ModelFamily, Split, WeightRule
+from .family import ModelFamily, Split, layer_rule, layer_tensor
 from .hf_config import HfConfig, decoder_shape, layer_windows
 from .llama import ATTENTION, EMBEDDINGS
-from .mixture import EXPERT, ROUTER, router_weight, softmax_top_k
+from .mixtral import expert, router, softmax_moe
 from .qwen import QKV_BIAS
-from .shape import Dim, ModelShape, MoeShape
+from .shape import Dim, ModelShape
 
-_ATTENTION = "decoder.layers.{layer}.self_attention."
-_HF_ATTENTION = "model.layers.{layer}.self_attn."
-_HF_MLP = "model.layers.{layer}.mlp."
-_EXPERTS = _HF_MLP + "experts."
 _GATE_AND_UP = (Dim.EXPERT_FFN, Dim.TWO)
-
-
-def _expert(param: str, tensors: tuple[HfTensor, ...], split: Split) -> WeightRule:
-    return WeightRule(EXPERT + param, tensors, split, layers=LayerKind.MOE, experts=True)
-
-
-ATTENTION_EXTRAS = (
+_GATE_UP = "mlp.experts.gate_up_proj"
+_DOWN = "mlp.experts.down_proj"
+_WEIGHTS = (
+    *EMBEDDINGS,
+    *ATTENTION,
     QKV_BIAS,
-    WeightRule(
-        _ATTENTION + "linear_proj.bias",
-        (HfTensor(_HF_ATTENTION + "o_proj.bias", (Dim.HIDDEN,)),),
-        Split.REPLICATED,
+    layer_rule(
+        "self_attention.linear_proj.bias", Split.REPLICATED, layer_tensor("self_attn.o_proj.bias", Dim.HIDDEN)
     ),
-    WeightRule(
-        _ATTENTION + "core_attention.softmax_offset",
-        (HfTensor(_HF_ATTENTION + "sinks", (Dim.HEADS,)),),
+    layer_rule(
+        "self_attention.core_attention.softmax_offset",
         Split.ROWS,
+        layer_tensor("self_attn.sinks", Dim.HEADS),
     ),
-)
-EXPERTS = (
-    router_weight(_HF_MLP + "router.weight"),
-    WeightRule(
-        ROUTER + "bias",
-        (HfTensor(_HF_MLP + "router.bias", (Dim.EXPERTS,)),),
-        Split.REPLICATED,
-        layers=LayerKind.MOE,
-    ),
-    _expert(
+    router("weight", "mlp.router.weight", Dim.EXPERTS, Dim.HIDDEN),
+    router("bias", "mlp.router.bias", Dim.EXPERTS),
+    expert(
         "linear_fc1.weight",
-        tuple(
-            HfTensor(
-                _EXPERTS + "gate_up_proj",
-                (Dim.EXPERTS, Dim.HIDDEN, _GATE_AND_UP),
-                part=part,
-                transposed=True,
-            )
-            for part in (0, 1)
-        ),
         Split.ROWS,
+        layer_tensor(_GATE_UP, Dim.EXPERTS, Dim.HIDDEN, _GATE_AND_UP, part=0, transposed=True),
+        layer_tensor(_GATE_UP, Dim.EXPERTS, Dim.HIDDEN, _GATE_AND_UP, part=1, transposed=True),
     ),
-    _expert(
+    expert(
         "linear_fc1.bias",
-        tuple(
-            HfTensor(_EXPERTS + "gate_up_proj_bias", (Dim.EXPERTS, _GATE_AND_UP), part=part)
-            for part in (0, 1)
-        ),
         Split.ROWS,
+        layer_tensor(f"{_GATE_UP}_bias", Dim.EXPERTS, _GATE_AND_UP, part=0),
+        layer_tensor(f"{_GATE_UP}_bias", Dim.EXPERTS, _GATE_AND_UP, part=1),
     ),
-    _expert(
+    expert(
         "linear_fc2.weight",
-        (HfTensor(_EXPERTS + "down_proj", (Dim.EXPERTS, Dim.EXPERT_FFN, Dim.HIDDEN), transposed=True),),
         Split.COLUMNS,
+        layer_tensor(_DOWN, Dim.EXPERTS, Dim.EXPERT_FFN, Dim.HIDDEN, transposed=True),
     ),
-    _expert(
-        "linear_fc2.bias",
-        (HfTensor(_EXPERTS + "down_proj_bias", (Dim.EXPERTS, Dim.HIDDEN)),),
-        Split.REPLICATED,
-    ),
+    expert("linear_fc2.bias", Split.REPLICATED, layer_tensor(f"{_DOWN}_bias", Dim.EXPERTS, Dim.HIDDEN)),
 )
 
 
@@ -82,36 +54,17 @@ def _read(config: HfConfig) -> ModelShape:
         raise config.unsupported(
             "quantization_config", "load the model in bfloat16 and save it without quantization first"
         )
-    num_experts = config.integer("num_local_experts")
-    moe = MoeShape(
-        num_experts=num_experts,
-        top_k=softmax_top_k(config, num_experts),
-        ffn_hidden_size=config.integer("intermediate_size"),
-        router_bias=True,
-    )
     return decoder_shape(
         config,
         "gpt_oss",
         head_dim=config.get("head_dim", 64),
-        windows=_windows(config),
+        windows=layer_windows(config, every=2, default_window=128),
         qkv_bias=True,
         linear_bias=True,
         activation="clamped_swiglu",
         sinks=True,
-        moe=moe,
+        moe=softmax_moe(config, experts="num_local_experts", ffn="intermediate_size", router_bias=True),
     )
 
 
-def _windows(config: HfConfig) -> tuple[int | None, ...]:
-    if config.get("layer_types"):
-        return layer_windows(config)
-    window: int = config.get("sliding_window", 128)
-    return tuple(None if layer % 2 else window for layer in range(config.integer("num_hidden_layers")))
-
-
-GPT_OSS = ModelFamily(
-    "gpt_oss",
-    ("GptOssForCausalLM",),
-    _read,
-    lambda shape: (*EMBEDDINGS, *ATTENTION, *ATTENTION_EXTRAS, *EXPERTS),
-)
+GPT_OSS = ModelFamily("gpt_oss", ("GptOssForCausalLM",), _read, lambda shape: _WEIGHTS)

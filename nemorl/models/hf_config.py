@@ -1,15 +1,21 @@
-"""Reading a config.json: what families have in common. Imports no torch."""
+"""Reading the JSON files of a Hugging Face model folder, and of config.json what families have in common.
 
-from __future__ import annotations
+Imports no torch.
+"""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .errors import BrokenModelFolder, UnsupportedModel
+from nemorl.errors import NemorlError
+
 from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, RopeScaling, YarnRopeScaling
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 # Fields that change a model in ways not implemented for any family: absent, or of this value.
 _FIXED_FIELDS: Mapping[str, object] = {
     "attention_dropout": 0,
@@ -17,6 +23,48 @@ _FIXED_FIELDS: Mapping[str, object] = {
     "quantization_config": None,
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+_ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {  # by rope_type
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+
+class UnsupportedModel(NemorlError, ValueError):
+    """The model is sound, but something in its config.json is not implemented here."""
+
+
+class BrokenModelFolder(NemorlError, ValueError):
+    """The folder is not a complete Hugging Face model: a file, a field or a tensor is missing or wrong."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; `BrokenModelFolder` where it is missing or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BrokenModelFolder(f"{path} is missing; it is part of every Hugging Face model folder") from None
+    except OSError as error:
+        raise BrokenModelFolder(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BrokenModelFolder(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BrokenModelFolder(f"{path} holds a {type(content).__name__}, not an object with fields")
+    return content
+
+
+def indexed_files(folder: Path) -> dict[str, Path] | None:
+    """The file of each tensor as the folder's index says; None where there is no index.
+
+    Raises `BrokenModelFolder` for an index that does not say it.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return None
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise BrokenModelFolder(f"{index} has no object weight_map, which says where each tensor is")
+    return {name: folder / str(file) for name, file in weight_map.items()}
 
 
 @dataclass(frozen=True)
@@ -28,17 +76,15 @@ class HfConfig:
 
     @property
     def architecture(self) -> str:
-        """The model's class in transformers."""
         return str(self.fields["architectures"][0])
 
     def get(self, field: str, default: Any = None) -> Any:
-        """A field, or the default where it is absent or null."""
         value = self.fields.get(field)
         return default if value is None else value
 
-    def integer(self, field: str) -> int:
+    def integer(self, field: str, default: int | None = None) -> int:
         """A field that has to be an integer of at least 1."""
-        value = self.fields.get(field)
+        value = self.get(field, default)
         if not isinstance(value, int) or value < 1:
             raise BrokenModelFolder(f"{self.source}: {field} is {value!r}, expected an integer of at least 1")
         return value
@@ -75,55 +121,45 @@ class HfConfig:
 
     def _rope_scaling(self, field: str, parameters: Mapping[str, Any]) -> RopeScaling | None:
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        match kind:
-            case "default":
-                return None
-            case "linear":
-                (factor,) = self._numbers(field, kind, parameters, "factor")
-                return LinearRopeScaling(factor)
-            case "llama3":
-                names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-                factor, low, high, original = self._numbers(field, kind, parameters, *names)
-                return Llama3RopeScaling(factor, low, high, int(original))
-            case "yarn":
-                (factor,) = self._numbers(field, kind, parameters, "factor")
-                context = parameters.get("original_max_position_embeddings")
-                return YarnRopeScaling(
-                    factor,
-                    int(context or self.integer("max_position_embeddings")),
-                    beta_fast=float(parameters.get("beta_fast") or 32),
-                    beta_slow=float(parameters.get("beta_slow") or 1),
-                    attention_factor=_yarn_attention_factor(parameters),
-                    truncate=bool(parameters.get("truncate", True)),
-                )
-        raise UnsupportedModel(
-            f"{self.source}: {field}.rope_type is {kind!r}; "
-            "only 'default', 'linear', 'llama3' and 'yarn' are supported"
-        )
-
-    def _numbers(self, field: str, kind: str, parameters: Mapping[str, Any], *names: str) -> list[float]:
-        missing = [name for name in names if name not in parameters]
+        if kind == "default":
+            return None
+        if kind not in _ROPE_NUMBERS:
+            raise UnsupportedModel(
+                f"{self.source}: {field}.rope_type is {kind!r}; "
+                "only 'default', 'linear', 'llama3' and 'yarn' are supported"
+            )
+        missing = [name for name in _ROPE_NUMBERS[kind] if name not in parameters]
         if missing:
             raise BrokenModelFolder(
                 f"{self.source}: {field} of rope_type {kind!r} lacks {', '.join(missing)}"
             )
-        return [float(parameters[name]) for name in names]
+        numbers = [float(parameters[name]) for name in _ROPE_NUMBERS[kind]]
+        if kind == "linear":
+            return LinearRopeScaling(*numbers)
+        if kind == "llama3":
+            factor, low, high, original = numbers
+            return Llama3RopeScaling(factor, low, high, int(original))
+        (factor,) = numbers
+        context = parameters.get("original_max_position_embeddings")
+        attention_factor = parameters.get("attention_factor")
+        if attention_factor is None:  # the paper's; `mscale_all_dim` is that of the softmax scale
+            rotary, everywhere = parameters.get("mscale"), parameters.get("mscale_all_dim")
+            attention_factor = yarn_sharpening(factor)
+            if rotary and everywhere:
+                attention_factor = yarn_sharpening(factor, rotary) / yarn_sharpening(factor, everywhere)
+        return YarnRopeScaling(
+            factor,
+            int(context or self.integer("max_position_embeddings")),
+            beta_fast=float(parameters.get("beta_fast") or 32),
+            beta_slow=float(parameters.get("beta_slow") or 1),
+            attention_factor=float(attention_factor),
+            truncate=bool(parameters.get("truncate", True)),
+        )
 
 
 def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
-    """By how much YaRN multiplies queries and keys to sharpen its attention (arXiv 2309.00071)."""
+    """Factor by which YaRN multiplies queries and keys to sharpen attention (arXiv 2309.00071)."""
     return 0.1 * amount * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """The value of the file, or else the paper's; `mscale_all_dim` is that of the softmax scale."""
-    if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    factor = float(parameters["factor"])
-    rotary, everywhere = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if rotary and everywhere:
-        return yarn_sharpening(factor, rotary) / yarn_sharpening(factor, everywhere)
-    return yarn_sharpening(factor)
 
 
 def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:
@@ -139,6 +175,10 @@ def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:
         raise BrokenModelFolder(
             f"{source}: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})"
         )
+    dtype = config.get("dtype") or config.get("torch_dtype", "float32")
+    if dtype not in _DTYPES:
+        raise UnsupportedModel(f"{source}: dtype is {dtype!r}; supported are {', '.join(_DTYPES)}")
+    eos = config.get("eos_token_id", [])
     common: dict[str, Any] = {
         "family": family,
         "num_layers": config.integer("num_hidden_layers"),
@@ -152,50 +192,39 @@ def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "max_position_embeddings": config.integer("max_position_embeddings"),
         "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": _token_ids(config.get("eos_token_id")),
-        "torch_dtype": _dtype(config),
+        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos),
+        "torch_dtype": str(dtype),
     }
     if "rope" not in changes:
         changes["rope"] = config.rope()
     return ModelShape(**common | changes)
 
 
-def refuse_windows(config: HfConfig) -> None:
-    """Raise `UnsupportedModel` for layers that do not see all tokens before them."""
-    for number, kind in enumerate(config.get("layer_types", ())):
-        if kind != "full_attention":
-            raise UnsupportedModel(
-                f"{config.source}: layer_types[{number}] is {kind!r}; only 'full_attention' is supported"
-            )
-
-
-def layer_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """`layer_types` and `sliding_window`: how many tokens each layer sees, itself included; None for all."""
-    known = {"full_attention": None, "sliding_attention": config.get("sliding_window")}
-    kinds = config.get("layer_types", ())
-    if kinds and len(kinds) != config.integer("num_hidden_layers"):
-        raise BrokenModelFolder(
-            f"{config.source}: layer_types names {len(kinds)} layers, num_hidden_layers says "
-            f"{config.integer('num_hidden_layers')}"
-        )
+def layer_types(config: HfConfig, *supported: str) -> list[str]:
+    """`layer_types`: the kind of attention of each layer. Raises `UnsupportedModel` for another kind."""
+    kinds: list[str] = config.get("layer_types", [])
+    names = " and ".join(map(repr, supported))
     for number, kind in enumerate(kinds):
-        if kind not in known:
+        if kind not in supported:
             raise UnsupportedModel(
-                f"{config.source}: layer_types[{number}] is {kind!r}; supported are {', '.join(known)}"
+                f"{config.source}: layer_types[{number}] is {kind!r}; only {names} can be used"
             )
-    if "sliding_attention" in kinds:
-        config.integer("sliding_window")
-    return tuple(known[kind] for kind in kinds)
+    return kinds
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def layer_windows(config: HfConfig, every: int, default_window: int | None = None) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, itself included; None for all.
 
-
-def _dtype(config: HfConfig) -> str:
-    name = config.get("dtype") or config.get("torch_dtype", "float32")
-    if name not in _DTYPES:
-        raise UnsupportedModel(f"{config.source}: dtype is {name!r}; supported are {', '.join(_DTYPES)}")
-    return str(name)
+    By `layer_types` and `sliding_window`; without `layer_types`, every `every`-th layer sees all tokens.
+    """
+    kinds = layer_types(config, "full_attention", "sliding_attention")
+    num_layers = config.integer("num_hidden_layers")
+    if not kinds:
+        window = config.integer("sliding_window", default_window)
+        return tuple(window if number % every else None for number in range(1, num_layers + 1))
+    if len(kinds) != num_layers:
+        raise BrokenModelFolder(
+            f"{config.source}: layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}"
+        )
+    listed = config.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(listed if kind == "sliding_attention" else None for kind in kinds)

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import BrokenModelFolder
-from .json_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, indexed_files
 from .slices import TensorSlice
 from .tensors import local_view
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
+_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
 
 
 class HfFolder:
@@ -26,10 +24,19 @@ class HfFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._files = self._tensor_files()  # file of each tensor
+        files = indexed_files(self.path)
+        if files is None:
+            single = self.path / SINGLE_FILE
+            if not single.exists():
+                raise BrokenModelFolder(
+                    f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                    "weights are read from safetensors only"
+                )
+            with _open(single) as file:
+                files = dict.fromkeys(file.keys(), single)
+        self._files = files  # of each tensor
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._files)
 
     def file(self, name: str) -> Path:
@@ -39,17 +46,6 @@ class HfFolder:
                 f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
             )
         return self._files[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a whole tensor."""
-        with _open(self.file(name)) as file:
-            return tuple(file.get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor: float32, bfloat16 or float16."""
-        path = self.file(name)
-        with _open(path) as file:
-            return _floating_dtype(file, path, name)
 
     def read(self, part: TensorSlice) -> Tensor:
         """The elements of one box, of shape `part.size`, in the type of the file."""
@@ -61,8 +57,7 @@ class HfFolder:
         """A whole tensor, which must have the given shape, in the type of the file."""
         path = self.file(name)
         with _open(path) as file:
-            whole: Tensor = _checked_slice(file, path, name, extents)[:]
-            return whole
+            return _checked_slice(file, path, name, extents)[:]  # type: ignore[no-any-return]
 
     def load_into(self, parameters: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
         """Copy boxes into the parameters that hold them, converted to each parameter's type."""
@@ -80,19 +75,6 @@ class HfFolder:
             path = self.file(name)
             with _open(path) as file:
                 _checked_slice(file, path, name, extents)
-
-    def _tensor_files(self) -> dict[str, Path]:
-        indexed = indexed_files(self.path)
-        if indexed is not None:
-            return indexed
-        single = self.path / SINGLE_FILE
-        if single.exists():
-            with _open(single) as file:
-                return dict.fromkeys(file.keys(), single)
-        raise BrokenModelFolder(
-            f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
-            "weights are read from safetensors only"
-        )
 
 
 def _open(path: Path) -> safe_open:
@@ -121,20 +103,16 @@ def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
 
 def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, ...]) -> Any:
     """The tensor of a file as safetensors' lazy slice, once its type and shape are right."""
-    _floating_dtype(file, path, name)
-    whole = file.get_slice(name)
+    try:
+        whole = file.get_slice(name)
+    except SafetensorError as error:
+        raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
+    if whole.get_dtype() not in _DTYPES:
+        raise BrokenModelFolder(
+            f"{path}: {name} is of type {whole.get_dtype()}; weights may be {', '.join(_DTYPES)}"
+        )
     if tuple(whole.get_shape()) != extents:
         raise BrokenModelFolder(
             f"{path}: {name} has shape {tuple(whole.get_shape())}, the model's config.json says {extents}"
         )
     return whole
-
-
-def _floating_dtype(file: safe_open, path: Path, name: str) -> torch.dtype:
-    try:
-        stored = file.get_slice(name).get_dtype()
-    except SafetensorError as error:
-        raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
-    if stored not in DTYPES:
-        raise BrokenModelFolder(f"{path}: {name} is of type {stored}; weights may be {', '.join(DTYPES)}")
-    return DTYPES[stored]

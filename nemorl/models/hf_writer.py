@@ -1,9 +1,4 @@
-"""Writing a Hugging Face folder, complete or not at all.
-
-A folder that appears complete or not at all.
-
-`nemorl models import`: take a model folder from outside, checked once and for all.
-"""
+"""Writing a Hugging Face folder, complete or not at all; `nemorl models import`."""
 
 import hashlib
 import json
@@ -14,16 +9,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import BrokenModelFolder
+from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, read_json_object
 from .hf_folder import HfFolder
-from .json_files import INDEX_FILE, SINGLE_FILE, read_json_object
 from .layout import hf_tensors
 from .registry import family_of, load_shape
 from .shape import ModelShape
@@ -59,7 +52,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# What makes a folder of weights a model that people can talk to.
+# Files beyond config and weights that a model needs to answer.
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -100,20 +93,15 @@ class HfFolderWriter:
         self._shape = load_shape(self.source, head)
         self._missing = hf_tensors(self._shape)
         self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._bytes = 0  # of these tensors, and of all
         self._shards: list[list[str]] = []  # names of the tensors in each file
-        self._bytes = 0
         self._dtype: torch.dtype | None = None
         self._folder = begin_folder(self.out)
 
     def __enter__(self) -> "HfFolderWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self._finish()
@@ -130,21 +118,18 @@ class HfFolderWriter:
                 f"{name} has shape {tuple(tensor.shape)}, the model in {self.source} {expected}"
             )
         del self._missing[name]
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes() + size > self._shard_bytes:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
             self._write_shard()
         # a copy, because safetensors refuses tensors that share their storage, as views of a buffer do
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._bytes += size
+        self._pending_bytes += tensor.nbytes
+        self._bytes += tensor.nbytes
         self._dtype = self._dtype or tensor.dtype
-
-    def _pending_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._pending.values())
 
     def _write_shard(self) -> None:
         save_file(self._pending, self._folder / f"{len(self._shards)}.shard", metadata={"format": "pt"})
         self._shards.append(list(self._pending))
-        self._pending = {}
+        self._pending, self._pending_bytes = {}, 0
 
     def _finish(self) -> None:
         if self._missing:
@@ -152,26 +137,16 @@ class HfFolderWriter:
                 f"{self.out} would lack {len(self._missing)} tensors, among them {next(iter(self._missing))}"
             )
         self._write_shard()
-        self._name_shards()
-        self._write_companions()
-        self._write_checksums()
-        complete_folder(self._folder, self.out)
-
-    def _name_shards(self) -> None:
-        """Give the files the names that transformers looks for; these hold the number of files."""
+        # The names that transformers looks for hold the number of files.
         count = len(self._shards)
-        if count == 1:
-            (self._folder / "0.shard").rename(self._folder / SINGLE_FILE)
-            return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            file = SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             (self._folder / f"{number}.shard").rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-        _write_json(self._folder / INDEX_FILE, index)
-
-    def _write_companions(self) -> None:
+        if count > 1:
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            _write_json(self._folder / INDEX_FILE, index)
         config = read_json_object(self.source / "config.json")
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
@@ -182,16 +157,12 @@ class HfFolderWriter:
         for name in COMPANION_FILES:
             if (self.source / name).exists():
                 shutil.copyfile(self.source / name, self._folder / name)
-
-    def _write_checksums(self) -> None:
-        files = sorted(self._folder.iterdir())
-        lines = [f"{_sha256(file)}  {file.name}\n" for file in files]
+        lines = []
+        for path in sorted(self._folder.iterdir()):
+            with path.open("rb") as content:
+                lines.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {path.name}\n")
         (self._folder / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        complete_folder(self._folder, self.out)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -212,8 +183,8 @@ def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
     """Check a Hugging Face folder and write it again: config, tokenizer, safetensors and their checksums.
 
     Weights keep their type. What the model does not use is left out, such as the `lm_head.weight` of tied
-    embeddings. Raises `UnsupportedModel`,
-    `BrokenModelFolder` (also naming a tensor that holds NaN or infinity), or FileExistsError for `out`.
+    embeddings. Raises `UnsupportedModel`, `BrokenModelFolder` (also naming a tensor that holds NaN or
+    infinity), or FileExistsError for `out`.
     """
     shape = load_shape(hf_dir)
     tensors = hf_tensors(shape)
@@ -225,7 +196,7 @@ def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
             tensor = folder.tensor(name, extents)
             if not torch.isfinite(tensor).all():
                 raise BrokenModelFolder(f"{folder.file(name)}: {name} holds NaN or infinite values")
-            num_bytes += tensor.numel() * tensor.element_size()
+            num_bytes += tensor.nbytes
             writer.add(name, tensor)
     return ImportedModel(
         shape=shape,

@@ -85,9 +85,7 @@ def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes (on disk) of the tensors that some rules name."""
     return {
-        tensor.name.format(layer=layer, expert=expert): tuple(
-            math.prod(map(shape.extent, dims if isinstance(dims, tuple) else (dims,))) for dims in tensor.dims
-        )
+        tensor.name.format(layer=layer, expert=expert): tensor.stored_shape(shape)
         for stage in Stage
         for layer in range(shape.num_layers if stage is Stage.LAYERS else 1)
         for rule in _rules_of(rules, shape, stage, layer)
@@ -108,19 +106,30 @@ def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
 
 
 def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
-    """`policy_slices` of some rules."""
     layout = rank.layout
     check_divisible(shape, layout)
     found: list[TensorSlice] = []
+
+    def add(stage: Stage, prefix: str, layer: int = 0, local_layer: int = 0) -> None:
+        for rule in _rules_of(rules, shape, stage, layer):
+            if is_tied_head(rule, shape):
+                if layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
+                    continue
+                rule = WeightRule(rule.param, (HfTensor(_EMBEDDING, rule.tensors[0].dims),), rule.split)
+            for local_expert, expert in enumerate(_experts(rule, shape, rank)):
+                parts = [_Part.of(tensor, shape, layer, expert, rule.experts) for tensor in rule.tensors]
+                param = prefix + rule.param.format(layer=local_layer, expert=local_expert)
+                found.extend(_rule_slices(rule, parts, param, shape, rank))
+
     chunks = layout.virtual_pipeline_parallel_size
     for chunk in range(chunks):
         prefix = chunk_prefix(chunk)
         if rank.pp_rank == 0 and chunk == 0:
-            found += _stage_slices(rules, Stage.FIRST, shape, rank, prefix)
+            add(Stage.FIRST, prefix)
         for local, layer in enumerate(stage_layers(shape.num_layers, layout, rank.pp_rank, chunk)):
-            found += _stage_slices(rules, Stage.LAYERS, shape, rank, prefix, layer, local)
+            add(Stage.LAYERS, prefix, layer, local)
         if rank.pp_rank == layout.pipeline_parallel_size - 1 and chunk == chunks - 1:
-            found += _stage_slices(rules, Stage.LAST, shape, rank, prefix)
+            add(Stage.LAST, prefix)
     return found
 
 
@@ -130,7 +139,7 @@ def is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
 
 
 def chunk_prefix(chunk: int) -> str:
-    """Before the names of the parameters of a stage's `chunk`-th run of layers."""
+    """Prefix of the parameters of a stage's `chunk`-th run of layers."""
     return f"chunk{chunk}." if chunk else ""
 
 
@@ -147,26 +156,6 @@ def _rules_of(
     for rule in rules:
         if rule.stage is stage and (stage is not Stage.LAYERS or rule.layers in (LayerKind.ALL, kind)):
             yield rule
-
-
-def _stage_slices(
-    rules: Sequence[WeightRule],
-    stage: Stage,
-    shape: ModelShape,
-    rank: PolicyRank,
-    prefix: str,
-    layer: int = 0,
-    local_layer: int = 0,
-) -> Iterator[TensorSlice]:
-    for rule in _rules_of(rules, shape, stage, layer):
-        if is_tied_head(rule, shape):
-            if rank.layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
-                continue
-            rule = WeightRule(rule.param, (HfTensor(_EMBEDDING, rule.tensors[0].dims),), rule.split)
-        for local_expert, expert in enumerate(_experts(rule, shape, rank)):
-            parts = [_Part.of(tensor, shape, layer, expert, rule.experts) for tensor in rule.tensors]
-            param = prefix + rule.param.format(layer=local_layer, expert=local_expert)
-            yield from _rule_slices(rule, parts, param, shape, rank)
 
 
 def _experts(rule: WeightRule, shape: ModelShape, rank: PolicyRank) -> range:
@@ -221,24 +210,21 @@ def _rule_slices(
     rule: WeightRule, parts: list[_Part], param: str, shape: ModelShape, rank: PolicyRank
 ) -> Iterator[TensorSlice]:
     """Slices of one parameter; `parts` are the HF tensors in it."""
-    layout = rank.layout
-    tp_rank, tp_size = rank.tp_rank, layout.tensor_parallel_size
+    tp_rank, tp_size = rank.tp_rank, rank.layout.tensor_parallel_size
     if rule.experts:
-        tp_rank, tp_size = rank.etp_rank, layout.expert_tensor_parallel_size
+        tp_rank, tp_size = rank.etp_rank, rank.layout.expert_tensor_parallel_size
+    if rule.split in (Split.HEAD_GROUPS, Split.ROWS):
+        groups = shape.num_key_value_heads if rule.split is Split.HEAD_GROUPS else tp_size
+        yield from _interleaved(parts, param, tp_rank, tp_size, groups)
+        return
+    (part,) = parts
     match rule.split:
-        case Split.HEAD_GROUPS:
-            yield from _interleaved(parts, param, tp_rank, tp_size, groups=shape.num_key_value_heads)
-        case Split.ROWS:
-            yield from _interleaved(parts, param, tp_rank, tp_size, groups=tp_size)
         case Split.REPLICATED:
-            (part,) = parts
             yield part.box(0, part.extents[0], param, 0)
         case Split.COLUMNS:
-            (part,) = parts
             share = part.extents[1] // tp_size
             yield part.box(tp_rank * share, share, param, 0, axis=1)
         case Split.VOCABULARY:
-            (part,) = parts
             share = padded_vocab_size(shape, tp_size) // tp_size
             start, rows = tp_rank * share, part.extents[0]
             if start < rows:

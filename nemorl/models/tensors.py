@@ -1,7 +1,4 @@
-"""Adapters merged into the weights with which they were trained.
-
-Where the elements of a slice lie in memory.
-"""
+"""Elements of slices in memory, and adapters merged into them."""
 
 from collections.abc import Mapping
 

@@ -28,8 +28,13 @@ from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGen
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
-from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
-from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE, indexed_files
+from nemorl.models.hf_config import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    BrokenModelFolder,
+    UnsupportedModel,
+    indexed_files,
+)
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import layout_problems, moe_problems, norms_are_fused, recompute_problems
 from nemorl.models.registry import load_shape

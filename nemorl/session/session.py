@@ -28,8 +28,7 @@ from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.collector import RunGroups
 from nemorl.serve.app import answering
-from nemorl.weights.channel import TransportOptions
-from nemorl.weights.exchange import RefitStats, WeightExchange
+from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
 
 from .handles import (

@@ -45,11 +45,10 @@ class LastSent:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory."""
         return sum(content.numel() for content in self._content.values())
 
     def changes(self, number: int, content: Tensor, *, compare: bool) -> bytearray | None:
-        """What differs in bucket `number` ([bytes] uint8) from what was sent last; keep it as it is now.
+        """Changes in bucket `number` ([bytes] uint8) from what was sent last; keep it as it is now.
 
         None where the bucket has to go whole: nothing is to be compared, or too much differs.
         """

@@ -7,9 +7,10 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,39 +18,65 @@ from torch import Tensor
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from .channel import ReceivingChannel, receiving_channel, sending_channel
 from .delta import BrokenChanges, LastSent, apply
-from .files import VersionFolder
+from .files import VersionFolder, file_sender
 from .messages import (
     CorruptWeights,
     Part,
     PartBucket,
     ReceiveReport,
     ReceiverLayout,
+    ReceivingChannel,
     RefitFailed,
     RefitSession,
     SenderLayout,
+    SendingChannel,
     SendReport,
     combine,
     fingerprint,
     receiver_name,
     sender_name,
 )
-from .process_group import Membership
+from .process_group import Membership, group_receiver, group_sender
+from .shared_memory import socket_receiver, socket_sender
 
 Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
 Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`
+K = TypeVar("K")
 
 
+def node_name() -> str:
+    """The machine that this process runs on, as both sides of an exchange name it."""
+    return socket.gethostname()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's type by its name in messages."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def prepared(part: Part | None) -> Part:
+    """A rank's part of the plan. Raises `RefitFailed` if it has none."""
+    if part is None:
+        raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
+    return part
+
+
+def _pieces_of(bucket: PartBucket, content: Tensor) -> list[Piece]:
+    """The slices of a bucket and their elements, of each slice's shape; `content` has all its bytes."""
+    values = content.view(torch_dtype(bucket.dtype))
+    flat = values.split([part.num_elements for part in bucket.slices])
+    return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]
+
+
+@dataclass
 class Arrivals:
     """All pieces of a layout. The values of a piece are valid until the next one is requested."""
 
-    def __init__(self, pieces: Callable[["Arrivals"], Iterator[Piece]]) -> None:
-        self._pieces = pieces
-        self.num_bytes = 0  # received; with files, read
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces(self)
+    pieces: Iterator[Piece] = iter(())
+    num_bytes: int = 0  # received; with files, read
 
 
 @contextmanager
@@ -61,52 +88,56 @@ def arriving(
     change: Change | None = None,
 ) -> Iterator[Arrivals]:
     """Meet the senders, or open their files. Buckets of changes go to `change` and give no pieces."""
+    arrivals = Arrivals()
+
+    def read(folder: VersionFolder) -> Iterator[Piece]:
+        for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
+            for piece in folder.pieces(need, torch_dtype(dtype)):
+                arrivals.num_bytes = folder.num_bytes
+                yield piece
+
+    def receive(channel: ReceivingChannel) -> Iterator[Piece]:
+        for bucket in part.buckets:
+            content = channel.next_bucket()
+            arrivals.num_bytes += content.numel()
+            if content.numel() == bucket.num_bytes:
+                yield from _pieces_of(bucket, content)
+            else:
+                assert change is not None, "a refit sends changes only if all receivers take them"
+                change(bucket, content)
+            channel.taken()
+
     if session.transport == "files":
         with closing(VersionFolder(Path(session.place), session.version)) as folder:
-            yield Arrivals(lambda arrivals: _read(arrivals, folder, layout))
+            arrivals.pieces = read(folder)
+            yield arrivals
     elif not part.buckets:
-        yield Arrivals(lambda arrivals: iter(()))
+        yield arrivals
     else:
-        with receiving_channel(part, session, member) as channel:
-            yield Arrivals(lambda arrivals: _received(arrivals, part, channel, change))
+        with _receiving_channel(part, session, member) as channel:
+            arrivals.pieces = receive(channel)
+            yield arrivals
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's type by its name in messages."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
+def _sending_channel(
+    part: Part, session: RefitSession, member: Membership
+) -> AbstractContextManager[SendingChannel]:
+    """Meet the part's receivers. Connections that do not outlast the refit end with the block."""
+    match session.transport:
+        case "shared_memory" | "cuda_ipc":
+            return socket_sender(part, session)
+        case "gloo" | "nccl":
+            return group_sender(part, session, member)
+        case "files":
+            return file_sender(part, session)
 
 
-def pieces_of(bucket: PartBucket, content: Tensor) -> list[Piece]:
-    """The slices of a bucket and their elements, of each slice's shape; `content` has all its bytes."""
-    values = content.view(torch_dtype(bucket.dtype))
-    flat = values.split([part.num_elements for part in bucket.slices])
-    return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]
-
-
-def _read(arrivals: Arrivals, folder: VersionFolder, layout: ReceiverLayout) -> Iterator[Piece]:
-    for part, dtype in zip(layout.slices, layout.dtypes, strict=True):
-        for piece in folder.pieces(part, torch_dtype(dtype)):
-            arrivals.num_bytes = folder.num_bytes
-            yield piece
-
-
-def _received(
-    arrivals: Arrivals, part: Part, channel: ReceivingChannel, change: Change | None
-) -> Iterator[Piece]:
-    for bucket in part.buckets:
-        content = channel.next_bucket()
-        arrivals.num_bytes += content.numel()
-        if content.numel() == bucket.num_bytes:
-            yield from pieces_of(bucket, content)
-        elif change is not None:
-            change(bucket, content)
-        else:
-            raise RefitFailed(
-                f"{receiver_name(part.rank)} received changes without holding the version that they apply to"
-            )
-        channel.taken()
+def _receiving_channel(
+    part: Part, session: RefitSession, member: Membership
+) -> AbstractContextManager[ReceivingChannel]:
+    if session.transport in ("shared_memory", "cuda_ipc"):
+        return socket_receiver(part, session)
+    return group_receiver(part, session, member)
 
 
 class WeightSender:
@@ -116,7 +147,6 @@ class WeightSender:
         self._slices = tuple(slices)
         self._parameters = parameters
         self._part: Part | None = None
-        self._last: LastSent | None = None
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
@@ -129,55 +159,37 @@ class WeightSender:
 
     def send(self, session: RefitSession) -> SendReport:
         """Send all buckets, converted to the receivers' types. Raises `RefitFailed`."""
-        part, last = _prepared(self._part), self._last
-        assert last is not None
+        part = prepared(self._part)
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
+        last, parameters = self._last, self._parameters()
         compare = session.base is not None and last.version == session.base
         last.version = None  # until all buckets are sent
-        filling = _Filling(self._parameters(), session)
-        with sending_channel(part, session, self._member) as channel:
+        known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
+        sums: dict[tuple[int, str], list[int]] = defaultdict(list)  # fingerprints by receiver and tensor
+        of_pieces: list[int] = []  # fingerprints in the order of the part's slices
+        with _sending_channel(part, session, self._member) as channel:
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number)
-                filling.fill(bucket, slot)
+                for piece, values in _pieces_of(bucket, slot):
+                    values.copy_(local_view(parameters, piece))
+                    if not session.checks(piece.name):
+                        continue
+                    key = bucket.dtype, piece
+                    if key not in known:
+                        known[key] = fingerprint(values, piece.start, piece.shape)
+                    of_pieces.append(known[key])
+                    for receiver in bucket.receivers:
+                        sums[receiver, piece.name].append(known[key])
                 changes = last.changes(number, slot.cpu(), compare=compare) if session.keep else None
                 if changes is not None:
                     slot[: len(changes)] = torch.frombuffer(changes, dtype=torch.uint8)
                 channel.publish(number, bucket.num_bytes if changes is None else len(changes))
             channel.drain()
-            extra_bytes = channel.num_bytes
         last.version = session.version if session.keep else None
         if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, extra_bytes, of_pieces=tuple(filling.of_pieces))
-        return SendReport(filling.combined(), extra_bytes, last.num_bytes)
-
-
-class _Filling:
-    """Fills buckets from parameters and computes fingerprints of the values."""
-
-    def __init__(self, parameters: Mapping[str, Tensor], session: RefitSession) -> None:
-        self._parameters = parameters
-        self._session = session
-        self._known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
-        self._sums: dict[tuple[int, str], list[int]] = defaultdict(list)
-        self.of_pieces: list[int] = []  # in order
-
-    def fill(self, bucket: PartBucket, slot: Tensor) -> None:
-        """Convert the bucket's slices into its slot ([bytes] uint8)."""
-        for piece, values in pieces_of(bucket, slot):
-            values.copy_(local_view(self._parameters, piece))
-            if not self._session.checks(piece.name):
-                continue
-            key = bucket.dtype, piece
-            if key not in self._known:
-                self._known[key] = fingerprint(values, piece.start, piece.shape)
-            self.of_pieces.append(self._known[key])
-            for receiver in bucket.receivers:
-                self._sums[receiver, piece.name].append(self._known[key])
-
-    def combined(self) -> dict[tuple[int, str], int]:
-        """Return the fingerprints by receiver and tensor."""
-        return {key: combine(found) for key, found in self._sums.items()}
+            return SendReport({}, channel.num_bytes, of_pieces=tuple(of_pieces))
+        return SendReport(_combined(sums), channel.num_bytes, last.num_bytes)
 
 
 @dataclass(eq=False)
@@ -189,7 +201,39 @@ class _Update:
     over: bool = False  # abandoned, or another refit has started
 
 
-class WeightReceiver:
+class Receiver:
+    """Part of the plan and state of a refit of one engine rank."""
+
+    def __init__(self) -> None:
+        self.corruption: str | None = None  # reason why the weights in use are not of one version
+        self._part: Part | None = None
+        self._member = Membership()
+        self._received: int | None = None  # version that is not in use yet
+
+    def prepare(self, part: Part) -> None:
+        """Keep this rank's part of the plan."""
+        self._part = part
+
+    @property
+    def _name(self) -> str:
+        return "this generation rank" if self._part is None else receiver_name(self._part.rank)
+
+    def _check_received(self, version: int) -> None:
+        if self._received != version:
+            received = "none" if self._received is None else f"version {self._received}"
+            raise RefitFailed(
+                f"{self._name} was requested to use version {version}, but has received {received}"
+            )
+
+    def _unfinished(self, session: RefitSession, how: str) -> str:
+        """Reason why the weights are corrupt until `session` has finished."""
+        return (
+            f"{self._name} was being brought to version {session.version} {how}, which did not finish: its "
+            "weights are of two versions until a complete refit"
+        )
+
+
+class WeightReceiver(Receiver):
     """Receives weights in the process that owns an engine's parameters.
 
     *Staged*: `weights` are separate from the tensors in use, and `commit` puts them into use; a failed refit
@@ -211,6 +255,7 @@ class WeightReceiver:
         takes_changes: bool = True,
     ) -> None:
         """`takes_changes`: `weights` still hold the committed version after `commit`."""
+        super().__init__()
         self._slices = tuple(slices)
         self._weights = weights
         self._commit = commit
@@ -218,17 +263,8 @@ class WeightReceiver:
         self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
         self._held: int | None = None  # version of all of `weights`
-        self._part: Part | None = None
-        self._member = Membership()
-        self._received: int | None = None
-        self._corruption: str | None = None
         self._update: _Update | None = None
         self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
-
-    @property
-    def corruption(self) -> str | None:
-        """Reason why the weights in use are not of one version; None if they are."""
-        return self._corruption
 
     def describe(self) -> ReceiverLayout:
         """Return the slices that this rank needs, and its machine."""
@@ -237,10 +273,6 @@ class WeightReceiver:
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
             self._layout = ReceiverLayout(self._slices, tuple(dtypes), node_name(), self._takes_changes)
         return self._layout
-
-    def prepare(self, part: Part) -> None:
-        """Keep this rank's part of the plan."""
-        self._part = part
 
     def receive(self, session: RefitSession) -> ReceiveReport:
         """Write all buckets and fingerprint the result. Raises `RefitFailed`."""
@@ -258,7 +290,7 @@ class WeightReceiver:
     def _receive(self, update: _Update) -> ReceiveReport:
         self._check_not_over(update)
         session, held = update.session, update.held
-        part, layout = _prepared(self._part), self.describe()
+        part, layout = prepared(self._part), self.describe()
         weights = self._weights()
 
         def change(bucket: PartBucket, content: Tensor) -> None:
@@ -277,32 +309,32 @@ class WeightReceiver:
                 ) from error
 
         sums: dict[str, list[int]] = defaultdict(list)
-        with arriving(part, layout, session, self._member, change) as pieces:
-            for piece, values in pieces:
+        with arriving(part, layout, session, self._member, change) as arrivals:
+            for piece, values in arrivals.pieces:
                 self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
                 if session.transport == "files":  # no sender reports fingerprints
                     sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
-        found = self._fingerprints(weights, session)
-        for name, expected in sums.items():
-            if combine(expected) != found[name]:
+        held_sums: dict[str, list[int]] = defaultdict(list)
+        for need in self._slices:
+            if session.checks(need.name):
+                held_sums[need.name].append(fingerprint(local_view(weights, need), need.start, need.shape))
+        found = _combined(held_sums)
+        for name, expected in _combined(sums).items():
+            if expected != found[name]:
                 raise CorruptWeights(
                     f"{self._name} read {name} for version {session.version}, but holds other values"
                 )
         with self._lock:
             self._check_not_over(update)
             self._received = session.version
-        return ReceiveReport({} if sums else found, pieces.num_bytes)
+        return ReceiveReport({} if sums else found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
         """Put the received weights into use. Raises `RefitFailed` if they are of another version."""
-        if self._received != version:
-            raise RefitFailed(
-                f"{self._name} was requested to use version {version}, but has received "
-                f"{'none' if self._received is None else f'version {self._received}'}"
-            )
+        self._check_received(version)
         self._commit(version)
-        self._held, self._received, self._corruption = version, None, None
+        self._held, self._received, self.corruption = version, None, None
 
     def abandon(self) -> None:
         """Forget an update that did not finish; weights in use that it has written to stay corrupt.
@@ -314,18 +346,11 @@ class WeightReceiver:
             if self._update is not None:
                 self._update.over = True
 
-    @property
-    def _name(self) -> str:
-        return "this generation rank" if self._part is None else f"generation rank {self._part.rank}"
-
     def _about_to_write(self, update: _Update) -> None:
         with self._lock:
             self._check_not_over(update)
-            if self._in_place and self._corruption is None:
-                self._corruption = (
-                    f"{self._name} was being brought to version {update.session.version} in place, which "
-                    "did not finish: its weights are of two versions until a complete refit"
-                )
+            if self._in_place and self.corruption is None:
+                self.corruption = self._unfinished(update.session, "in place")
 
     def _check_not_over(self, update: _Update) -> None:
         if update.over:
@@ -334,19 +359,6 @@ class WeightReceiver:
                 "was abandoned"
             )
 
-    def _fingerprints(self, weights: Mapping[str, Tensor], session: RefitSession) -> dict[str, int]:
-        sums: dict[str, list[int]] = defaultdict(list)
-        for part in filter(lambda part: session.checks(part.name), self._slices):
-            sums[part.name].append(fingerprint(local_view(weights, part), part.start, part.shape))
-        return {name: combine(found) for name, found in sums.items()}
 
-
-def node_name() -> str:
-    """The machine that this process runs on, as both sides of an exchange name it."""
-    return socket.gethostname()
-
-
-def _prepared(part: Part | None) -> Part:
-    if part is None:
-        raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
-    return part
+def _combined(sums: Mapping[K, list[int]]) -> dict[K, int]:
+    return {key: combine(fingerprints) for key, fingerprints in sums.items()}

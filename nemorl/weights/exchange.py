@@ -18,13 +18,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from nemorl.errors import NemorlError
 
-from .channel import TransportOptions, Venue, make_venue
 from .files import FileVenue
 from .messages import (
     CorruptWeights,
@@ -35,9 +34,57 @@ from .messages import (
     RefitSession,
     SenderLayout,
     SendReport,
+    Transport,
+    Venue,
     combine,
 )
-from .plan import TransferPlan, plan_files, plan_transfers
+from .plan import plan_files, plan_transfers
+from .process_group import GroupVenue
+from .shared_memory import SocketVenue
+
+LOOPBACK = "127.0.0.1"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Settings of the weight transport."""
+
+    transport: Transport | Literal["auto"] = "auto"
+    folder: Path = Path("weights")  # of the versions, for files
+    delta: bool = False  # send only changes if the receivers hold the previous version
+    check_one_in: int = 1  # a refit checks one of this number of tensors; files are checked completely
+    share_gpus: bool = False  # receivers use the senders' GPUs
+    host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
+
+
+def make_venue(
+    options: TransportOptions,
+    senders: Sequence[SenderLayout],
+    receivers: Sequence[ReceiverLayout],
+    deadline_seconds: float,
+) -> Venue:
+    """The venue of a transport.
+
+    `auto` is gloo between machines, and on one CUDA IPC where GPUs are shared, else shared memory. Raises
+    ValueError for memory that several machines were to share.
+    """
+    nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
+    transport = options.transport
+    if transport == "auto":
+        here: Transport = "cuda_ipc" if options.share_gpus else "shared_memory"
+        transport = here if len(nodes) == 1 else "gloo"
+    if transport == "files":
+        return FileVenue(options.folder, deadline_seconds)
+    if transport in ("gloo", "nccl"):
+        return GroupVenue(transport, LOOPBACK if len(nodes) == 1 else options.host, deadline_seconds)
+    if len(nodes) > 1:
+        raise ValueError(
+            f"weights cannot travel by {transport} between {len(nodes)} machines "
+            f"({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}): set generation.transport to auto, "
+            "gloo or files"
+        )
+    return SocketVenue(transport, deadline_seconds)
 
 
 @dataclass(frozen=True)
@@ -55,11 +102,8 @@ class RefitStats:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of the transfer."""
+        """Rate of the transfer."""
         return self.num_bytes / self.seconds_transfer / 1e9
-
-
-logger = logging.getLogger(__name__)
 
 
 class SenderGroup(Protocol):
@@ -127,7 +171,12 @@ class WeightExchange:
             await self._receivers.commit(version)
             self._committed = version
         except Exception as error:
-            await self._abandon(error)
+            self._committed = None
+            route.venue.reset_rendezvous()
+            try:  # have the receivers discard what came; one that died cannot, and `error` reports its death
+                await self._receivers.abandon()
+            except NemorlError as failure:
+                error.add_note(f"when the update was given up: {failure}")
             raise
         return RefitStats(
             version=version,
@@ -144,15 +193,13 @@ class WeightExchange:
         held, needed = await self._senders.describe(), await self._receivers.describe()
         venue = make_venue(self._options, held, needed, self._deadline_seconds)
         read = isinstance(venue, FileVenue)  # receivers read what they need, written by any rank
+        make_plan = plan_files if read else plan_transfers
         # In a thread, since plans of large models take seconds.
-        plan: TransferPlan = await asyncio.to_thread(
-            plan_files if read else plan_transfers, held, needed, self._bucket_bytes
-        )
+        plan = await asyncio.to_thread(make_plan, held, needed, self._bucket_bytes)
         sender_parts = plan.sender_parts(len(held))
+        no_parts = [Part(rank, ()) for rank in range(len(needed))]
         await self._senders.prepare(sender_parts)
-        await self._receivers.prepare(
-            [Part(rank, ()) for rank in range(len(needed))] if read else plan.receiver_parts(len(needed))
-        )
+        await self._receivers.prepare(no_parts if read else plan.receiver_parts(len(needed)))
         delta = self._options.delta and all(layout.takes_changes for layout in needed)
         if self._options.delta and not delta:
             logger.warning(
@@ -161,32 +208,20 @@ class WeightExchange:
             )
         return _Route(venue, sender_parts, len(needed), plan.num_bytes, delta)
 
-    async def _abandon(self, cause: Exception) -> None:
-        """Have the receivers discard what came. A receiver that died cannot; `cause` reports its death."""
-        self._committed = None
-        if self._route is not None:
-            self._route.venue.reset_rendezvous()
-        try:
-            await self._receivers.abandon()
-        except NemorlError as error:
-            cause.add_note(f"when the update was given up: {error}")
-
     async def _transfer(
         self, version: int, route: "_Route"
     ) -> tuple[Sequence[SendReport], Sequence[ReceiveReport]]:
         venue = route.venue
-        if isinstance(venue, FileVenue):  # the version is complete before it is read
-            with route.session(version) as session:
+        with venue.session(version, len(route.sender_parts), route.num_receivers) as session:
+            if isinstance(venue, FileVenue):  # the version is complete before it is read
                 sent = await self._senders.send(session)
                 await asyncio.to_thread(venue.complete, session, route.sender_parts, sent)
                 return sent, await self._receivers.receive(session)
-        with route.session(version) as met:
-            base = self._committed if route.delta else None
             self._num_refits += 1
             session = replace(
-                met,
+                session,
                 keep=route.delta,
-                base=base,
+                base=self._committed if route.delta else None,
                 check_one_in=self._options.check_one_in,
                 check_turn=self._num_refits,
             )
@@ -201,13 +236,21 @@ class WeightExchange:
                 raise
         # The session is over now: after an error, ranks that still wait give up.
         await asyncio.wait(calls)
-        _raise_cause(sorted(calls, key=lambda call: call not in finished))
+        # The first error that no other one caused is raised, with the others as its notes.
+        in_order = sorted(calls, key=lambda call: call not in finished)
+        errors = [error for call in in_order if (error := call.exception()) is not None]
+        if errors:
+            cause = next((error for error in errors if not isinstance(error, PeerClosed)), errors[0])
+            for error in errors:
+                if error is not cause:
+                    cause.add_note(f"on the other side: {error}")
+            raise cause
         return sending.result(), receiving.result()
 
 
 @dataclass(frozen=True)
 class _Route:
-    """What lasts until a layout changes."""
+    """A plan and its venue, which last until a layout changes."""
 
     venue: Venue
     sender_parts: Sequence[Part]
@@ -215,23 +258,9 @@ class _Route:
     num_bytes: int  # of a full refit
     delta: bool
 
-    def session(self, version: int) -> AbstractContextManager[RefitSession]:
-        return self.venue.session(version, len(self.sender_parts), self.num_receivers)
-
-
-def _raise_cause(calls: Sequence[asyncio.Future[Any]]) -> None:
-    """Raise the error that caused the others, which become its notes. `calls` are in order of time."""
-    errors = [error for call in calls if (error := call.exception()) is not None]
-    if not errors:
-        return
-    cause = next((error for error in errors if not isinstance(error, PeerClosed)), errors[0])
-    for error in errors:
-        if error is not cause:
-            cause.add_note(f"on the other side: {error}")
-    raise cause
-
 
 def _compare(version: int, sent: Sequence[SendReport], received: Sequence[ReceiveReport]) -> None:
+    """Raise `CorruptWeights` unless every tensor arrived as it was sent."""
     expected: dict[tuple[int, str], list[int]] = defaultdict(list)
     for send_report in sent:
         for key, value in send_report.fingerprints.items():
@@ -242,9 +271,9 @@ def _compare(version: int, sent: Sequence[SendReport], received: Sequence[Receiv
         for name, value in report.fingerprints.items()
     }
     wrong = [
-        f"{key[1]} at generation rank {key[0]}"
-        for key in sorted(expected.keys() | found.keys())
-        if combine(expected[key]) != found.get(key)
+        f"{name} at generation rank {rank}"
+        for rank, name in sorted(expected.keys() | found.keys())
+        if combine(expected[rank, name]) != found.get((rank, name))
     ]
     if wrong:
         raise CorruptWeights(

@@ -5,16 +5,15 @@
     <folder>/v00000013.partial/                 being written; the driver's rename completes it
     <folder>/v00000013.replaced/                what had that number before, for as long as the rename takes
 
-A receiver reads the boxes it needs, whatever its layout, also one that joins later (`VersionFolder`).
-
-Reading a version of weights from files: any box of any tensor, by any layout, checked.
+A receiver reads the boxes it needs, whatever its layout, also one that joins later (`VersionFolder`). Each
+box is checked when it is read.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +28,15 @@ from nemorl.models.slices import TensorSlice
 
 from .messages import (
     ITEM_BYTES,
-    SLOTS,
     CorruptWeights,
     Part,
     PartBucket,
     RefitFailed,
     RefitSession,
+    SendingChannel,
     SendReport,
     Slots,
+    Venue,
     fingerprint,
     sender_name,
 )
@@ -48,71 +48,44 @@ _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be re
 _SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-class FileSender:
-    """A sender's side (`SendingChannel`): a thread writes one bucket while the next is filled."""
+class FileSender(SendingChannel):
+    """A sender's side: a thread writes one bucket while the next is filled."""
 
     def __init__(self, part: Part, session: RefitSession, writer: ThreadPoolExecutor) -> None:
-        self._part = part
-        self._session = session
+        super().__init__(part, Slots.allocate(part))
+        path = partial_folder(session) / file_name(part.rank)
+        failure = f"{sender_name(part.rank)} cannot write {path}"
+        self._failure = f"refit to version {session.version}: {failure}"
         self._writer = writer
-        self._path = partial_folder(session) / file_name(part.rank)
-        self._slots = Slots(part)
-        self._writing: dict[int, Future[None]] = {}
         self._header, self._offsets = _header(part.buckets)
-        with self._said():
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory for buckets."""
-        return self._slots.num_bytes
-
-    def slot(self, number: int) -> Tensor:
-        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
-        self._wait_written(number - SLOTS)
-        return self._slots.bucket(number, self._part.buckets[number].num_bytes)
+        with _reported(self._failure):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Begin to write the bucket."""
         values = self._slots.bucket(number, num_bytes).numpy().data
-        self._writing[number] = self._writer.submit(self._write, values, self._offsets[number])
+        self._waits[number] = self._writer.submit(self._write, values, self._offsets[number]).result
 
     def drain(self) -> None:
-        """Wait until every bucket is on disk."""
-        for number in sorted(self._writing):
-            self._wait_written(number)
-        with self._said():
+        super().drain()
+        with _reported(self._failure):
             self._write(memoryview(self._header), 0)
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Leave the file."""
         os.close(self._file)
 
-    def _wait_written(self, number: int) -> None:
-        if number in self._writing:
-            with self._said():
-                self._writing.pop(number).result()
+    def _wait_free(self, number: int) -> None:
+        with _reported(self._failure):
+            super()._wait_free(number)
 
     def _write(self, content: memoryview, offset: int) -> None:
         while content:
             written = os.pwrite(self._file, content, offset)
             content, offset = content[written:], offset + written
 
-    @contextmanager
-    def _said(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RefitFailed(
-                f"refit to version {self._session.version}: {sender_name(self._part.rank)} cannot write "
-                f"{self._path}: {error.strerror}"
-            ) from error
-
 
 @contextmanager
 def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
-    """Write a file of the session's version."""
     with ThreadPoolExecutor(max_workers=1) as writer:
         sender = FileSender(part, session, writer)
         try:
@@ -122,25 +95,21 @@ def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
             sender.close()
 
 
-class FileVenue:
+class FileVenue(Venue):
     """The driver's side: begins versions, completes them and removes old ones."""
 
     def __init__(self, folder: Path, deadline_seconds: float) -> None:
+        super().__init__("files", deadline_seconds)
         self._folder = folder.absolute()
-        self._deadline_seconds = deadline_seconds
 
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
         """A session to write a version in; what is not complete at the end of the block is removed."""
         session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
         partial = partial_folder(session)
-        try:
+        with _reported(f"refit to version {version}: cannot make {partial}"):
             _clean_up(self._folder)
             partial.mkdir(parents=True)
-        except OSError as error:
-            raise RefitFailed(
-                f"refit to version {version}: cannot make {partial}: {error.strerror}"
-            ) from error
         try:
             yield session
         finally:
@@ -154,10 +123,10 @@ class FileVenue:
         """
         partial, whole = partial_folder(session), version_folder(self._folder, session.version)
         replaced = whole.with_name(f"{whole.name}{_REPLACED}")
-        manifest = {"version": session.version, "tensors": _tensors(parts, sent)}
-        try:
+        manifest = _Manifest(session.version, _tensors(parts, sent))
+        with _reported(f"refit to version {session.version}: cannot complete {whole}"):
             with (partial / MANIFEST).open("w") as file:
-                json.dump(manifest, file)
+                json.dump(manifest, file, default=vars)
                 file.flush()
                 os.fsync(file.fileno())
             _flush_folder(partial)
@@ -166,27 +135,27 @@ class FileVenue:
             partial.rename(whole)
             _flush_folder(self._folder)
             shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            raise RefitFailed(
-                f"refit to version {session.version}: cannot complete {whole}: {error.strerror}"
-            ) from error
         there = complete_versions(self._folder)
         # later versions were written before this run was resumed from an earlier checkpoint
         kept = [version for version in there if version <= session.version][-_KEPT_VERSIONS:]
         for other in set(there) - set(kept):
             shutil.rmtree(version_folder(self._folder, other), ignore_errors=True)
 
-    def reset_rendezvous(self) -> None:
-        """Files know no connections."""
+
+@contextmanager
+def _reported(failure: str) -> Iterator[None]:
+    """Raise an error of the file system as `RefitFailed`."""
+    try:
+        yield
+    except OSError as error:
+        raise RefitFailed(f"{failure}: {error.strerror}") from error
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """Where a complete version lies."""
     return folder / f"v{version:08d}"
 
 
 def partial_folder(session: RefitSession) -> Path:
-    """Where a version is written."""
     folder = version_folder(Path(session.place), session.version)
     return folder.with_name(f"{folder.name}{_PARTIAL}")
 
@@ -201,7 +170,7 @@ def complete_versions(folder: Path) -> list[int]:
 
 
 def _clean_up(folder: Path) -> None:
-    """What a crash left: a version that has lost its name gets it back, the rest goes."""
+    """Remove what a crash left, and give a version that has lost its name its name back."""
     for partial in folder.glob(f"v*{_PARTIAL}"):
         shutil.rmtree(partial)
     for replaced in folder.glob(f"v*{_REPLACED}"):
@@ -213,7 +182,6 @@ def _clean_up(folder: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -222,13 +190,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Of what one sender wrote."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def box_key(part: TensorSlice) -> str:
-    """Name of a box in its file."""
-    return f"{part.name}{Box(part.start, part.size)}"
 
 
 def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
@@ -241,7 +203,7 @@ def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
         starts[number] = end
         for part in bucket.slices:
             start, end = end, end + part.num_elements * ITEM_BYTES[bucket.dtype]
-            entries[f"{box_key(part)}:{bucket.dtype}"] = {
+            entries[_key(part.name, box_of(part), bucket.dtype)] = {
                 "dtype": _SAFETENSORS_TYPES[bucket.dtype],
                 "shape": list(part.size),
                 "data_offsets": [start, end],
@@ -252,25 +214,9 @@ def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
     return header, [len(header) + start for start in starts]
 
 
-def _tensors(parts: Sequence[Part], sent: Sequence[SendReport]) -> dict[str, Any]:
-    """The manifest's entry of each tensor."""
-    tensors: dict[str, Any] = {}
-    for part, report in zip(parts, sent, strict=True):
-        fingerprints = iter(report.of_pieces)
-        for bucket in part.buckets:
-            for piece in bucket.slices:
-                entry = tensors.setdefault(piece.name, {"shape": piece.shape, "boxes": []})
-                box = box_of(piece)
-                entry["boxes"].append(
-                    {
-                        "file": file_name(part.rank),
-                        "dtype": bucket.dtype,
-                        "start": box.start,
-                        "size": box.size,
-                        "fingerprint": next(fingerprints),
-                    }
-                )
-    return tensors
+def _key(name: str, box: Box, dtype: str) -> str:
+    """Name of a box of a tensor in its file."""
+    return f"{name}{box}:{dtype}"
 
 
 @dataclass(frozen=True)
@@ -281,21 +227,29 @@ class _StoredBox:
     size: tuple[int, ...]
     fingerprint: int
 
-    @property
-    def box(self) -> Box:
-        return Box(self.start, self.size)
-
 
 @dataclass(frozen=True)
 class _StoredTensor:
     shape: tuple[int, ...]
-    boxes: tuple[_StoredBox, ...]
+    boxes: list[_StoredBox]
 
 
 @dataclass(frozen=True)
 class _Manifest:
     version: int
-    tensors: dict[str, Any]  # each validated when it is read
+    tensors: dict[str, Any]  # of `_StoredTensor`, each validated when it is read
+
+
+def _tensors(parts: Sequence[Part], sent: Sequence[SendReport]) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for part, report in zip(parts, sent, strict=True):
+        fingerprints = iter(report.of_pieces)
+        for bucket in part.buckets:
+            for piece in bucket.slices:
+                boxes = tensors.setdefault(piece.name, _StoredTensor(piece.shape, [])).boxes
+                file = file_name(part.rank)
+                boxes.append(_StoredBox(file, bucket.dtype, piece.start, piece.size, next(fingerprints)))
+    return tensors
 
 
 _MANIFEST = TypeAdapter(_Manifest)
@@ -316,7 +270,7 @@ class VersionFolder:
             text = (self.path / MANIFEST).read_bytes()
         except OSError as error:
             raise RefitFailed(f"version {version} of the weights cannot be read: {error}") from error
-        with self._said():
+        with self._validated():
             manifest = _MANIFEST.validate_json(text)
         if manifest.version != version:
             raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.version}")
@@ -327,7 +281,6 @@ class VersionFolder:
         self._stack = ExitStack()
 
     def close(self) -> None:
-        """Close the files."""
         self._stack.close()
 
     def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
@@ -338,7 +291,7 @@ class VersionFolder:
         """
         missing = need.num_elements
         for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
-            shared = intersection(box_of(need), stored.box)
+            shared = intersection(box_of(need), Box(stored.start, stored.size))
             if shared is not None:
                 missing -= shared.num_elements
                 yield narrow(need, shared), self._read(need, stored, shared).to(dtype)
@@ -349,8 +302,8 @@ class VersionFolder:
             )
 
     @contextmanager
-    def _said(self, *within: str) -> Iterator[None]:
-        """Name the file and the first field that is not as it has to be."""
+    def _validated(self, *within: str) -> Iterator[None]:
+        """Name the file and the first field that is invalid."""
         try:
             yield
         except ValidationError as error:
@@ -363,7 +316,7 @@ class VersionFolder:
     def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
         if need.name not in self._tensors:
             return []
-        with self._said(f"tensors.{need.name}"):
+        with self._validated(f"tensors.{need.name}"):
             entry = _TENSOR.validate_python(self._tensors[need.name])
         if entry.shape != need.shape:
             raise RefitFailed(
@@ -382,31 +335,21 @@ class VersionFolder:
         return by_type.get(dtype) or by_type.get("float32") or []
 
     def _read(self, need: TensorSlice, stored: _StoredBox, shared: Box) -> Tensor:
-        key = f"{need.name}{stored.box}:{stored.dtype}"
+        """The elements of a stored box that are in `shared`; the first read of the box checks all of it."""
+        box, path = Box(stored.start, stored.size), self.path / stored.file
+        key = _key(need.name, box, stored.dtype)
         try:
-            content = self._file(stored.file).get_slice(key)
+            if stored.file not in self._files:
+                self._files[stored.file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            content = self._files[stored.file].get_slice(key)
             if (stored.file, key) not in self._checked:
                 content = content[...]
                 self.num_bytes += content.nbytes
-                self._check(need, stored, content)
+                if fingerprint(content, box.start, need.shape) != stored.fingerprint:
+                    raise CorruptWeights(f"{path}: {need.name}{box} is not what was written there")
                 self._checked.add((stored.file, key))
-            inner = tuple(
-                slice(first - begin, first - begin + count)
-                for first, begin, count in zip(shared.start, stored.box.start, shared.size, strict=True)
-            )
-            values: Tensor = content[inner]
+            extents = zip(shared.start, box.start, shared.size, strict=True)
+            values: Tensor = content[tuple(slice(i - first, i - first + n) for i, first, n in extents)]
         except (SafetensorError, OSError) as error:
-            raise RefitFailed(f"{self.path / stored.file} cannot be read: {error}") from error
+            raise RefitFailed(f"{path} cannot be read: {error}") from error
         return values
-
-    def _check(self, need: TensorSlice, stored: _StoredBox, values: Tensor) -> None:
-        if fingerprint(values, stored.box.start, need.shape) != stored.fingerprint:
-            raise CorruptWeights(
-                f"{self.path / stored.file}: {need.name}{stored.box} is not what was written there"
-            )
-
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            opened = safe_open(self.path / name, framework="pt")
-            self._files[name] = self._stack.enter_context(opened)
-        return self._files[name]

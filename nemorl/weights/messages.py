@@ -1,38 +1,24 @@
-"""Messages between the driver and the ranks of an exchange.
+"""Messages between the driver and the ranks of an exchange, and what the ranks of one refit share.
 
-They are frozen and consist of integers, strings and tuples only, so that an engine may send them to its
-processes as JSON (pydantic's `TypeAdapter`). Imports no torch.
+    layouts  what ranks hold and require            parts    what each rank does in every refit
+    session  where the ranks of one refit meet      reports  fingerprints, bytes
 
-One refit: where its ranks meet, how long they wait, and what a wait says when it fails.
-
-Memory for buckets on their way: two slots, so that one is filled while the other travels.
-
-A checksum of a tensor that does not depend on how the tensor is sharded.
-
-    fingerprint = sum over elements of  bits(element) * weight(position)   mod 2^64
-
-where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number
-derived from the element's position in the full HF tensor. It is additive: the fingerprints of slices on any
-ranks add up to that of the tensor. An odd weight cannot cancel a difference in one element, so any changed
-bit is detected; different weights detect elements that were exchanged.
-
-The weight of a position is the product of one odd number per axis (products of odd numbers are odd). A row
-then costs one multiplication and one addition per element, a tenth of hashing every position: 0.2 s for
-135 million elements on one core.
+The messages are frozen and consist of integers, strings and tuples only, so that an engine may send them to
+its processes as JSON (pydantic's `TypeAdapter`). The rest is what every transport uses: waits that name what
+they wait for, two slots for buckets on their way, the two sides of a channel, and fingerprints.
 """
 
-import shutil
 import socket
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,11 +27,18 @@ from nemorl.errors import RunError
 from nemorl.models.slices import TensorSlice
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the types that travel, by torch's names
+SLOTS = 2  # bucket n lies in slot n % SLOTS
+_ALIGNMENT = 64  # bytes
+_RETRY_SECONDS = 0.005
+_POLL_SECONDS = 0.1  # how often a wait checks if the session is over
+
+Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "files"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SenderLayout:
-    """What a policy rank holds."""
+    """Slices that a policy rank holds."""
 
     slices: tuple[TensorSlice, ...]
     node: str = ""  # the machine it runs on; receivers there are served first
@@ -53,7 +46,7 @@ class SenderLayout:
 
 @dataclass(frozen=True)
 class ReceiverLayout:
-    """What a generation rank needs. Raises ValueError for a type that does not travel."""
+    """Slices that a generation rank requires. Raises ValueError for a type that does not travel."""
 
     slices: tuple[TensorSlice, ...]
     dtypes: tuple[str, ...]  # of each slice, by torch's name: "bfloat16"
@@ -85,26 +78,29 @@ class PartBucket:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all slices."""
         return sum(part.num_elements for part in self.slices)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slices."""
         return self.num_elements * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does in every refit, until a layout changes."""
+    """Work of one rank in every refit, until a layout changes."""
 
     rank: int  # among all ranks of its side
     buckets: tuple[PartBucket, ...]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its largest bucket, aligned for every type."""
+        return -(-max((bucket.num_bytes for bucket in self.buckets), default=0) // _ALIGNMENT) * _ALIGNMENT
+
 
 @dataclass(frozen=True)
 class SendReport:
-    """What one sender did."""
+    """Result of one sender."""
 
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
@@ -120,19 +116,12 @@ class ReceiveReport:
     num_bytes: int  # received; with files, read
 
 
-_RETRY_SECONDS = 0.005
-_LOOK_UP_SECONDS = 0.1  # how often a wait looks whether the session is over
-_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
-
-T = TypeVar("T")
-
-
 class RefitFailed(RunError):
     """A refit did not finish. Receivers still have the version they had before."""
 
 
 class CorruptWeights(RefitFailed):
-    """What a receiver holds is not what was sent; the message names the tensors."""
+    """A receiver does not hold what was sent; the message names the tensors."""
 
 
 class RefitDeadline(RefitFailed):
@@ -143,12 +132,9 @@ class PeerClosed(RefitFailed):
     """The other rank went away, mostly because it failed itself: then its own error is the cause."""
 
 
-Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "files"]
-
-
 @dataclass(frozen=True)
 class RefitSession:
-    """What all ranks of one refit share."""
+    """Settings that all ranks of one refit share."""
 
     version: int
     transport: Transport
@@ -164,38 +150,31 @@ class RefitSession:
     check_turn: int = 0  # number of this refit; its version may skip numbers
 
     def checks(self, tensor: str) -> bool:
-        """Whether a tensor's fingerprints are compared in this refit."""
+        """True if a tensor's fingerprints are compared in this refit."""
         return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
-        """Where a sender listens, of shared memory or CUDA IPC."""
+        """Socket of a sender, of shared memory or CUDA IPC."""
         return Path(self.place) / f"{sender}.sock"
 
 
-@contextmanager
-def socket_session(
-    version: int,
-    deadline_seconds: float,
-    transport: Literal["shared_memory", "cuda_ipc"] = "shared_memory",
-) -> Iterator[RefitSession]:
-    """A session whose folder exists as long as the block; leaving the block ends the waits of all ranks.
+class Venue(ABC):
+    """The driver's side of a transport, at which the ranks of a refit meet."""
 
-    All ranks are on this machine. The folder is private to the user.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
-    try:
-        session = RefitSession(version, transport, str(folder), deadline_seconds)
-        length = len(str(session.socket_path(sender=10**6)))
-        if length > _MAX_SOCKET_PATH:
-            raise RefitFailed(
-                f"{folder} is too long a path for sockets ({length} characters, at most {_MAX_SOCKET_PATH}); "
-                "set TMPDIR to a shorter one"
-            )
-        yield session
-    finally:
-        # Renamed first: a sender that opens its socket during the removal would keep the folder alive.
-        with suppress(FileNotFoundError):  # something else cleaned up already
-            shutil.rmtree(folder.rename(f"{folder}.over"), ignore_errors=True)
+    def __init__(self, transport: Transport, deadline_seconds: float) -> None:
+        self._transport = transport
+        self._deadline_seconds = deadline_seconds
+        self._rendezvous = 0
+
+    @abstractmethod
+    def session(
+        self, version: int, num_senders: int, num_receivers: int
+    ) -> AbstractContextManager[RefitSession]:
+        """A session; the end of the block ends the waits of all ranks."""
+
+    def reset_rendezvous(self) -> None:
+        """Keep no connections: a refit has failed, or other ranks may come."""
+        self._rendezvous += 1
 
 
 class Waiting:
@@ -203,72 +182,60 @@ class Waiting:
 
     def __init__(self, who: str, session: RefitSession, over: Callable[[], bool]) -> None:
         """`over` returns True if the driver has ended the session."""
-        self._who = who
-        self._session = session
+        self._refit = f"refit to version {session.version}: {who}"
         self._over = over
+        self._deadline_seconds = session.deadline_seconds
         self._end = time.monotonic() + session.deadline_seconds
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline."""
         return max(0.0, self._end - time.monotonic())
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
-        """Result of a socket operation that may have to wait for `what`, which `peer` is to do.
+        """Return the result of a socket operation that may have to wait for `what`, which `peer` is to do.
 
         The operation must leave nothing half done when it times out: it is then called again.
         """
-        began, clock = time.monotonic(), datetime.now()
-        connection.settimeout(_LOOK_UP_SECONDS)
+        began = time.monotonic()
+        connection.settimeout(_POLL_SECONDS)
         while True:
-            # Looked up before the operation: a peer whose death ended the session is then still named.
+            # Read before the operation: a peer whose death ended the session is then still named.
             over = self._over()
             try:
                 return operation()
             except TimeoutError:
-                self._check(what, began, clock, over)
+                self.check(what, began, over)
             except (ConnectionError, EOFError) as error:
                 raise self.closed(what, peer) from error
 
-    def until(self, there: Callable[[], bool], what: str) -> None:
+    def until(self, is_there: Callable[[], bool], what: str) -> None:
         """Return once something is there."""
-        began, clock = time.monotonic(), datetime.now()
-        while not there():
-            self._check(what, began, clock, self._over())
+        began = time.monotonic()
+        while not is_there():
+            self.check(what, began)
             time.sleep(_RETRY_SECONDS)
-
-    def closed(self, what: str, peer: str) -> PeerClosed:
-        """The error of a wait for `what` during which `peer` went away."""
-        return PeerClosed(
-            f"refit to version {self._session.version}: {self._who} waited for {what}, but {peer} "
-            "closed its connection; its process ended or its own part failed"
-        )
-
-    def in_vain(self, what: str, began: float) -> None:
-        """Raise if the deadline has passed or the session is over, in a wait that began then (monotonic)."""
-        clock = datetime.now() - timedelta(seconds=time.monotonic() - began)
-        self._check(what, began, clock, self._over())
 
     def connect(self, path: Path, peer: str) -> socket.socket:
-        """A connection to the socket at `path`, which `peer` may yet have to open."""
-        began, clock = time.monotonic(), datetime.now()
-        while True:
-            connection = refit_socket()
-            connection.settimeout(_LOOK_UP_SECONDS)
+        """Connect to the socket at `path`, which `peer` may not have opened yet."""
+        connection = refit_socket()
+        connection.settimeout(_POLL_SECONDS)
+
+        def is_connected() -> bool:
             try:
                 connection.connect(str(path))
-                return connection
-            except (
-                FileNotFoundError,
-                ConnectionRefusedError,
-                BlockingIOError,
-            ):  # not yet, or too many at once
-                connection.close()
-            self._check(f"{peer} to listen", began, clock, self._over())
-            time.sleep(_RETRY_SECONDS)
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                return False  # not yet, or too many at once
+            return True
+
+        try:
+            self.until(is_connected, f"{peer} to listen")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def listen(self, path: Path, backlog: int) -> socket.socket:
-        """A socket listening at `path`. Raises `PeerClosed` where the session ended before."""
+        """A socket listening at `path`. Raises `PeerClosed` if the session has ended."""
         listener = refit_socket()
         try:
             listener.bind(str(path))
@@ -278,21 +245,27 @@ class Waiting:
             if not self._over():
                 raise
             raise PeerClosed(
-                f"refit to version {self._session.version}: {self._who} started to listen after the driver "
-                "had ended the refit, because another rank failed"
+                f"{self._refit} started to listen after the driver had ended the refit, because another rank "
+                "failed"
             ) from error
         return listener
 
-    def _check(self, what: str, began: float, clock: datetime, over: bool) -> None:
-        """Raise if a wait that began at `began` (monotonic) and `clock` (wall time) cannot succeed."""
-        wait = (
-            f"refit to version {self._session.version}: {self._who} waits for {what} since {clock:%H:%M:%S}"
+    def closed(self, what: str, peer: str) -> PeerClosed:
+        """The error of a wait for `what` during which `peer` went away."""
+        return PeerClosed(
+            f"{self._refit} waited for {what}, but {peer} closed its connection; its process ended or its "
+            "own part failed"
         )
-        seconds = f"({time.monotonic() - began:.1f} s)"
-        if time.monotonic() >= self._end:
-            raise RefitDeadline(f"{wait} {seconds}; the deadline is {self._session.deadline_seconds:g} s")
-        if over:
-            raise PeerClosed(f"{wait} {seconds}; the driver ended the refit, because another rank failed")
+
+    def check(self, what: str, began: float, over: bool | None = None) -> None:
+        """Raise if a wait that began at `began` (monotonic) has met the deadline or the session's end."""
+        now, seconds = time.monotonic(), time.monotonic() - began
+        since = datetime.now() - timedelta(seconds=seconds)
+        wait = f"{self._refit} waits for {what} since {since:%H:%M:%S} ({seconds:.1f} s)"
+        if now >= self._end:
+            raise RefitDeadline(f"{wait}; the deadline is {self._deadline_seconds:g} s")
+        if self._over() if over is None else over:
+            raise PeerClosed(f"{wait}; the driver ended the refit, because another rank failed")
 
 
 def refit_socket() -> socket.socket:
@@ -301,35 +274,93 @@ def refit_socket() -> socket.socket:
 
 
 def sender_name(rank: int) -> str:
-    """What messages call a sender."""
+    """Name of a sender in messages."""
     return f"policy rank {rank}"
 
 
 def receiver_name(rank: int) -> str:
-    """What messages call a receiver."""
+    """Name of a receiver in messages."""
     return f"generation rank {rank}"
 
 
-SLOTS = 2  # bucket n lies in slot n % SLOTS
-
-
 class Slots:
-    """Slots of a part's largest bucket."""
+    """Two slots in one piece of memory ([bytes] uint8), so that one is filled while the other travels."""
 
-    def __init__(self, part: Part, device: torch.device | None = None) -> None:
-        largest = max((bucket.num_bytes for bucket in part.buckets), default=0)
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    @classmethod
+    def allocate(cls, part: Part, device: torch.device | None = None) -> "Slots":
+        return Slots(torch.empty(SLOTS * part.slot_bytes, dtype=torch.uint8, device=device))
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
-        return sum(slot.numel() for slot in self._slots)
+        return self.memory.numel()
 
     def bucket(self, number: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8: the beginning of the slot in which bucket `number` lies."""
-        return self._slots[number % SLOTS][:num_bytes]
+        start = number % SLOTS * (self.memory.numel() // SLOTS)
+        return self.memory[start : start + num_bytes]
 
 
+class SendingChannel(ABC):
+    """A sender's side of a transport. A bucket is bytes here; the two ends know their meaning.
+
+    slot(n), fill it, publish(n) ... drain()     in the order of the part's buckets
+    """
+
+    def __init__(self, part: Part, slots: Slots) -> None:
+        self._part = part
+        self._slots = slots
+        self._waits: dict[int, Callable[[], None]] = {}  # each until a published bucket has left its slot
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.num_bytes
+
+    def slot(self, number: int) -> Tensor:
+        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
+        self._wait_free(number - SLOTS)
+        return self._slots.bucket(number, self._part.buckets[number].num_bytes)
+
+    @abstractmethod
+    def publish(self, number: int, num_bytes: int) -> None:
+        """Let the receivers have the bucket, which is the first `num_bytes` of its slot."""
+
+    def drain(self) -> None:
+        """Wait until every bucket has gone."""
+        for number in sorted(self._waits):
+            self._wait_free(number)
+
+    def _wait_free(self, number: int) -> None:
+        if number in self._waits:
+            self._waits.pop(number)()
+
+
+class ReceivingChannel(Protocol):
+    """A receiver's side: next_bucket(), empty it, taken() ..., in the order of its part's buckets."""
+
+    def next_bucket(self) -> Tensor:
+        """[bytes that came] uint8: the part's next bucket, once it is complete."""
+        ...
+
+    def taken(self) -> None:
+        """Return the slot of that bucket."""
+        ...
+
+
+# A checksum of a tensor that does not depend on how the tensor is sharded:
+#
+#     fingerprint = sum over elements of  bits(element) * weight(position)   mod 2^64
+#
+# where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number
+# derived from the element's position in the full HF tensor. It is additive: the fingerprints of slices on any
+# ranks add up to that of the tensor. An odd weight cannot cancel a difference in one element, so any changed
+# bit is detected; different weights detect elements that were exchanged.
+#
+# The weight of a position is the product of one odd number per axis (products of odd numbers are odd). A row
+# then costs one multiplication and one addition per element, a tenth of hashing every position: 0.2 s for
+# 135 million elements on one core.
 _INTEGERS = {4: torch.int32, 2: torch.int16}  # by element size
 _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 

@@ -1,47 +1,87 @@
-"""Process groups of an exchange: senders and receivers on any machines, connected over a store.
+"""Transport between machines: point-to-point messages of a process group.
+
+    sender ──bucket──▶ first receiver ──bucket──▶ next ──▶ ...
+
+A bucket that several receivers take goes once over its sender's link and over that of each receiver but the
+last, which is as many bytes as a multicast would need of the sender; while one bucket is passed on, the next
+arrives. Each bucket is preceded by a message with its size.
 
 All ranks are members of one group, created over a store that the driver serves and independent of the default
-group of a process. Members stay connected from refit to refit; after a failure they form a new group.
-
-NCCL is the same code with another class and device. It has not been run on hardware yet.
+group of a process; a member's place in it counts senders first. Members stay connected from refit to refit;
+after a failure they form a new group. NCCL is the same code with another class and device. It has not been
+run on hardware yet.
 """
 
+import queue
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from .messages import RefitSession
+from .messages import (
+    SLOTS,
+    Part,
+    PartBucket,
+    RefitFailed,
+    RefitSession,
+    SendingChannel,
+    Slots,
+    Transport,
+    Venue,
+    Waiting,
+    receiver_name,
+    sender_name,
+)
 
-ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
+_ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
 _GLOO_THREADS = 1
 _ABORT_TAG = 1  # of a message that no rank sends
+_POLL_SECONDS = 0.2  # how often a rank checks if the session is over
 
 
-class Membership:
-    """Membership of a rank in the group, kept from refit to refit."""
+def served_store(host: str) -> tuple[TCPStore, str]:
+    """A store that this process serves as long as it holds it, and its place, host:port with a free port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, f"{host}:{port}"
 
-    def __init__(self) -> None:
-        self._rendezvous: tuple[str, int] | None = None
-        self._group: Group | None = None
 
-    def join(self, session: RefitSession, rank: int) -> "Group":
-        """The group of the session's meeting; `rank` counts senders first."""
-        rendezvous = (session.place, session.rendezvous)
-        if self._group is None or self._rendezvous != rendezvous:
-            self.leave()
-            self._group, self._rendezvous = Group.join(session, rank), rendezvous
-        return self._group
+class GroupVenue(Venue):
+    """The driver's side: the store over which members meet, and how a session ends."""
 
-    def leave(self) -> None:
-        """Close all connections."""
-        self._group, self._rendezvous = None, None
+    def __init__(self, transport: Transport, host: str, deadline_seconds: float) -> None:
+        """Listen at an address of this machine, loopback when all ranks are on it."""
+        super().__init__(transport, deadline_seconds)
+        self._store, self._place = served_store(host)
+        self._attempt = 0
+
+    @contextmanager
+    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
+        self._attempt += 1
+        session = RefitSession(
+            version,
+            self._transport,
+            self._place,
+            self._deadline_seconds,
+            self._rendezvous,
+            self._attempt,
+            num_senders,
+            num_receivers,
+        )
+        try:
+            yield session
+        finally:
+            self._store.set(_over_key(session), "")
 
 
 @dataclass(frozen=True)
@@ -55,8 +95,7 @@ class Group:
 
     @classmethod
     def join(cls, session: RefitSession, rank: int) -> "Group":
-        """Become a member; others may come later."""
-        store = store_of(session)
+        store = _store_of(session)
         prefix = PrefixStore(f"group/{session.rendezvous}", store)
         size = session.num_senders + session.num_receivers
         timeout = timedelta(seconds=session.deadline_seconds)
@@ -68,13 +107,17 @@ class Group:
             device = torch.device("cuda", torch.cuda.current_device())
             group = cls(ProcessGroupNCCL(prefix, rank, size, options), store, device)
         else:
+            host, _, port = session.place.rpartition(":")
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+                route.connect((host, int(port)))
+                own_address = route.getsockname()[0]  # of this machine on the way to the store
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
             options._threads = _GLOO_THREADS
-            # lazy: of a thousand members, each talks to a few
-            options._devices = [ProcessGroupGloo.create_device(_own_address(session.place), lazy_init=True)]
+            # lazy: of a thousand members, each exchanges messages with a few
+            options._devices = [ProcessGroupGloo.create_device(own_address, lazy_init=True)]
             group = cls(ProcessGroupGloo(prefix, rank, size, options), store, torch.device("cpu"))
-        store.set(here_key(session, rank), "")
+        store.set(_joined_key(session, rank), "")
         return group
 
     def send(self, values: Tensor, rank: int) -> Any:
@@ -82,7 +125,6 @@ class Group:
         return self.backend.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> None:
-        """Fill `values` from a member."""
         self.backend.recv([values], rank, 0).wait()
         self.synchronize()
 
@@ -117,72 +159,247 @@ class Group:
             try:
                 self.backend.recv([torch.empty(1)], rank, _ABORT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
-                if ABORTED in str(error):
+                if _ABORTED in str(error):
                     return
 
 
-def served_store(host: str) -> tuple[TCPStore, str]:
-    """A store that this process serves as long as it holds it, and its place, host:port with a free port."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, f"{host}:{port}"
+class Membership:
+    """Membership of a rank in the group, kept from refit to refit."""
+
+    def __init__(self) -> None:
+        self._rendezvous: tuple[str, int] | None = None
+        self._group: Group | None = None
+
+    def join(self, session: RefitSession, rank: int) -> Group:
+        rendezvous = (session.place, session.rendezvous)
+        if self._group is None or self._rendezvous != rendezvous:
+            self.leave()
+            self._group, self._rendezvous = Group.join(session, rank), rendezvous
+        return self._group
+
+    def leave(self) -> None:
+        self._group, self._rendezvous = None, None
 
 
-class GroupVenue:
-    """The driver's side: the store over which members meet, and how a session ends."""
+@dataclass(frozen=True)
+class _Rendezvous:
+    """One rank's connection with the others during a refit."""
 
-    def __init__(self, transport: Literal["gloo", "nccl"], host: str, deadline_seconds: float) -> None:
-        """Listen at an address of this machine, loopback when all ranks are on it."""
-        self._transport = transport
-        self._deadline_seconds = deadline_seconds
-        self._store, self._place = served_store(host)
-        self._rendezvous = self._attempt = 0
+    group: Group
+    waiting: Waiting
+    place: int
+    num_senders: int
 
-    @contextmanager
-    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
-        """A session that ends with the block."""
-        self._attempt += 1
-        session = RefitSession(
-            version,
-            self._transport,
-            self._place,
-            self._deadline_seconds,
-            self._rendezvous,
-            self._attempt,
-            num_senders,
-            num_receivers,
-        )
+    def name(self, place: int) -> str:
+        return sender_name(place) if place < self.num_senders else receiver_name(place - self.num_senders)
+
+    def neighbors(self, bucket: PartBucket) -> tuple[int | None, int | None]:
+        """Places from which a bucket comes here and to which it goes from here."""
+        way = [None, bucket.sender, *(self.num_senders + receiver for receiver in bucket.receivers), None]
+        here = way.index(self.place)
+        return way[here - 1], way[here + 1]
+
+    def wait(self, operation: Callable[[], None], place: int, what: str) -> None:
+        """Run an operation of the group that may wait for `what`, which the member there is to do."""
+        began = time.monotonic()
         try:
-            yield session
+            operation()
+        except RuntimeError as error:
+            if _ABORTED in str(error) or self.waiting.seconds_left == 0.0:
+                self.waiting.check(what, began)
+            raise self.waiting.closed(what, self.name(place)) from error
+
+
+class GroupSender(SendingChannel):
+    """A sender's side, and how a receiver passes buckets on."""
+
+    def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
+        super().__init__(part, Slots.allocate(part, rendezvous.group.device))
+        self._rendezvous = rendezvous
+
+    def publish(self, number: int, num_bytes: int) -> None:
+        """Begin to send the bucket to the next member, if there is one, after a message with its size."""
+        meeting, group = self._rendezvous, self._rendezvous.group
+        _, to = meeting.neighbors(self._part.buckets[number])
+        if to is None:
+            return
+        messages = (torch.tensor([num_bytes], device=group.device), self._slots.bucket(number, num_bytes))
+        sent: list[tuple[Tensor, Any]] = []  # each message with its work, which does not keep it
+
+        def send() -> None:
+            sent.extend((message, group.send(message, to)) for message in messages)
+
+        def wait_taken() -> None:
+            for _, work in sent:
+                meeting.wait(work.wait, to, f"{meeting.name(to)} to take bucket {number}")
+            group.synchronize()
+
+        meeting.wait(send, to, f"{meeting.name(to)} to receive bucket {number}")
+        self._waits[number] = wait_taken
+
+
+class GroupReceiver:
+    """A receiver's side (`ReceivingChannel`): a thread receives and passes on while a bucket is emptied."""
+
+    def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
+        self._part = part
+        self._rendezvous = rendezvous
+        self._next = GroupSender(part, rendezvous)
+        self._free = threading.Semaphore(SLOTS)
+        self._ready: queue.SimpleQueue[Tensor | Exception | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._receive_all, daemon=True)
+        self._thread.start()
+
+    def next_bucket(self) -> Tensor:
+        bucket = self._take_ready()
+        assert bucket is not None, "there are no more buckets"
+        return bucket
+
+    def taken(self) -> None:
+        """Let the next but one bucket come into this slot."""
+        self._rendezvous.group.synchronize()  # the copies out of it
+        self._free.release()
+
+    def drain(self) -> None:
+        """Wait until all that others get from here has gone."""
+        self._take_ready()
+
+    def close(self) -> None:
+        """Receive no more."""
+        self._closed = True
+        self._free.release()
+        self._thread.join()
+
+    def _take_ready(self) -> Tensor | None:
+        ready = self._ready.get()
+        if isinstance(ready, Exception):
+            raise ready
+        return ready
+
+    def _receive_all(self) -> None:
+        """Put every bucket into `_ready`, then None once all have been passed on; or the error."""
+        try:
+            if self._rendezvous.group.device.type == "cuda":
+                torch.cuda.set_device(self._rendezvous.group.device)
+            for number, bucket in enumerate(self._part.buckets):
+                self._free.acquire()
+                if self._closed:
+                    return
+                content = self._receive(bucket, self._next.slot(number))
+                self._next.publish(number, content.numel())
+                self._ready.put(content)
+            self._next.drain()
+            self._ready.put(None)
+        except Exception as error:  # noqa: BLE001 - raised where the bucket is waited for
+            self._ready.put(error)
+
+    def _receive(self, bucket: PartBucket, slot: Tensor) -> Tensor:
+        meeting, group = self._rendezvous, self._rendezvous.group
+        source, _ = meeting.neighbors(bucket)
+        assert source is not None, "a receiver is not the first on a bucket's way"
+        peer = meeting.name(source)
+        what = f"the next bucket of {sender_name(bucket.sender)}"
+        if source != bucket.sender:
+            what += f", which {peer} passes on"
+        size = torch.empty(1, dtype=torch.int64, device=group.device)
+        meeting.wait(lambda: group.receive(size, source), source, what)
+        num_bytes = int(size)
+        if not 0 <= num_bytes <= bucket.num_bytes:
+            raise RefitFailed(f"{peer} sends {num_bytes} bytes where {bucket.num_bytes} were due")
+        content = slot[:num_bytes]
+        meeting.wait(lambda: group.receive(content, source), source, what)
+        return content
+
+
+@contextmanager
+def group_sender(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupSender]:
+    """Join the group and wait for those to have joined to whom buckets go."""
+    with _joined(part, session, member, part.rank) as rendezvous:
+        yield GroupSender(part, rendezvous)
+
+
+@contextmanager
+def group_receiver(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupReceiver]:
+    """Join the group and wait until all ranks have joined that send or are forwarded buckets."""
+    with _joined(part, session, member, session.num_senders + part.rank) as rendezvous:
+        receiver = GroupReceiver(part, rendezvous)
+        try:
+            yield receiver
+            receiver.drain()
+        except BaseException:
+            rendezvous.group.abort()
+            raise
         finally:
-            self._store.set(over_key(session), "")
-
-    def reset_rendezvous(self) -> None:
-        """After a failure, or when other ranks may come."""
-        self._rendezvous += 1
+            receiver.close()
 
 
-def store_of(session: RefitSession) -> TCPStore:
+@contextmanager
+def _joined(part: Part, session: RefitSession, member: Membership, place: int) -> Iterator[_Rendezvous]:
+    """Members who have all joined, watched until the block ends; after an error the rank leaves the group."""
+    over = threading.Event()
+    who = sender_name(part.rank) if place < session.num_senders else receiver_name(part.rank)
+    waiting = Waiting(who, session, over=over.is_set)
+    try:
+        group = member.join(session, place)
+        meeting = _Rendezvous(group, waiting, place, session.num_senders)
+        neighbors = {peer for bucket in part.buckets for peer in meeting.neighbors(bucket)}
+        # in the order of pairs in which all connect
+        peers = sorted(peer for peer in neighbors if peer is not None)
+        with _watch(session, group, over):
+            for peer in peers:
+                has_joined = partial(group.store.check, [_joined_key(session, peer)])
+                waiting.until(has_joined, f"{meeting.name(peer)} to join")
+            for peer in peers:
+                connect = partial(group.connect, peer, first=place < peer)
+                meeting.wait(connect, peer, f"{meeting.name(peer)} to connect")
+            yield meeting
+    except BaseException:
+        member.leave()
+        raise
+
+
+@contextmanager
+def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterator[None]:
+    """Abort the group when the driver ends the session, or is gone, before the block ends."""
+    finished = threading.Event()
+    end = time.monotonic() + session.deadline_seconds
+    store = _store_of(session)
+
+    def is_over() -> bool:
+        try:
+            return time.monotonic() >= end or bool(store.check([_over_key(session)]))
+        except RuntimeError:  # the driver is gone
+            return True
+
+    def watch() -> None:
+        while not finished.wait(_POLL_SECONDS):
+            if is_over():
+                over.set()
+                group.abort()
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+
+
+def _store_of(session: RefitSession) -> TCPStore:
     """A connection of one's own to the store; one that waits is blocked for everything else."""
     host, _, port = session.place.rpartition(":")
     timeout = timedelta(seconds=session.deadline_seconds)
     return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _own_address(place: str) -> str:
-    """The address of this machine on the way to the store."""
-    host, _, port = place.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, int(port)))
-        return str(way.getsockname()[0])
-
-
-def here_key(session: RefitSession, place: int) -> str:
+def _joined_key(session: RefitSession, place: int) -> str:
     """Is in the store once a member has joined."""
-    return f"here/{session.rendezvous}/{place}"
+    return f"joined/{session.rendezvous}/{place}"
 
 
-def over_key(session: RefitSession) -> str:
+def _over_key(session: RefitSession) -> str:
     """Is in the store once the session is over."""
     return f"over/{session.attempt}"

@@ -11,189 +11,158 @@ carry bucket numbers only, order the memory accesses, and immediately report tha
 
 import mmap
 import os
+import shutil
 import socket
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .cuda_ipc import DeviceSlots
-from .messages import SLOTS, Part, RefitFailed, RefitSession, Waiting, receiver_name, sender_name
+from .messages import (
+    SLOTS,
+    Part,
+    RefitFailed,
+    RefitSession,
+    SendingChannel,
+    Slots,
+    Venue,
+    Waiting,
+    receiver_name,
+    sender_name,
+)
 
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot; what the memory is opened by follows
 _MAX_OFFER_BYTES = 4096
-_ALIGNMENT = 64
+_MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes on Linux, 104 elsewhere
 
 
-class SlotMemory(Protocol):
-    """The slots of one sender, as it or a receiver has them. Bucket `n` lies in slot `n % 2`."""
+class SocketVenue(Venue):
+    """A folder of sockets, private to the user; it exists as long as the session."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of both slots."""
-        ...
+    @contextmanager
+    def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
+        folder = Path(tempfile.mkdtemp(prefix="nemorl-refit-"))  # of mode 0700
+        try:
+            session = RefitSession(version, self._transport, str(folder), self._deadline_seconds)
+            length = len(str(session.socket_path(sender=10**6)))
+            if length > _MAX_SOCKET_PATH:
+                raise RefitFailed(
+                    f"{folder} is too long a path for sockets ({length} characters, at most "
+                    f"{_MAX_SOCKET_PATH}); set TMPDIR to a shorter one"
+                )
+            yield session
+        finally:
+            # Renamed first: a sender that opens its socket during the removal would keep the folder alive.
+            with suppress(FileNotFoundError):  # something else cleaned up already
+                shutil.rmtree(folder.rename(f"{folder}.over"), ignore_errors=True)
 
-    def offer(self) -> tuple[bytes, list[int]]:
-        """What one more receiver opens it by: a message, and descriptors that go with it."""
-        ...
 
-    def slot(self, number: int, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, a view."""
-        ...
+class HostSlots(Slots):
+    """Slots in a memfd."""
 
-    def settle(self) -> None:
-        """Wait until what this thread has queued to write or read it has been done."""
-        ...
-
-
-class HostSlots:
-    """Two slots in a memfd (`SlotMemory`)."""
-
-    def __init__(self, mapping: mmap.mmap, descriptor: int | None, slot_bytes: int) -> None:
-        self.mapping = mapping
+    def __init__(self, descriptor: int, slot_bytes: int) -> None:
         self._descriptor = descriptor
-        self._slot_bytes = slot_bytes
+        self.mapping = mmap.mmap(descriptor, SLOTS * slot_bytes)
+        super().__init__(torch.frombuffer(self.mapping, dtype=torch.uint8))
 
     @classmethod
     @contextmanager
     def make(cls, name: str, slot_bytes: int) -> Iterator["HostSlots"]:
-        """A sender's, which ends with the block."""
+        """A sender's slots, which end with the block."""
         with ExitStack() as stack:
             descriptor = os.memfd_create(name)
             stack.callback(os.close, descriptor)
             os.ftruncate(descriptor, SLOTS * slot_bytes)
-            mapping = mmap.mmap(descriptor, SLOTS * slot_bytes)
+            slots = cls(descriptor, slot_bytes)
             # an exception keeps views of the mapping in its traceback; the memory behind it is freed anyway
-            stack.callback(mapping.madvise, mmap.MADV_REMOVE)
-            yield cls(mapping, descriptor, slot_bytes)
+            stack.callback(slots.mapping.madvise, mmap.MADV_REMOVE)
+            yield slots
 
     @classmethod
     def open(cls, offer: bytes, descriptors: list[int], slot_bytes: int) -> "HostSlots":
-        """A sender's, by what it offers."""
-        (descriptor,) = descriptors
-        return cls(mmap.mmap(descriptor, SLOTS * slot_bytes), None, slot_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of both slots."""
-        return len(self.mapping)
+        return cls(descriptors[0], slot_bytes)
 
     def offer(self) -> tuple[bytes, list[int]]:
-        """What one more receiver opens it by."""
-        assert self._descriptor is not None, "a receiver offers nothing"
+        """A message by which one more receiver opens the slots, and descriptors that go with it."""
         return b"", [self._descriptor]
 
-    def slot(self, number: int, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, a view."""
-        start = number % SLOTS * self._slot_bytes
-        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=num_bytes, offset=start)
-
     def settle(self) -> None:
-        """The processor has done it."""
+        """Reads and writes of the processor are done when they return."""
 
 
-class SocketSender:
-    """A sender's side (`SendingChannel`). Its buckets are numbered over all its receivers."""
+@dataclass(frozen=True)
+class _Peer:
+    """The other end of a connection. `what` names a wait in its error."""
 
-    def __init__(
-        self, part: Part, waiting: Waiting, memory: SlotMemory, connections: Mapping[int, socket.socket]
-    ) -> None:
-        self._part = part
-        self._waiting = waiting
-        self._memory = memory
-        self._connections = connections
-        self._untaken: set[int] = set()  # buckets that are still in their slots
+    name: str
+    connection: socket.socket
+    waiting: Waiting
 
-    @property
-    def num_bytes(self) -> int:
-        """Shared memory of this sender."""
-        return self._memory.num_bytes
+    def send(self, message: bytes, what: str, descriptors: Sequence[int] = ()) -> None:
+        operation = partial(socket.send_fds, self.connection, [message], descriptors)
+        self.waiting.call(self.connection, operation, f"{self.name} to {what}", self.name)
 
-    def slot(self, number: int) -> Tensor:
-        """Return the memory for bucket `number` ([bytes] uint8) once its slot is free."""
-        self._wait_taken(number - SLOTS)
-        return self._memory.slot(number, self._part.buckets[number].num_bytes)
+    def receive(self, message: struct.Struct, what: str) -> tuple[int, ...]:
+        return message.unpack(self.receive_with_descriptors(message.size, what)[0])
+
+    def receive_with_descriptors(self, max_bytes: int, what: str) -> tuple[bytes, list[int]]:
+        def operation() -> tuple[bytes, list[int]]:
+            message, descriptors, _, _ = socket.recv_fds(self.connection, max_bytes, 1)
+            if not message:
+                raise EOFError
+            return message, descriptors
+
+        return self.waiting.call(self.connection, operation, what, self.name)
+
+
+class SocketSender(SendingChannel):
+    """A sender's side. Its buckets are numbered over all its receivers."""
+
+    def __init__(self, part: Part, slots: HostSlots | DeviceSlots, peers: Mapping[int, _Peer]) -> None:
+        super().__init__(part, slots)
+        self._settle = slots.settle
+        self._peers = peers
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Notify the receivers that the bucket is complete."""
-        self._memory.settle()
-        message = _READY.pack(number, num_bytes)
+        self._settle()
         for receiver in self._part.buckets[number].receivers:
-            connection, peer = self._connections[receiver], receiver_name(receiver)
-            self._waiting.call(
-                connection,
-                partial(connection.send, message),
-                f"{peer} to receive the number of bucket {number}",
-                peer,
-            )
-        self._untaken.add(number)
-
-    def drain(self) -> None:
-        """Wait until every bucket has been taken."""
-        for number in sorted(self._untaken):
-            self._wait_taken(number)
+            message = _READY.pack(number, num_bytes)
+            self._peers[receiver].send(message, f"receive the number of bucket {number}")
+        self._waits[number] = partial(self._wait_taken, number)
 
     def _wait_taken(self, number: int) -> None:
-        if number not in self._untaken:
-            return
-        self._untaken.remove(number)
         for receiver in self._part.buckets[number].receivers:
-            connection, peer = self._connections[receiver], receiver_name(receiver)
-            (taken,) = self._waiting.call(
-                connection, partial(_receive, connection, _NUMBER), f"{peer} to take bucket {number}", peer
-            )
+            peer = self._peers[receiver]
+            (taken,) = peer.receive(_NUMBER, f"{peer.name} to take bucket {number}")
             if taken != number:
                 sender = sender_name(self._part.rank)
-                raise RefitFailed(f"{peer} took bucket {taken} where {sender} had sent bucket {number}")
+                raise RefitFailed(f"{peer.name} took bucket {taken} where {sender} had sent bucket {number}")
 
 
 class SocketReceiver:
     """A receiver's side (`ReceivingChannel`)."""
 
-    def __init__(
-        self,
-        part: Part,
-        waiting: Waiting,
-        memories: Mapping[int, SlotMemory],
-        connections: Mapping[int, socket.socket],
-    ) -> None:
-        self._order = iter(part.buckets)
-        self._waiting = waiting
-        self._memories = memories
-        self._connections = connections
-        self._open: tuple[int, int] | None = None  # sender and number of the bucket that is being emptied
+    def __init__(self, part: Part, senders: Mapping[int, tuple[_Peer, HostSlots | DeviceSlots]]) -> None:
+        self._order = (senders[bucket.sender] for bucket in part.buckets)
 
     def next_bucket(self) -> Tensor:
-        """[bytes that came] uint8: the next bucket, once it is complete."""
-        sender = next(self._order).sender
-        peer = sender_name(sender)
-        connection = self._connections[sender]
-        number, num_bytes = self._waiting.call(
-            connection, lambda: _receive(connection, _READY), f"the next bucket of {peer}", peer
-        )
-        self._open = sender, number
-        return self._memories[sender].slot(number, num_bytes)
+        self._peer, self._slots = next(self._order)
+        self._number, num_bytes = self._peer.receive(_READY, f"the next bucket of {self._peer.name}")
+        return self._slots.bucket(self._number, num_bytes)
 
     def taken(self) -> None:
         """Return the slot of the bucket to its sender."""
-        assert self._open is not None
-        sender, number = self._open
-        self._memories[sender].settle()
-        peer = sender_name(sender)
-        connection, message = self._connections[sender], _NUMBER.pack(number)
-        self._waiting.call(
-            connection,
-            lambda: connection.send(message),
-            f"{peer} to receive the number of bucket {number}",
-            peer,
-        )
+        self._slots.settle()
+        self._peer.send(_NUMBER.pack(self._number), f"receive the number of bucket {self._number}")
 
 
 @contextmanager
@@ -201,100 +170,58 @@ def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
     """Make the memory and wait for the receivers. Connections end with the block, also after an error."""
     waiting = _waiting(sender_name(part.rank), session)
     receivers = {receiver for bucket in part.buckets for receiver in bucket.receivers}
-    slot_bytes = -(-max(bucket.num_bytes for bucket in part.buckets) // _ALIGNMENT) * _ALIGNMENT
     with ExitStack() as stack:
-        memory = stack.enter_context(_made(session, part, slot_bytes))
+        name = f"nemorl-refit-{session.version}-{part.rank}"
+        memory: AbstractContextManager[HostSlots | DeviceSlots] = _kind(session).make(name, part.slot_bytes)
+        slots = stack.enter_context(memory)
         listener = stack.enter_context(waiting.listen(session.socket_path(part.rank), len(receivers)))
-        connections: dict[int, socket.socket] = {}
-        while missing := sorted(receivers - connections.keys()):
-            peer = receiver_name(missing[0])
-            connection = waiting.call(listener, lambda: listener.accept()[0], f"{peer} to connect", peer)
-            stack.enter_context(connection)
-            connections[_greet(connection, waiting, session.version, slot_bytes, memory)] = connection
-        yield SocketSender(part, waiting, memory, connections)
+        peers: dict[int, _Peer] = {}
+        while missing := sorted(receivers - peers.keys()):
+            name = receiver_name(missing[0])
+            connection = waiting.call(listener, lambda: listener.accept()[0], f"{name} to connect", name)
+            peer = _Peer("that receiver", stack.enter_context(connection), waiting)
+            (receiver,) = peer.receive(_NUMBER, "a receiver to say its rank")
+            peers[receiver] = peer = replace(peer, name=receiver_name(receiver))
+            offer, descriptors = slots.offer()
+            peer.send(_HELLO.pack(session.version, part.slot_bytes) + offer, "map memory", descriptors)
+        yield SocketSender(part, slots, peers)
 
 
 @contextmanager
 def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceiver]:
     """Connect to the senders and map their memory. Connections end with the block, also after an error."""
     waiting = _waiting(receiver_name(part.rank), session)
-    senders = sorted({bucket.sender for bucket in part.buckets})
     with ExitStack() as stack:
-        connections = {
-            sender: stack.enter_context(waiting.connect(session.socket_path(sender), sender_name(sender)))
-            for sender in senders
-        }
-        for sender, connection in connections.items():
-            _say_rank(connection, waiting, part.rank, sender_name(sender))
-        memories = {
-            sender: _receive_memory(connection, waiting, session, sender_name(sender))
-            for sender, connection in connections.items()
-        }
-        yield SocketReceiver(part, waiting, memories, connections)
+        peers: dict[int, _Peer] = {}
+        for sender in sorted({bucket.sender for bucket in part.buckets}):
+            name = sender_name(sender)
+            connection = waiting.connect(session.socket_path(sender), name)
+            peers[sender] = _Peer(name, stack.enter_context(connection), waiting)
+        for peer in peers.values():
+            peer.send(_NUMBER.pack(part.rank), "receive the number of this rank")
+        yield SocketReceiver(part, {rank: (peer, _open_slots(peer, session)) for rank, peer in peers.items()})
 
 
-def _kind(session: RefitSession) -> type[HostSlots] | type[DeviceSlots]:
-    return DeviceSlots if session.transport == "cuda_ipc" else HostSlots
-
-
-def _made(session: RefitSession, part: Part, slot_bytes: int) -> AbstractContextManager[SlotMemory]:
-    return _kind(session).make(f"nemorl-refit-{session.version}-{part.rank}", slot_bytes)
-
-
-def _waiting(who: str, session: RefitSession) -> Waiting:
-    """The session is over once its folder is gone."""
-    folder = Path(session.place)
-    return Waiting(who, session, over=lambda: not folder.exists())
-
-
-def _greet(
-    connection: socket.socket, waiting: Waiting, version: int, slot_bytes: int, memory: SlotMemory
-) -> int:
-    """Hand the memory to a receiver; its rank."""
-    (receiver,) = waiting.call(
-        connection, lambda: _receive(connection, _NUMBER), "a receiver to say its rank", "that receiver"
-    )
-    peer = receiver_name(receiver)
-    offer, descriptors = memory.offer()
-    hello = _HELLO.pack(version, slot_bytes) + offer
-    waiting.call(
-        connection, lambda: socket.send_fds(connection, [hello], descriptors), f"{peer} to map memory", peer
-    )
-    return int(receiver)
-
-
-def _say_rank(connection: socket.socket, waiting: Waiting, rank: int, peer: str) -> None:
-    message = _NUMBER.pack(rank)
-    waiting.call(
-        connection, lambda: connection.send(message), f"{peer} to receive the number of this rank", peer
-    )
-
-
-def _receive_memory(
-    connection: socket.socket, waiting: Waiting, session: RefitSession, peer: str
-) -> SlotMemory:
-    hello, descriptors = waiting.call(
-        connection, lambda: _receive_hello(connection), f"the memory of {peer}", peer
-    )
+def _open_slots(peer: _Peer, session: RefitSession) -> HostSlots | DeviceSlots:
+    max_bytes = _HELLO.size + _MAX_OFFER_BYTES
+    hello, descriptors = peer.receive_with_descriptors(max_bytes, f"the memory of {peer.name}")
     try:
         version, slot_bytes = _HELLO.unpack_from(hello)
         if version != session.version:
-            raise RefitFailed(f"{peer} offers version {version} in the refit to version {session.version}")
+            raise RefitFailed(
+                f"{peer.name} offers version {version} in the refit to version {session.version}"
+            )
         return _kind(session).open(hello[_HELLO.size :], descriptors, slot_bytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _receive_hello(connection: socket.socket) -> tuple[bytes, list[int]]:
-    message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size + _MAX_OFFER_BYTES, 1)
-    if not message:
-        raise EOFError
-    return message, descriptors
+def _kind(session: RefitSession) -> type[HostSlots] | type[DeviceSlots]:
+    return DeviceSlots if session.transport == "cuda_ipc" else HostSlots
 
 
-def _receive(connection: socket.socket, message: struct.Struct) -> tuple[int, ...]:
-    received = connection.recv(message.size)
-    if not received:
-        raise EOFError
-    return message.unpack(received)
+def _waiting(who: str, session: RefitSession) -> Waiting:
+    """The session is over once its folder is gone."""
+    folder = Path(session.place)
+    return Waiting(who, session, over=lambda: not folder.exists())

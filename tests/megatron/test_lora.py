@@ -12,7 +12,7 @@ from nemorl.config.policy import FullRecompute, LoraConfig
 from nemorl.megatron.checkpoint_files import SavedState, UnfitCheckpoint
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.models.adapters import TrainedWeights, adapter_tensors
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
 from nemorl.models.registry import load_shape
@@ -330,7 +330,7 @@ def test_each_weight_is_merged_once_for_a_refit(worker, monkeypatch):
         [ReceiverLayout(tuple(engine), ("float32",) * len(engine))],
         bucket_bytes=10_000,
     )
-    for bucket in plan.sender_part(0).buckets:
+    for bucket in plan.sender_parts(1)[0].buckets:
         for part in bucket.slices:
             local_view(merged, part)
     groups = policy._shape.num_key_value_heads  # of rows of q, k and v that lie in turns

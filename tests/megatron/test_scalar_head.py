@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from nemorl.config.policy import LoraConfig
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.export import export_adapter, export_hf
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.registry import load_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import check_divisible, hf_tensors
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import MlaShape, MoeShape, YarnRopeScaling

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nemorl.models.errors import BrokenModelFolder
+from nemorl.models.hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import CHECKSUM_FILE, HfFolderWriter
-from nemorl.models.json_files import INDEX_FILE, SINGLE_FILE
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.slices import TensorSlice
 from tests.models.megatron_ranks import empty_parameters, ranks
@@ -67,7 +66,8 @@ def test_several_files_and_an_index_hold_the_same(tiny: TinyModel, tmp_path: Pat
 
 def test_the_written_type_is_kept_and_reported(tiny_llama: TinyModel, tmp_path: Path) -> None:
     write(tiny_llama, tmp_path / "out", dtype=torch.bfloat16)
-    assert HfFolder(tmp_path / "out").dtype(Q_PROJ) is torch.bfloat16
+    tensor = tiny_llama.tensors[Q_PROJ]
+    assert HfFolder(tmp_path / "out").tensor(Q_PROJ, tuple(tensor.shape)).dtype is torch.bfloat16
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

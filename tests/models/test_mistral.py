@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import Rope
 

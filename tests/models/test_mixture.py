@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.errors import UnsupportedModel
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.registry import shape_from_config

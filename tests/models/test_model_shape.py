@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.registry import family_of, load_shape, shape_from_config
 from nemorl.models.shape import Dim, Llama3RopeScaling, ModelShape, Rope
 from tests.models.tiny_models import LLAMA3_ROPE, TinyModel

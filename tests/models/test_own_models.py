@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemorl.models import smollm2
 from nemorl.models.create import create_arithmetic_model
-from nemorl.models.errors import BrokenModelFolder, UnsupportedModel
+from nemorl.models.hf_config import SINGLE_FILE, BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import import_model
-from nemorl.models.json_files import SINGLE_FILE
 from nemorl.models.layout import policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.smollm2 import FetchFailed, fetch_smollm2

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.weights.cuda_ipc import DeviceSlots, SharedStorage
+from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
 
 
-class FileDevice:
+class FileDevice(CudaDevice):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()

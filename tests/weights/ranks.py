@@ -26,7 +26,6 @@ from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import Piece, WeightReceiver, WeightSender
 from nemorl.weights.files import FileSender, VersionFolder
-from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import (
     Part,
     ReceiveReport,
@@ -35,6 +34,7 @@ from nemorl.weights.messages import (
     SenderLayout,
     SendReport,
 )
+from nemorl.weights.process_group import GroupReceiver, GroupSender
 from nemorl.weights.shared_memory import SocketReceiver, SocketSender
 from tests.weights.layouts import whole
 

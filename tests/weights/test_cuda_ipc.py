@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemorl.weights.channel import TransportOptions, make_venue
 from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
+from nemorl.weights.exchange import TransportOptions, make_venue
 from nemorl.weights.messages import ReceiverLayout, RefitFailed, SenderLayout
 from tests.weights.cuda_stand_in import FileDevice
 
@@ -15,12 +15,12 @@ from tests.weights.cuda_stand_in import FileDevice
 def test_each_receiver_opens_a_handle_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceSlots, "device", FileDevice(tmp_path))
     with DeviceSlots.make("slots", 64) as slots:
-        slots.slot(3, 10).copy_(torch.arange(10))
+        slots.bucket(3, 10).copy_(torch.arange(10))
         slots.settle()
         for offer, descriptors in (slots.offer(), slots.offer()):
             opened = DeviceSlots.open(offer, descriptors, 64)
-            assert opened.slot(1, 10).tolist() == list(range(10))
-            assert opened.slot(0, 64).tolist() == [0] * 64
+            assert opened.bucket(1, 10).tolist() == list(range(10))
+            assert opened.bucket(0, 64).tolist() == [0] * 64
         assert slots.num_bytes == 128
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import BrokenChanges, apply, decode, encode
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import PartBucket, RefitFailed
 from nemorl.weights.shared_memory import SocketReceiver
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, before_taken, box

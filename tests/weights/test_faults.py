@@ -16,8 +16,7 @@ import torch
 
 from nemorl.cluster.errors import DeadlineExceeded
 from nemorl.models.layout import PolicyRank
-from nemorl.weights.channel import TransportOptions
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import PeerClosed, RefitDeadline
 from tests.weights.cuda_stand_in import with_stand_in
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model

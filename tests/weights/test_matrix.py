@@ -21,9 +21,8 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import ReceiveReport, RefitSession
 from tests.weights.ranks import SHAPE, Remote, Threads
 

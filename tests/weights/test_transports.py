@@ -14,12 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nemorl.models.layout import PolicyRank, hf_tensors
-from nemorl.weights.channel import LOOPBACK, TransportOptions
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import LOOPBACK, TransportOptions, WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
-from nemorl.weights.group_channel import GroupReceiver, GroupSender
 from nemorl.weights.messages import CorruptWeights, Part, RefitDeadline, RefitFailed, RefitSession
-from nemorl.weights.process_group import Group, GroupVenue
+from nemorl.weights.process_group import Group, GroupReceiver, GroupSender, GroupVenue
 from tests.full_disk import files_end_at
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 
@@ -156,7 +154,7 @@ def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(tmp
     slot = GroupSender.slot
 
     def fail(self: GroupSender, number: int) -> Tensor:
-        if self._part.rank == 0:
+        if self._rendezvous.place == 0:
             raise RefitFailed("no memory for a slot")
         return slot(self, number)
 

@@ -16,8 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from nemorl.models.layout import PolicyRank
-from nemorl.weights.channel import TransportOptions
-from nemorl.weights.exchange import CorruptWeights, WeightExchange
+from nemorl.weights.exchange import CorruptWeights, TransportOptions, WeightExchange
 from nemorl.weights.messages import (
     Part,
     PartBucket,
@@ -28,10 +27,9 @@ from nemorl.weights.messages import (
     RefitSession,
     Waiting,
     refit_socket,
-    socket_session,
 )
 from nemorl.weights.plan import UnservedBox
-from nemorl.weights.shared_memory import SocketReceiver, SocketSender, socket_sender
+from nemorl.weights.shared_memory import SocketReceiver, SocketSender, SocketVenue, socket_sender
 from tests.weights.layouts import whole
 from tests.weights.ranks import SHAPE, TP2_PP2, EngineSide, PolicySide, Threads, before_taken, model
 
@@ -104,7 +102,7 @@ def test_a_flipped_bit_is_found_and_the_old_version_stays(monkeypatch: pytest.Mo
 
     def flip_one_bit(self: SocketSender, number: int, num_bytes: int) -> None:
         if number == 0 and self._part.rank == 1:
-            memory = self._memory.mapping
+            memory = self._slots.memory
             memory[17] ^= 1
         publish(self, number, num_bytes)
 
@@ -265,13 +263,13 @@ def test_a_sender_that_comes_while_a_session_ends_does_not_keep_it_alive(
         came_late.append(str(caught.value))
         remove(folder)
 
-    with monkeypatch.context() as patch, socket_session(1, 30.0) as session:
+    with monkeypatch.context() as patch, SocketVenue("shared_memory", 30.0).session(1, 1, 1) as session:
         patch.setattr(shutil, "rmtree", remove_slowly)
     assert came_late
 
 
 def test_a_receiver_that_dies_before_it_is_greeted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket_session(1, 30.0) as session:
+    with SocketVenue("shared_memory", 30.0).session(1, 1, 1) as session:
         listener = Waiting("policy rank 0", session, lambda: False).listen(session.socket_path(0), 1)
         with refit_socket() as receiver:
             receiver.connect(str(session.socket_path(0)))

@@ -98,7 +98,7 @@ def test_a_loader_that_fails_leaves_partial_weights_until_a_whole_refit() -> Non
     assert setup.engine.exchange.corruption is not None
     assert "being brought to version 2" in setup.engine.exchange.corruption
     assert setup.engine.loader.finished == 1
-    with pytest.raises(RefitFailed, match="but none was loaded completely"):
+    with pytest.raises(RefitFailed, match="but has received none"):
         setup.engine.exchange.commit(2)
     setup.engine.loader.fails_at = -1
     setup.refit(3, seed=3)

@@ -13,9 +13,8 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import hf_tensors, policy_rank, policy_slices
 from nemorl.models.shape import ModelShape
 from nemorl.models.tensors import local_view
-from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightSender
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitSession
 from tests.generation.examples import GREEDY, Prompts, completions, request
 from tests.weights.ranks import Threads, allocate, box

@@ -12,7 +12,7 @@ import torch
 
 from nemorl.generation.types import EngineFailed
 from nemorl.trajectories import StopReason
-from nemorl.weights.channel import TransportOptions
+from nemorl.weights.exchange import TransportOptions
 from nemorl.weights.messages import RefitDeadline, RefitFailed, RefitSession
 from tests.generation.examples import completions
 from tests.generation.trtllm_engine.setup import group

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from nemorl.generation.vllm_engine.weights import WorkerWeights
-from nemorl.weights.channel import TransportOptions
 from nemorl.weights.endpoints import WeightReceiver
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import RefitFailed
 from tests.generation.vllm_engine.policy import Policy, other_layouts
 from tests.weights.ranks import Threads

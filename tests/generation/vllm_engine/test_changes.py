@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.weights.channel import TransportOptions
 from nemorl.weights.delta import LastSent
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import CorruptWeights, RefitFailed
 from tests.generation.vllm_engine.exchange import Receivers
 from tests.generation.vllm_engine.policy import Policy, all_fingerprints, changed

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from nemorl.generation.types import Completion, EngineFailed, SamplingParams
-from nemorl.weights.channel import TransportOptions
-from nemorl.weights.exchange import WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import RefitFailed
 from nemorl.weights.shared_memory import SocketSender
 from tests.generation.examples import GREEDY, Prompts, request
