@@ -6,11 +6,11 @@ JSON. All that touches CUDA is `CudaDevice`. It has not run on hardware; tests r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from .messages import SLOTS, RefitFailed, Slots
@@ -18,15 +18,17 @@ from .messages import SLOTS, RefitFailed, Slots
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """Result of torch's `_share_cuda_` for a storage, for one process to open; handles in hexadecimal."""
+    """Result of torch's `_share_cuda_` for a storage, for one process to open."""
+
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     device: str  # identity of the GPU, since processes number their visible GPUs
-    handle: str
+    handle: bytes
     num_bytes: int
     offset: int  # bytes, in the allocation
-    counter_handle: str
+    counter_handle: bytes
     counter_offset: int
-    event_handle: str
+    event_handle: bytes
     event_sync_required: bool
 
 
@@ -41,12 +43,8 @@ class CudaDevice:
 
     def share(self, memory: Tensor) -> SharedStorage:
         """Let one more process open memory from `allocate`: each call counts one that has to close it."""
-        storage = memory.untyped_storage()
-        device, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
-        name = str(torch.cuda.get_device_properties(device).uuid)
-        return SharedStorage(
-            name, handle.hex(), size, offset, counter.hex(), counter_offset, event.hex(), sync
-        )
+        device, *shared = memory.untyped_storage()._share_cuda_()
+        return SharedStorage(str(torch.cuda.get_device_properties(device).uuid), *shared)
 
     def open(self, shared: SharedStorage) -> Tensor:
         """[num_bytes] uint8: another process's memory. Raises RefitFailed if its GPU is not visible here."""
@@ -57,16 +55,8 @@ class CudaDevice:
                 f"the policy's buckets lie on GPU {shared.device}, and this process sees "
                 f"{', '.join(names) or 'none'}: set generation.transport to nccl, or to shared_memory"
             )
-        storage = torch.UntypedStorage._new_shared_cuda(
-            names.index(shared.device),
-            bytes.fromhex(shared.handle),
-            shared.num_bytes,
-            shared.offset,
-            bytes.fromhex(shared.counter_handle),
-            shared.counter_offset,
-            bytes.fromhex(shared.event_handle),
-            shared.event_sync_required,
-        )
+        device, *handles = astuple(shared)
+        storage = torch.UntypedStorage._new_shared_cuda(names.index(device), *handles)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def synchronize(self, memory: Tensor) -> None:

@@ -17,7 +17,6 @@ every bucket.
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,9 +71,13 @@ def encode(old: Tensor, new: Tensor, itemsize: int) -> bytearray | None:
     places = (before != after).nonzero().squeeze(1)
     if 2 * places.numel() > after.numel():
         return None
-    gaps = _gap_bytes(places.numpy())
-    differences = _zigzag((after[places] - before[places]).numpy())
-    planes = differences.view(np.uint8).reshape(-1, itemsize).T
+    unchanged = np.diff(places.numpy(), prepend=-1) - 1  # elements before each
+    more, last = np.divmod(unchanged, _MAX_GAP)
+    gaps = np.full(unchanged.size + int(more.sum()), _MAX_GAP, np.uint8)
+    gaps[np.cumsum(more + 1) - 1] = last
+    differences = (after[places] - before[places]).numpy()
+    zigzag = (differences << 1) ^ (differences >> (8 * itemsize - 1))  # small ones of either sign are small
+    planes = zigzag.view(np.uint8).reshape(-1, itemsize).T
     packed = zlib.compress(gaps.tobytes() + planes.tobytes(), _LEVEL)
     encoded = bytearray(_HEADER.pack(places.numel(), gaps.size) + packed)
     return encoded if len(encoded) < new.numel() else None
@@ -103,7 +106,8 @@ def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
     zigzag = np.ascontiguousarray(planes.T).view(f"<u{itemsize}").reshape(-1)
     sign = -(zigzag & 1).astype(zigzag.dtype)
     differences = ((zigzag >> 1) ^ sign).view(f"<i{itemsize}")
-    return torch.from_numpy(_places(gaps)), torch.from_numpy(differences)
+    places: NDArray[np.int64] = np.cumsum(gaps, dtype=np.int64)[gaps != _MAX_GAP] + np.arange(count)
+    return torch.from_numpy(places), torch.from_numpy(differences)
 
 
 def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) -> None:
@@ -121,34 +125,12 @@ def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) ->
         for extent, stride in zip(reversed(part.size), reversed(part.strides), strict=True):
             offsets += inside % extent * stride
             inside = inside // extent
-        flat = _bits(weights[part.param])
+        bits = weights[part.param].detach()
+        bits = bits.view(_INTEGERS[bits.element_size()])
+        length = bits.untyped_storage().nbytes() // bits.element_size() - bits.storage_offset()
+        flat = bits.as_strided(
+            (length,), (1,), bits.storage_offset()
+        )  # from the parameter's first element on
         offsets = offsets.to(flat.device)
         flat[offsets] += differences[first:cut].to(flat.device)
         first_place, first = end, cut
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    """[elements from the parameter's first on] as integers, over its memory."""
-    bits = parameter.detach().view(_INTEGERS[parameter.element_size()])
-    length = bits.untyped_storage().nbytes() // bits.element_size() - bits.storage_offset()
-    return bits.as_strided((length,), (1,), bits.storage_offset())
-
-
-def _gap_bytes(places: NDArray[np.int64]) -> NDArray[np.uint8]:
-    gaps = np.diff(places, prepend=-1) - 1  # unchanged elements before each
-    more, last = np.divmod(gaps, _MAX_GAP)
-    coded = np.full(gaps.size + int(more.sum()), _MAX_GAP, np.uint8)
-    coded[np.cumsum(more + 1) - 1] = last
-    return coded
-
-
-def _places(coded: NDArray[np.uint8]) -> NDArray[np.int64]:
-    ends = coded != _MAX_GAP
-    places: NDArray[np.int64] = np.cumsum(coded, dtype=np.int64)[ends]
-    return places + np.arange(places.size)
-
-
-def _zigzag(differences: NDArray[Any]) -> NDArray[Any]:
-    """Small numbers of either sign as small numbers."""
-    bits = 8 * differences.itemsize
-    return ((differences << 1) ^ (differences >> (bits - 1))).view(f"<u{differences.itemsize}")

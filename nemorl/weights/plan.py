@@ -23,10 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter
+from typing import TypeVar
 
 from nemorl.models.slices import TensorSlice
 
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Region:
     def on_node(self, node: str, nodes: Sequence[str]) -> list[int]:
         """The holders on a machine."""
         if self._by_node is None:
-            self._by_node = _grouped_by_node(self.ranks, nodes)
+            self._by_node = _grouped(self.ranks, nodes)
         return self._by_node.get(node, [])
 
 
@@ -143,7 +146,7 @@ class Holdings:
         self.machines = set(self.nodes)
         self.class_of = classes_of(sender.slices for sender in senders)
         self._tensors: dict[str, _TensorRegions] = {}
-        for number, ranks in _ranks_of(self.class_of).items():
+        for number, ranks in _grouped(range(len(senders)), self.class_of).items():
             for part in senders[ranks[0]].slices:
                 self._add(number, ranks, part)
         for tensor in self._tensors.values():
@@ -213,7 +216,7 @@ class Consumers:
             for number, layout in zip(by_slices, receivers, strict=True)
         ]
         self._nodes = [layout.node for layout in receivers]
-        self._ranks = _ranks_of(self.class_of)
+        self._ranks = _grouped(range(len(receivers)), self.class_of)
         self.layouts = {number: (ranks[0], receivers[ranks[0]]) for number, ranks in self._ranks.items()}
         self._by_node: dict[tuple[int, ...], dict[str, list[int]]] = {}
 
@@ -221,21 +224,15 @@ class Consumers:
         """The receivers of some classes on each machine."""
         if classes not in self._by_node:
             ranks = sorted(rank for number in classes for rank in self._ranks[number])
-            self._by_node[classes] = _grouped_by_node(ranks, self._nodes)
+            self._by_node[classes] = _grouped(ranks, self._nodes)
         return self._by_node[classes]
 
 
-def _grouped_by_node(ranks: Iterable[int], nodes: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
+def _grouped(ranks: Iterable[int], label: Sequence[K]) -> dict[K, list[int]]:
+    """Ranks by their labels."""
+    found: dict[K, list[int]] = defaultdict(list)
     for rank in ranks:
-        found[nodes[rank]].append(rank)
-    return found
-
-
-def _ranks_of(class_of: Sequence[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for rank, number in enumerate(class_of):
-        found[number].append(rank)
+        found[label[rank]].append(rank)
     return found
 
 

@@ -157,7 +157,7 @@ def test_a_file_that_the_index_names_is_missing(tiny_llama: TinyModel, tmp_path:
     folder = HfFolder(tmp_path / "out")
     folder.file(Q_PROJ).unlink()
     with pytest.raises(BrokenModelFolder, match=f"is missing, though {INDEX_FILE} names it"):
-        folder.shape(Q_PROJ)
+        folder.tensor(Q_PROJ, tuple(tiny_llama.tensors[Q_PROJ].shape))
 
 
 def test_weights_in_other_formats_are_refused(tiny_llama: TinyModel, tmp_path: Path) -> None:

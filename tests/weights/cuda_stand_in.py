@@ -33,10 +33,10 @@ class FileDevice(CudaDevice):
     def share(self, memory: Tensor) -> SharedStorage:
         token = self._folder / f"token-{os.getpid()}-{next(self._numbers)}"
         token.write_text(str(self._path))
-        return SharedStorage("GPU-0", str(token).encode().hex(), memory.numel(), 0, "", 0, "", False)
+        return SharedStorage("GPU-0", str(token).encode(), memory.numel(), 0, b"", 0, b"", False)
 
     def open(self, shared: SharedStorage) -> Tensor:
-        token = Path(bytes.fromhex(shared.handle).decode())
+        token = Path(shared.handle.decode())
         path = Path(token.read_text())
         token.unlink()
         return _mapped(path, shared.num_bytes)

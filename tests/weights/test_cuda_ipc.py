@@ -35,7 +35,7 @@ def test_a_gpu_that_is_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         RefitFailed, match=r"lie on GPU a1, and this process sees b2: set generation\.transport"
     ):
-        CudaDevice().open(SharedStorage("a1", "", 64, 0, "", 0, "", False))
+        CudaDevice().open(SharedStorage("a1", b"", 64, 0, b"", 0, b"", False))
 
 
 def test_it_is_chosen_where_gpus_are_shared_on_one_machine() -> None:
